@@ -1,0 +1,122 @@
+//! The memory of another process: what is populated, and what it holds.
+
+use crate::process::Process;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+/// Bytes of a page of x86-64. Everything here counts in such pages, also where the kernel maps larger ones.
+pub const PAGE_SIZE: usize = 4096;
+
+/// `/proc/PID/pagemap`: bit 63 = in RAM, bit 62 = swapped out (`Documentation/admin-guide/mm/pagemap.rst`).
+const POPULATED: u64 = 0b11 << 62;
+
+/// Read `buffer.len()` bytes at `address` of `process`.
+///
+/// # Errors
+/// `PermissionDenied` without the right to trace the process (same user, or `CAP_SYS_PTRACE`); `UnexpectedEof` when
+/// a part of the range is not mapped.
+pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()> {
+    let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
+    let mut done = 0;
+    while done < buffer.len() {
+        let rest = buffer.get_mut(done..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
+        match process_vm_readv(pid, &mut [IoSliceMut::new(rest)], &[remote]) {
+            Ok(0) => return Err(unmapped(process, address + done as u64)),
+            Ok(n) => done += n,
+            Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
+            Err(e) => {
+                let e = io::Error::from(e);
+                return Err(io::Error::new(e.kind(), format!("memory of process {}: {e}", process.pid)));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn unmapped(process: Process, address: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, format!("process {} has nothing mapped at {address:#x}", process.pid))
+}
+
+/// Which pages of a process are populated. Reading an unpopulated page of anonymous memory would give zeroes; not
+/// reading it is faster and leaves no trace.
+#[derive(Debug)]
+pub struct PageMap {
+    file: File,
+}
+
+impl PageMap {
+    /// Open the page map of `process`.
+    ///
+    /// # Errors
+    /// `PermissionDenied` for the process of another user.
+    pub fn open(process: Process) -> io::Result<Self> {
+        let path = format!("/proc/{}/pagemap", process.pid);
+        let file = File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
+        Ok(Self { file })
+    }
+
+    /// The runs of populated pages in `bytes` bytes at `address` (page-aligned), as byte offsets from `address`.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn populated(&self, address: u64, bytes: u64) -> io::Result<Vec<Range<u64>>> {
+        const PAGE: u64 = PAGE_SIZE as u64;
+        let pages = bytes.div_ceil(PAGE);
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        let mut buffer = vec![0u8; 8 * pages.min(8192) as usize];
+        let mut page = 0;
+        while page < pages {
+            let some = (pages - page).min(8192);
+            let chunk = buffer.get_mut(..8 * some as usize).unwrap_or_default();
+            self.file.read_exact_at(chunk, (address / PAGE + page) * 8)?;
+            let (entries, _) = chunk.as_chunks::<8>();
+            for (n, entry) in entries.iter().enumerate() {
+                if u64::from_ne_bytes(*entry) & POPULATED == 0 {
+                    continue;
+                }
+                let at = (page + n as u64) * PAGE;
+                match runs.last_mut() {
+                    Some(run) if run.end == at => run.end += PAGE,
+                    _ => runs.push(at..at + PAGE),
+                }
+            }
+            page += some;
+        }
+        Ok(runs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_memory_is_read_and_its_populated_pages_are_known() {
+        let me = Process::current().unwrap();
+        let pages = 64;
+        let mut area = vec![0u8; (pages + 1) * PAGE_SIZE];
+        let start = (area.as_ptr() as usize).next_multiple_of(PAGE_SIZE) - area.as_ptr() as usize;
+        area[start + 5 * PAGE_SIZE] = 1;
+        area[start + 6 * PAGE_SIZE] = 2;
+        let address = (area.as_ptr() as usize + start) as u64;
+        let runs = PageMap::open(me).unwrap().populated(address, (pages * PAGE_SIZE) as u64).unwrap();
+        let at = 5 * PAGE_SIZE as u64;
+        assert!(runs.iter().any(|run| run.contains(&at) && run.end >= at + 2 * PAGE_SIZE as u64), "{runs:?}");
+        let mut copy = vec![0; 2 * PAGE_SIZE];
+        read(me, address + at, &mut copy).unwrap();
+        assert_eq!((copy[0], copy[PAGE_SIZE]), (1, 2));
+    }
+
+    #[test]
+    fn an_unmapped_range_is_an_error() {
+        let me = Process::current().unwrap();
+        let e = read(me, 4096, &mut [0; 16]).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::UnexpectedEof);
+        assert!(e.to_string().contains("0x1000"), "{e}");
+    }
+}

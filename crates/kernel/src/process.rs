@@ -1,0 +1,216 @@
+//! Identity, liveness and end of a process.
+//!
+//! A pid alone names whatever runs under that number now. [`Process`] is the pid *and* the start time, so that a
+//! record in a file can be compared with what runs later, and signals go through a pidfd, so that they cannot reach
+//! a process which took the number over in between.
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fd::OwnedFd;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use std::fs;
+use std::io;
+use std::time::{Duration, Instant};
+
+/// One process of this machine, told apart from every later process of the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Process {
+    /// The process number.
+    pub pid: u32,
+    /// Clock ticks after boot at which the process started (field 22 of `/proc/PID/stat`).
+    pub started: u64,
+}
+
+impl Process {
+    /// The process that has this number now.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let (_, started) = stat(pid)?;
+        Ok(Self { pid, started })
+    }
+
+    /// The calling process.
+    ///
+    /// # Errors
+    /// Only if `/proc` is not mounted.
+    pub fn current() -> io::Result<Self> {
+        Self::of(std::process::id())
+    }
+
+    /// Whether this very process still runs. A zombie does not run.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        matches!(stat(self.pid), Ok((state, started)) if started == self.started && !matches!(state, b'Z' | b'X'))
+    }
+
+    /// A pidfd of this very process.
+    ///
+    /// # Errors
+    /// `NotFound` if it has ended, also when its number belongs to another one now.
+    pub fn pidfd(&self) -> io::Result<OwnedFd> {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, format!("process {} has ended", self.pid));
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+        let fd = pidfd_open(pid, PidfdFlags::empty())?;
+        // Checked after the open: from here on the descriptor cannot change its meaning.
+        match stat(self.pid) {
+            Ok((_, started)) if started == self.started => Ok(fd),
+            _ => Err(gone()),
+        }
+    }
+
+    /// Send `SIGTERM`. A process that has ended already is no error.
+    ///
+    /// # Errors
+    /// When the kernel refuses, e.g. because the process is somebody else's.
+    pub fn terminate(&self) -> io::Result<()> {
+        self.signal(Signal::TERM)
+    }
+
+    /// Send `SIGKILL`. A process that has ended already is no error.
+    ///
+    /// # Errors
+    /// When the kernel refuses, e.g. because the process is somebody else's.
+    pub fn kill(&self) -> io::Result<()> {
+        self.signal(Signal::KILL)
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match self.pidfd() {
+            Ok(fd) => match pidfd_send_signal(fd, signal) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+                Err(e) => Err(e.into()),
+            },
+            Err(e) if is_gone(&e) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Wait until the process has ended (a zombie has), at most for `timeout`.
+    ///
+    /// On success: `true` if it has ended. The process need not be a child.
+    ///
+    /// # Errors
+    /// When the process cannot be watched.
+    pub fn wait_end(&self, timeout: Duration) -> io::Result<bool> {
+        let fd = match self.pidfd() {
+            Ok(fd) => fd,
+            Err(e) if is_gone(&e) => return Ok(true),
+            Err(e) => return Err(e),
+        };
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let spec = rustix::time::Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+            match poll(&mut fds, Some(&spec)) {
+                Ok(0) => return Ok(!self.is_alive()),
+                Ok(_) => return Ok(true),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+}
+
+fn is_gone(e: &io::Error) -> bool {
+    e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
+}
+
+/// State letter and start time from `/proc/PID/stat`.
+fn stat(pid: u32) -> io::Result<(u8, u64)> {
+    let text = fs::read(format!("/proc/{pid}/stat"))?;
+    parse_stat(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is odd")))
+}
+
+/// The command (field 2) may itself hold spaces and brackets, so fields count from the *last* `)`.
+fn parse_stat(text: &[u8]) -> Option<(u8, u64)> {
+    let end = text.iter().rposition(|&b| b == b')')?;
+    let rest = std::str::from_utf8(text.get(end + 1..)?).ok()?;
+    let mut fields = rest.split_ascii_whitespace();
+    let state = *fields.next()?.as_bytes().first()?;
+    // `state` is field 3, so field 22 is the 18th after it.
+    let started = fields.nth(18)?.parse().ok()?;
+    Some((state, started))
+}
+
+/// All processes that have `text` as a part of one of their arguments. Used to find a QEMU that was started but not
+/// yet recorded when its starter was killed.
+///
+/// # Errors
+/// When `/proc` cannot be read.
+pub fn with_argument_containing(text: &str) -> io::Result<Vec<Process>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        // A process may end between the listing and the reading.
+        let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
+        let hit = line.split(|&b| b == 0).any(|arg| arg.windows(text.len()).any(|part| part == text.as_bytes()));
+        if hit
+            && pid != std::process::id()
+            && let Ok(process) = Process::of(pid)
+        {
+            found.push(process);
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn stat_with_brackets_in_the_command() {
+        let mut line = b"42 (a) b (c) S 1".to_vec();
+        for n in 0..17 {
+            line.extend(format!(" {n}").bytes());
+        }
+        line.extend(b" 777 0 0");
+        assert_eq!(parse_stat(&line), Some((b'S', 777)));
+        assert_eq!(parse_stat(b"42 (x"), None);
+    }
+
+    #[test]
+    fn a_killed_child_is_seen_to_end_and_is_no_longer_alive() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::of(child.id()).unwrap();
+        assert!(process.is_alive());
+        assert!(!process.wait_end(Duration::from_millis(1)).unwrap());
+        process.kill().unwrap();
+        assert!(process.wait_end(Duration::from_secs(10)).unwrap());
+        assert!(!process.is_alive(), "a zombie is not alive");
+        child.wait().unwrap();
+        process.kill().unwrap();
+        assert!(process.pidfd().is_err());
+    }
+
+    #[test]
+    fn another_start_time_is_another_process() {
+        let me = Process::current().unwrap();
+        let other = Process { started: me.started + 1, ..me };
+        assert!(me.is_alive());
+        assert!(!other.is_alive());
+        other.kill().unwrap();
+        assert!(me.is_alive());
+    }
+
+    #[test]
+    fn a_process_is_found_by_an_argument() {
+        let mark = format!("1000{}", std::process::id());
+        let mut child = Command::new("sleep").arg(&mark).spawn().unwrap();
+        // The kernel wakes the parent before the new program's arguments can be read.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut found = Vec::new();
+        while found.is_empty() && Instant::now() < deadline {
+            found = with_argument_containing(&mark).unwrap();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found.iter().map(|p| p.pid).collect::<Vec<_>>(), [child.id()]);
+    }
+}

@@ -1,0 +1,35 @@
+//! Starting a process that outlives its starter.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+/// Let `command` start in a session of its own, without standard input: neither a closed terminal nor an interrupt
+/// of the starter reaches it.
+pub fn detach(command: &mut Command) -> &mut Command {
+    command.stdin(Stdio::null());
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; setsid is one, and the closure touches
+    // no memory of the parent.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid().map_err(io::Error::from)?;
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_detached_process_leads_its_own_session() {
+        let mut child = detach(Command::new("sleep").arg("1000")).spawn().unwrap();
+        let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+        let session: u32 = stat.rsplit(')').next().unwrap().split_whitespace().nth(3).unwrap().parse().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(session, child.id());
+    }
+}

@@ -1,0 +1,103 @@
+//! Tap interfaces: opening and removing persistent ones.
+//!
+//! A tap of Rekindle is persistent, so that it outlives every QEMU, and single-queue: packets that arrive while no
+//! QEMU reads wait in the one queue, which the next QEMU reads through a duplicate of the same open file.
+
+use rustix::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags};
+use std::ffi::{c_char, c_int, c_short};
+use std::io;
+use std::mem::size_of;
+use std::os::fd::AsRawFd;
+
+/// The part of `struct ifreq` that the tun driver uses (`linux/if.h`): name, flags, and the rest of the union.
+#[repr(C)]
+struct IfReq {
+    name: [c_char; libc::IFNAMSIZ],
+    flags: c_short,
+    rest: [u8; 22],
+}
+
+const _: () = assert!(size_of::<IfReq>() == size_of::<libc::ifreq>());
+const TUNSETIFF: u64 = 0x4004_54ca;
+const TUNSETPERSIST: u64 = 0x4004_54cb;
+const _: () = assert!(TUNSETIFF == ioctl_write(b'T', 202, size_of::<c_int>()));
+const _: () = assert!(TUNSETPERSIST == ioctl_write(b'T', 203, size_of::<c_int>()));
+
+/// `_IOW(kind, number, size)` of `asm-generic/ioctl.h`.
+const fn ioctl_write(kind: u8, number: u8, size: usize) -> u64 {
+    (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number as u64
+}
+
+nix::ioctl_write_ptr_bad!(tunsetiff, TUNSETIFF, IfReq);
+nix::ioctl_write_int_bad!(tunsetpersist, TUNSETPERSIST);
+
+/// Open the tap interface `name`, making it where it does not exist, in the network namespace of the calling thread.
+///
+/// On success: a non-blocking descriptor fit for `-netdev tap,fd=`, with virtio-net headers. The interface stays when
+/// the descriptor is closed, until [`remove`].
+///
+/// # Errors
+/// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process holds it open; `InvalidInput` for
+/// a name that is empty or longer than 15 bytes. The error names the interface.
+pub fn open(name: &str) -> io::Result<OwnedFd> {
+    attach(name, true)
+}
+
+/// Remove a persistent tap interface. One that does not exist is no error.
+///
+/// # Errors
+/// As for [`open`]; an interface that is in use stays.
+pub fn remove(name: &str) -> io::Result<()> {
+    drop(attach(name, false)?);
+    Ok(())
+}
+
+fn attach(name: &str, persist: bool) -> io::Result<OwnedFd> {
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("tap interface {name}: {e}"));
+    if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains(['/', '\0']) {
+        return Err(named(io::Error::new(io::ErrorKind::InvalidInput, "a name has 1 to 15 characters and no slash")));
+    }
+    let device = "/dev/net/tun";
+    let fd = rustix::fs::open(device, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
+        .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("{device}: {e}")))?;
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let mut request = IfReq { name: [0; libc::IFNAMSIZ], flags: flags as c_short, rest: [0; 22] };
+    for (to, from) in request.name.iter_mut().zip(name.bytes()) {
+        *to = from as c_char;
+    }
+    // SAFETY: `request` is a whole `struct ifreq` (its size is asserted above) whose name ends with a zero byte, and
+    // it lives through the call.
+    unsafe { tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
+    // SAFETY: TUNSETPERSIST takes an int by value and touches no memory of ours.
+    unsafe { tunsetpersist(fd.as_raw_fd(), c_int::from(persist)) }.map_err(|e| named(e.into()))?;
+    Ok(fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_names_are_refused() {
+        for name in ["", "sixteen-letters-", "a/b"] {
+            assert_eq!(open(name).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_tap_is_made_once_held_once_and_removed() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("needs root: not run");
+            return;
+        }
+        let name = format!("rkt{}", std::process::id());
+        let held = open(&name).unwrap();
+        assert_eq!(open(&name).unwrap_err().raw_os_error(), None, "the error carries the name");
+        assert_eq!(open(&name).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        drop(held);
+        assert!(std::path::Path::new("/sys/class/net").join(&name).exists(), "it is persistent");
+        remove(&name).unwrap();
+        assert!(!std::path::Path::new("/sys/class/net").join(&name).exists());
+    }
+}
