@@ -29,8 +29,11 @@ const fn ioctl_write(kind: u8, number: u8, size: usize) -> u64 {
     (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number as u64
 }
 
-nix::ioctl_write_ptr_bad!(tunsetiff, TUNSETIFF, IfReq);
-nix::ioctl_write_int_bad!(tunsetpersist, TUNSETPERSIST);
+mod ioctl {
+    #![allow(missing_docs)]
+    nix::ioctl_write_ptr_bad!(tunsetiff, super::TUNSETIFF, super::IfReq);
+    nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
+}
 
 /// Open the tap interface `name`, making it where it does not exist, in the network namespace of the calling thread.
 ///
@@ -68,9 +71,9 @@ fn attach(name: &str, persist: bool) -> io::Result<OwnedFd> {
     }
     // SAFETY: `request` is a whole `struct ifreq` (its size is asserted above) whose name ends with a zero byte, and
     // it lives through the call.
-    unsafe { tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
+    unsafe { ioctl::tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
     // SAFETY: TUNSETPERSIST takes an int by value and touches no memory of ours.
-    unsafe { tunsetpersist(fd.as_raw_fd(), c_int::from(persist)) }.map_err(|e| named(e.into()))?;
+    unsafe { ioctl::tunsetpersist(fd.as_raw_fd(), c_int::from(persist)) }.map_err(|e| named(e.into()))?;
     Ok(fd)
 }
 

@@ -1,0 +1,91 @@
+//! Digests of a guest's memory while it is stopped.
+//!
+//! They answer one question: did this memory change between two moments? XXH3 with 128 bits is for that; it is no
+//! protection against somebody who constructs collisions.
+
+use crate::carried::Carried;
+use rustix::fs::{SeekFrom, seek};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use xxhash_rust::xxh3::Xxh3;
+
+const CHUNK: usize = 1 << 20;
+
+/// The digest of the RAM file at `path`. Holes are skipped and count as zeroes: a page that was populated with zeroes
+/// and one that never was are the same.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn file(path: &Path) -> io::Result<u128> {
+    let file = File::open(path)?;
+    let len = file.metadata()?.len();
+    let mut digest = Xxh3::new();
+    let mut buffer = vec![0; CHUNK];
+    let mut at = 0;
+    while at < len {
+        let data = match seek(&file, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(e) => return Err(e.into()),
+        };
+        let end = seek(&file, SeekFrom::Hole(data))?.min(len);
+        // Chunks are aligned to their size, so that the same content gives the same chunks whatever the holes are.
+        at = data - data % CHUNK as u64;
+        while at < end {
+            let some = (len - at).min(CHUNK as u64) as usize;
+            let chunk = buffer.get_mut(..some).unwrap_or_default();
+            file.read_exact_at(chunk, at)?;
+            if chunk.iter().any(|&byte| byte != 0) {
+                digest.update(&at.to_le_bytes());
+                digest.update(chunk);
+            }
+            at += some as u64;
+        }
+    }
+    Ok(digest.digest128())
+}
+
+/// The digest of each carried block, by name.
+#[must_use]
+pub fn carried(carried: &Carried) -> BTreeMap<String, u128> {
+    let digest = |block: &crate::carried::Block| {
+        let mut digest = Xxh3::new();
+        digest.update(&block.used.to_le_bytes());
+        for (offset, page) in block.pages() {
+            digest.update(&offset.to_le_bytes());
+            digest.update(page);
+        }
+        digest.digest128()
+    };
+    carried.blocks.iter().map(|block| (block.id.clone(), digest(block))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn holes_and_zeroes_are_the_same_and_a_byte_makes_a_difference() {
+        let directory = tempfile::tempdir().unwrap();
+        let make = |name: &str, zeroes_at: Option<u64>, byte: u8| {
+            let path = directory.path().join(name);
+            let mut file = File::create(&path).unwrap();
+            file.set_len(5 * CHUNK as u64 + 4096).unwrap();
+            if let Some(at) = zeroes_at {
+                file.write_all_at(&[0; 8192], at).unwrap();
+            }
+            file.write_all_at(&[byte], 3 * CHUNK as u64 + 77).unwrap();
+            file.write_all_at(&[1], 5 * CHUNK as u64 + 4000).unwrap();
+            file.flush().unwrap();
+            super::file(&path).unwrap()
+        };
+        let sparse = make("a", None, 5);
+        assert_eq!(sparse, make("b", Some(12288), 5));
+        assert_eq!(sparse, make("c", Some(CHUNK as u64 - 4096), 5));
+        assert_ne!(sparse, make("d", None, 6));
+    }
+}

@@ -1,0 +1,262 @@
+//! Where RAM files live, and how much still fits.
+//!
+//! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them, so a directory with free space
+//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence what has been
+//! promised to the files that are there counts as used, and asking for more than is left is refused beforehand.
+
+use rustix::fs::{FlockOperation, Mode, OFlags, StatFs, flock, fstatfs, open, statfs};
+use rustix::mount::{MountFlags, mount};
+use std::ffi::CString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+const SUFFIX: &str = "ram";
+
+/// Why a RAM file cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// The directory cannot be used.
+    #[error("RAM directory {}", path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Too much was asked for.
+    #[error(
+        "RAM directory {}: {} asked for, {} left ({} free, of which {} promised to other guests); stop a VM, make \
+         `memory` smaller, or name a larger directory as `ram.dir`",
+        path.display(), mib(*asked), mib(*left), mib(*free), mib(*promised)
+    )]
+    TooSmall {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes left: free less promised.
+        left: u64,
+        /// Bytes free in the file system and in the machine.
+        free: u64,
+        /// Bytes that other RAM files may still claim.
+        promised: u64,
+    },
+    /// There is a file of that name.
+    #[error("RAM file {} exists already: a VM of that name runs, or `rekindle recover` has not been run", path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+/// A directory for RAM files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RamDirectory {
+    path: PathBuf,
+}
+
+impl RamDirectory {
+    /// The directory at `path`, which must exist.
+    ///
+    /// # Errors
+    /// [`RamError::Directory`].
+    pub fn at(path: &Path) -> Result<Self, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: path.to_owned(), source };
+        let metadata = fs::metadata(path).map_err(failed)?;
+        if !metadata.is_dir() {
+            return Err(failed(io::ErrorKind::NotADirectory.into()));
+        }
+        Ok(Self { path: path.to_owned() })
+    }
+
+    /// A tmpfs of Rekindle's own at `path`, mounted with room for `bytes` if it is not yet. Needs root.
+    ///
+    /// # Errors
+    /// [`RamError::Directory`] when it cannot be mounted.
+    pub fn own_tmpfs(path: &Path, bytes: u64) -> Result<Self, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: path.to_owned(), source };
+        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
+        // Two at once must not mount twice: the lock is on the directory beneath the mount, so on its parent.
+        let parent = path.parent().unwrap_or(Path::new("/"));
+        let lock = open(parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| failed(e.into()))?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        let here = fs::metadata(path).map_err(failed)?.dev();
+        let above = fs::metadata(parent).map_err(failed)?.dev();
+        if here == above {
+            let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
+            let try_mount = |more: &str| -> io::Result<()> {
+                let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+                Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
+            };
+            // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
+            try_mount(",noswap").or_else(|_| try_mount("")).map_err(failed)?;
+        }
+        Self::at(path)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the RAM file of VM `name` is or would be.
+    #[must_use]
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{name}.{SUFFIX}"))
+    }
+
+    /// `(free, promised)` in bytes: what the file system and the machine still have, and what the RAM files that are
+    /// there may still claim of it.
+    ///
+    /// # Errors
+    /// [`RamError::Directory`].
+    pub fn room(&self) -> Result<(u64, u64), RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let stat = statfs(&self.path).map_err(|e| failed(e.into()))?;
+        let mut free = free_bytes(&stat);
+        if stat.f_type as u64 == TMPFS_MAGIC {
+            free = free.min(available_memory().map_err(failed)?);
+        }
+        let mut promised = 0;
+        for entry in fs::read_dir(&self.path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.path().extension().is_some_and(|extension| extension == SUFFIX) {
+                let Ok(metadata) = entry.metadata() else { continue };
+                promised += metadata.len().saturating_sub(metadata.blocks() * 512);
+            }
+        }
+        Ok((free, promised))
+    }
+
+    /// Make the RAM file of VM `name` with `bytes` bytes, readable by nobody else.
+    ///
+    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched.
+    ///
+    /// # Errors
+    /// [`RamError::TooSmall`] with both figures; [`RamError::Exists`].
+    pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        // Between looking and making nobody else may make one.
+        let lock = File::open(&self.path).map_err(failed)?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        let path = self.file(name);
+        if path.exists() {
+            return Err(RamError::Exists { path });
+        }
+        let (free, promised) = self.room()?;
+        let left = free.saturating_sub(promised);
+        if bytes > left {
+            return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+        }
+        let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file = made.map_err(failed)?;
+        if let Err(e) = file.set_len(bytes) {
+            let _ = fs::remove_file(&path);
+            return Err(failed(e));
+        }
+        Ok(path)
+    }
+
+    /// Remove the RAM file of VM `name`, and with it the guest's memory. One that is not there is no error.
+    ///
+    /// # Errors
+    /// [`RamError::Directory`].
+    pub fn remove(&self, name: &str) -> Result<(), RamError> {
+        match fs::remove_file(self.file(name)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(RamError::Directory { path: self.path.clone(), source: e })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether `path` is on hugetlbfs, and then its page size.
+///
+/// # Errors
+/// When it cannot be looked at.
+pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
+    let directory = File::open(path)?;
+    let stat = fstatfs(&directory)?;
+    Ok((stat.f_type as u64 == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
+}
+
+fn free_bytes(stat: &StatFs) -> u64 {
+    // A tmpfs without limit says 0 blocks in all.
+    if stat.f_blocks == 0 && stat.f_type as u64 == TMPFS_MAGIC { u64::MAX } else { stat.f_bavail * stat.f_bsize as u64 }
+}
+
+/// `MemAvailable` of `/proc/meminfo` in bytes: what the machine can give without swapping.
+///
+/// # Errors
+/// When `/proc/meminfo` is not as expected.
+pub fn available_memory() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let kib = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix("kB"))
+        .and_then(|number| number.trim().parse::<u64>().ok());
+    kib.map(|kib| kib * 1024).ok_or_else(|| io::Error::other("/proc/meminfo has no MemAvailable"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_fits_is_refused_with_both_figures_and_what_is_promised_counts() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamDirectory::at(directory.path()).unwrap();
+        let (free, promised) = ram.room().unwrap();
+        assert_eq!(promised, 0);
+        let e = ram.create("big", free * 2).unwrap_err();
+        assert!(matches!(e, RamError::TooSmall { asked, .. } if asked == free * 2));
+        assert!(e.to_string().contains(&format!("{} MiB asked for", free * 2 >> 20)), "{e}");
+        let most = free / 4 * 3;
+        ram.create("first", most).unwrap();
+        assert_eq!(ram.room().unwrap().1, most);
+        assert!(matches!(ram.create("second", most), Err(RamError::TooSmall { .. })));
+        assert!(matches!(ram.create("first", 4096), Err(RamError::Exists { .. })));
+        ram.remove("first").unwrap();
+        ram.remove("first").unwrap();
+        let file = ram.create("second", most).unwrap();
+        assert_eq!(fs::metadata(file).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_missing_directory_is_named() {
+        let e = RamDirectory::at(Path::new("/nowhere/at/all")).unwrap_err();
+        assert!(e.to_string().contains("/nowhere/at/all"), "{e}");
+    }
+
+    #[test]
+    fn a_tmpfs_of_our_own_is_mounted_once_with_its_size() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("needs root: not run");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("ram");
+        let ram = RamDirectory::own_tmpfs(&path, 64 << 20).unwrap();
+        let again = RamDirectory::own_tmpfs(&path, 64 << 20).unwrap();
+        assert_eq!(ram, again);
+        assert_eq!(ram.room().unwrap().0, 64 << 20);
+        assert!(matches!(ram.create("x", 65 << 20), Err(RamError::TooSmall { .. })));
+        rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();
+        assert!(!path.join("x.ram").exists());
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        assert!(!mounts.contains(path.to_str().unwrap()), "mounted once, unmounted once");
+    }
+}

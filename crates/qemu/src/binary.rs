@@ -1,0 +1,163 @@
+//! What a QEMU binary can do: asked from the binary itself, before anything depends on it.
+
+use crate::qmp::{Qmp, QmpError, Version};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// How long a binary may take to greet. It takes 0.1 s; a loaded machine gets a hundred times that.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// Why a binary cannot be used as a QEMU.
+#[derive(Debug, thiserror::Error)]
+pub enum BinaryError {
+    /// It is not there, or not to be run.
+    #[error("cannot run {}: give the path of a qemu-system-x86_64 that exists and may be executed", path.display())]
+    Run {
+        /// The binary.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It ran, but it is no QEMU, or one that cannot even start an empty machine.
+    #[error("{} does not behave like a QEMU system emulator{}", path.display(), said(output))]
+    NotQemu {
+        /// The binary.
+        path: PathBuf,
+        /// What it wrote on its standard error.
+        output: String,
+        /// How it failed.
+        #[source]
+        source: QmpError,
+    },
+}
+
+fn said(output: &str) -> String {
+    match output.lines().map(str::trim).find(|line| !line.is_empty()) {
+        Some(line) => format!(" (it said: {line})"),
+        None => String::new(),
+    }
+}
+
+/// A QEMU binary and what it knows.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Binary {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its version.
+    pub version: Version,
+    /// Machine types, aliases among them.
+    pub machines: BTreeSet<String>,
+    /// Alias to the machine type that it stands for, e.g. `q35` to `pc-q35-10.0`.
+    pub aliases: Vec<(String, String)>,
+    /// CPU models.
+    pub cpus: BTreeSet<String>,
+    /// Device types.
+    pub devices: BTreeSet<String>,
+    /// QMP commands.
+    pub commands: BTreeSet<String>,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    alias: Option<String>,
+}
+
+impl Binary {
+    /// Start the QEMU at `path` with an empty machine, ask it what it knows, and end it.
+    ///
+    /// A name without a slash is looked up in `PATH`. Takes about 0.1 s.
+    ///
+    /// # Errors
+    /// [`BinaryError`]: missing, not executable, not a QEMU.
+    pub fn probe(path: &Path) -> Result<Self, BinaryError> {
+        let run = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
+        let (ours, theirs) = UnixStream::pair().map_err(run)?;
+        let theirs_too = theirs.try_clone().map_err(run)?;
+        let child = Command::new(path)
+            .args(["-machine", "none", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S"])
+            .args(["-qmp", "stdio"])
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::from(OwnedFd::from(theirs_too)))
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(run)?;
+        let answers = Qmp::over(ours, GREETING).and_then(|qmp| Self::ask(path, qmp));
+        let output = end(child);
+        answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })
+    }
+
+    fn ask(path: &Path, mut qmp: Qmp) -> Result<Self, QmpError> {
+        let names = |list: Vec<Named>| list.into_iter().map(|entry| entry.name).collect::<BTreeSet<_>>();
+        let machines: Vec<Named> = qmp.execute("query-machines", ())?;
+        let aliases = machines.iter().filter_map(|m| Some((m.alias.clone()?, m.name.clone()))).collect::<Vec<_>>();
+        let mut machines = names(machines);
+        machines.extend(aliases.iter().map(|(alias, _)| alias.clone()));
+        let cpus = names(qmp.execute("query-cpu-definitions", ())?);
+        let commands = names(qmp.execute("query-commands", ())?);
+        let devices = names(qmp.execute("qom-list-types", json!({"implements": "device", "abstract": false}))?);
+        let version = qmp.version().clone();
+        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands })
+    }
+
+    /// The versioned machine type that `machine` stands for here: itself, unless it is an alias.
+    #[must_use]
+    pub fn pinned_machine<'a>(&'a self, machine: &'a str) -> &'a str {
+        self.aliases.iter().find(|(alias, _)| alias == machine).map_or(machine, |(_, name)| name)
+    }
+
+    /// Whether this QEMU can write its device state without RAM in one command.
+    #[must_use]
+    pub fn saves_device_state(&self) -> bool {
+        self.commands.contains("xen-save-devices-state")
+    }
+}
+
+/// End the child and give what it had said on standard error.
+fn end(child: Child) -> String {
+    if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+    child.wait_with_output().map(|output| String::from_utf8_lossy(&output.stderr).into_owned()).unwrap_or_else(|e| {
+        tracing::debug!("cannot reap the probed binary: {e}");
+        String::new()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_missing_binary_and_one_that_is_not_executable_are_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qemu-missing");
+        let e = Binary::probe(&path).unwrap_err();
+        assert!(matches!(&e, BinaryError::Run { source, .. } if source.kind() == io::ErrorKind::NotFound));
+        assert!(e.to_string().contains("qemu-missing"), "{e}");
+        fs::write(&path, "#!/bin/sh\n").unwrap();
+        let e = Binary::probe(&path).unwrap_err();
+        assert!(matches!(&e, BinaryError::Run { source, .. } if source.kind() == io::ErrorKind::PermissionDenied));
+    }
+
+    #[test]
+    fn a_program_that_is_no_qemu_is_told_with_its_own_words() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("not-qemu");
+        fs::write(&path, "#!/bin/sh\necho I am not the one >&2\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let e = Binary::probe(&path).unwrap_err();
+        assert!(e.to_string().contains("I am not the one"), "{e}");
+    }
+}

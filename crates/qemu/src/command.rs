@@ -1,0 +1,453 @@
+//! The command line of a VM's hardware.
+//!
+//! The same [`Hardware`] must give the same guest-visible machine in every QEMU, or device state does not fit: so the
+//! machine type is a versioned one, each device has a fixed PCI slot, and nothing comes from a configuration file or
+//! a default of the binary.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+/// First PCI slots (of bus 0) by kind of device. Slot 0 is the host bridge, 0x1f the south bridge.
+const SLOT_VGA: u8 = 0x01;
+const SLOT_RNG: u8 = 0x02;
+const SLOT_SERIAL: u8 = 0x03;
+const SLOT_DISK: u8 = 0x04;
+const SLOT_NET: u8 = 0x10;
+/// Devices of a kind that fit between one first slot and the next.
+const SLOTS_DISK: usize = (SLOT_NET - SLOT_DISK) as usize;
+const SLOTS_NET: usize = 0x18 - SLOT_NET as usize;
+
+/// Descriptor numbers at which a QEMU finds its taps: high enough never to be given to anything else before.
+const FIRST_TAP_FD: RawFd = 40;
+/// Where the real taps wait in a QEMU that was started with stand-ins; see [`Tap::waiting_fd`].
+const FIRST_WAITING_FD: RawFd = 60;
+
+/// Everything of a VM that its guest can see.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hardware {
+    /// Name, also in the process list.
+    pub name: String,
+    /// Versioned machine type.
+    pub machine: String,
+    /// CPU model with features.
+    pub cpu: String,
+    /// `kvm` or `tcg`.
+    pub accel: String,
+    /// Number of virtual CPUs.
+    pub vcpus: u32,
+    /// RAM.
+    pub ram: Ram,
+    /// A kernel to boot without boot loader.
+    pub boot: Option<Boot>,
+    /// Disks in the order of their slots.
+    pub disks: Vec<Disk>,
+    /// Network cards in the order of their slots.
+    pub nets: Vec<Net>,
+    /// A VGA card.
+    pub vga: bool,
+    /// A port for the guest agent.
+    pub agent: bool,
+    /// A source of randomness.
+    pub rng: bool,
+    /// Whatever else the owner gives to QEMU.
+    pub extra: Vec<String>,
+}
+
+/// The guest's RAM: a file that is mapped shared, so that it outlives QEMU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ram {
+    /// The file.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Whether QEMU shall populate it at the start.
+    pub prealloc: bool,
+}
+
+/// Direct kernel boot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Boot {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// Its initial RAM disk.
+    pub initrd: Option<PathBuf>,
+    /// Its command line.
+    pub append: String,
+}
+
+/// A disk that QEMU serves itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// Id of the device.
+    pub id: String,
+    /// Image or block device.
+    pub path: PathBuf,
+    /// QEMU's format driver.
+    pub format: String,
+    /// Whether the guest may not write.
+    pub readonly: bool,
+    /// QEMU's name of the cache mode.
+    pub cache: String,
+    /// Serial number the guest sees.
+    pub serial: Option<String>,
+}
+
+/// A network card.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Net {
+    /// Id of the device.
+    pub id: String,
+    /// MAC address.
+    pub mac: String,
+    /// What it is connected to.
+    pub backend: NetBackend,
+}
+
+/// What a network card is connected to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NetBackend {
+    /// QEMU's own user-mode network, with forwarded ports in QEMU's notation (`tcp:127.0.0.1:2222-:22`).
+    User(Vec<String>),
+    /// A tap interface.
+    Tap(Tap),
+}
+
+/// A tap interface, and at which descriptors a QEMU of this VM has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tap {
+    /// Interface name.
+    pub ifname: String,
+    /// Network namespace it lives in.
+    pub netns: Option<String>,
+}
+
+impl Tap {
+    /// The descriptor at which the QEMU uses the tap of its `index`-th network card.
+    #[must_use]
+    pub fn fd(index: usize) -> RawFd {
+        FIRST_TAP_FD + index as RawFd
+    }
+
+    /// The descriptor at which a QEMU that takes over keeps the real tap until its guest is stopped elsewhere. Until
+    /// then it has a stand-in at [`Tap::fd`]: QEMU reads a tap as soon as it has it and would swallow a packet.
+    #[must_use]
+    pub fn waiting_fd(index: usize) -> RawFd {
+        FIRST_WAITING_FD + index as RawFd
+    }
+}
+
+/// Sockets and files of one QEMU process, in a directory of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Directory(pub PathBuf);
+
+impl Directory {
+    /// QMP, for operations.
+    #[must_use]
+    pub fn qmp(&self) -> PathBuf {
+        self.0.join("qmp.sock")
+    }
+    /// QMP, for a watcher beside an operation.
+    #[must_use]
+    pub fn watch(&self) -> PathBuf {
+        self.0.join("watch.sock")
+    }
+    /// The guest's serial console.
+    #[must_use]
+    pub fn console(&self) -> PathBuf {
+        self.0.join("console.sock")
+    }
+    /// The guest agent's port.
+    #[must_use]
+    pub fn agent(&self) -> PathBuf {
+        self.0.join("agent.sock")
+    }
+    /// Where QEMU writes its number.
+    #[must_use]
+    pub fn pid(&self) -> PathBuf {
+        self.0.join("qemu.pid")
+    }
+    /// What QEMU says.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.0.join("qemu.log")
+    }
+}
+
+/// How a QEMU starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Boot the guest.
+    Boot,
+    /// Wait for a state that is handed over, and stay paused then. Ports are not forwarded yet: the QEMU before still
+    /// holds them.
+    Incoming,
+}
+
+/// Double the commas, as QEMU's `key=value` options want it.
+fn escaped(text: &str) -> String {
+    text.replace(',', ",,")
+}
+
+fn escaped_path(path: &Path) -> String {
+    escaped(&path.to_string_lossy())
+}
+
+impl Hardware {
+    /// How many disks and network cards fit.
+    ///
+    /// # Errors
+    /// A text that says what is too many.
+    pub fn check_slots(&self) -> Result<(), String> {
+        let fits = |what: &str, have: usize, limit: usize| {
+            if have > limit { Err(format!("{have} {what}, but a VM has room for {limit}")) } else { Ok(()) }
+        };
+        fits("disks", self.disks.len(), SLOTS_DISK)?;
+        fits("network cards", self.nets.len(), SLOTS_NET)
+    }
+
+    /// The arguments for a QEMU with this hardware, with its sockets in `directory` and the guest's console logged to
+    /// `console_log`.
+    #[must_use]
+    pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start) -> Vec<String> {
+        let mut line = Line(Vec::new());
+        line.add("-name", format!("guest={},debug-threads=on", escaped(&self.name)));
+        line.flag("-nodefaults").flag("-no-user-config").add("-display", "none").add("-msg", "timestamp=on");
+        line.add("-pidfile", directory.pid().to_string_lossy());
+        // `suppress-vmdesc` and `send-configuration=off`: so that the state without RAM is a valid incoming stream.
+        line.add("-machine", format!("{},memory-backend=ram,suppress-vmdesc=on", self.machine));
+        line.add("-global", "migration.send-configuration=off");
+        line.add("-accel", if self.accel == "tcg" { "tcg,thread=multi" } else { &self.accel });
+        line.add("-cpu", &self.cpu);
+        line.add("-smp", self.vcpus.to_string());
+        line.add("-m", format!("{}K", self.ram.bytes / 1024));
+        line.add(
+            "-object",
+            format!(
+                "memory-backend-file,id=ram,size={},mem-path={},share=on,prealloc={}",
+                self.ram.bytes,
+                escaped_path(&self.ram.path),
+                if self.ram.prealloc && start == Start::Boot { "on" } else { "off" }
+            ),
+        );
+        for (id, socket) in [("qmp", directory.qmp()), ("watch", directory.watch())] {
+            line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
+            line.add("-mon", format!("chardev={id},mode=control"));
+        }
+        let (socket, log) = (escaped_path(&directory.console()), escaped_path(console_log));
+        let console = format!("socket,id=console,path={socket},server=on,wait=off,logfile={log},logappend=on");
+        line.add("-chardev", console).add("-serial", "chardev:console");
+        if let Some(boot) = &self.boot {
+            line.add("-kernel", boot.kernel.to_string_lossy());
+            if let Some(initrd) = &boot.initrd {
+                line.add("-initrd", initrd.to_string_lossy());
+            }
+            line.add("-append", &boot.append);
+        }
+        if self.vga {
+            line.device(SLOT_VGA, json!({"driver": "VGA", "id": "vga"}));
+        }
+        if self.rng {
+            line.add("-object", "rng-random,id=rng,filename=/dev/urandom");
+            line.device(SLOT_RNG, json!({"driver": "virtio-rng-pci", "id": "rng-device", "rng": "rng"}));
+        }
+        if self.agent {
+            let socket = escaped_path(&directory.agent());
+            line.add("-chardev", format!("socket,id=agent,path={socket},server=on,wait=off"));
+            line.device(SLOT_SERIAL, json!({"driver": "virtio-serial-pci", "id": "ports"}));
+            let port = json!({"driver": "virtserialport", "bus": "ports.0", "nr": 1, "chardev": "agent",
+                "id": "agent-port", "name": "org.qemu.guest_agent.0"});
+            line.add("-device", port.to_string());
+        }
+        for (slot, disk) in (SLOT_DISK..).zip(&self.disks) {
+            line.disk(slot, disk);
+        }
+        for (index, net) in self.nets.iter().enumerate() {
+            line.net(SLOT_NET + index as u8, index, net, start);
+        }
+        line.0.extend(self.extra.iter().cloned());
+        if start == Start::Incoming {
+            line.add("-incoming", "defer").flag("-S");
+        }
+        line.0
+    }
+
+    /// The forwarded ports, as `(network id, rule)`.
+    pub fn forwards(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.nets.iter().flat_map(|net| match &net.backend {
+            NetBackend::User(rules) => rules.iter().map(|rule| (net.id.as_str(), rule.as_str())).collect::<Vec<_>>(),
+            NetBackend::Tap(_) => Vec::new(),
+        })
+    }
+
+    /// The taps with the index that [`Tap::fd`] takes.
+    pub fn taps(&self) -> impl Iterator<Item = (usize, &Tap)> {
+        self.nets.iter().enumerate().filter_map(|(index, net)| match &net.backend {
+            NetBackend::Tap(tap) => Some((index, tap)),
+            NetBackend::User(_) => None,
+        })
+    }
+
+    /// The device types that the command line names, those among the owner's own arguments too.
+    #[must_use]
+    pub fn device_types(&self) -> Vec<String> {
+        let nowhere = Directory(PathBuf::new());
+        let arguments = self.arguments(&nowhere, Path::new(""), Start::Boot);
+        let devices = arguments.iter().zip(arguments.iter().skip(1)).filter(|(option, _)| *option == "-device");
+        devices
+            .filter_map(|(_, value)| match serde_json::from_str::<Value>(value) {
+                Ok(json) => json.get("driver")?.as_str().map(str::to_owned),
+                Err(_) => {
+                    let first = value.split(',').next()?;
+                    Some(first.strip_prefix("driver=").unwrap_or(first).to_owned())
+                }
+            })
+            .collect()
+    }
+}
+
+struct Line(Vec<String>);
+
+impl Line {
+    fn flag(&mut self, flag: &str) -> &mut Self {
+        self.0.push(flag.into());
+        self
+    }
+
+    fn add(&mut self, option: &str, value: impl AsRef<str>) -> &mut Self {
+        self.0.extend([option.into(), value.as_ref().into()]);
+        self
+    }
+
+    fn device(&mut self, slot: u8, mut device: Value) {
+        if let Some(map) = device.as_object_mut() {
+            map.insert("bus".into(), "pcie.0".into());
+            map.insert("addr".into(), format!("{slot:#x}").into());
+        }
+        self.add("-device", device.to_string());
+    }
+
+    fn disk(&mut self, slot: u8, disk: &Disk) {
+        let (direct, no_flush, write_cache) = match disk.cache.as_str() {
+            "none" => (true, false, "on"),
+            "directsync" => (true, false, "off"),
+            "writethrough" => (false, false, "off"),
+            "unsafe" => (false, true, "on"),
+            _ => (false, false, "on"),
+        };
+        let id = &disk.id;
+        let cache = json!({"direct": direct, "no-flush": no_flush});
+        // The file beneath gets its lock from QEMU's own image locking, which passes from one QEMU to the next.
+        let file = json!({"driver": "file", "node-name": format!("{id}-file"), "filename": disk.path, "cache": cache,
+            "read-only": disk.readonly, "auto-read-only": false, "discard": "unmap"});
+        let format = json!({"driver": disk.format, "node-name": format!("{id}-format"), "file": format!("{id}-file"),
+            "cache": cache, "read-only": disk.readonly, "discard": "unmap"});
+        self.add("-blockdev", file.to_string());
+        self.add("-blockdev", format.to_string());
+        let mut device = json!({"driver": "virtio-blk-pci", "id": id, "drive": format!("{id}-format"),
+            "write-cache": write_cache});
+        if let (Some(map), Some(serial)) = (device.as_object_mut(), &disk.serial) {
+            map.insert("serial".into(), serial.clone().into());
+        }
+        self.device(slot, device);
+    }
+
+    fn net(&mut self, slot: u8, index: usize, net: &Net, start: Start) {
+        let id = &net.id;
+        match &net.backend {
+            NetBackend::User(rules) => {
+                let mut backend = format!("user,id={id}");
+                for rule in rules.iter().filter(|_| start == Start::Boot) {
+                    backend += &format!(",hostfwd={rule}");
+                }
+                self.add("-netdev", backend);
+            }
+            NetBackend::Tap(_) => {
+                self.add("-netdev", format!("tap,id={id},fd={},vhost=off", Tap::fd(index)));
+            }
+        }
+        let device = json!({"driver": "virtio-net-pci", "id": format!("{id}-card"), "netdev": id, "mac": net.mac});
+        self.device(slot, device);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hardware() -> Hardware {
+        Hardware {
+            name: "a,b".into(),
+            machine: "pc-q35-7.2".into(),
+            cpu: "qemu64".into(),
+            accel: "tcg".into(),
+            vcpus: 2,
+            ram: Ram { path: "/ram/a,b".into(), bytes: 512 << 20, prealloc: true },
+            boot: None,
+            disks: vec![Disk {
+                id: "disk0".into(),
+                path: "/d,1.raw".into(),
+                format: "raw".into(),
+                readonly: false,
+                cache: "none".into(),
+                serial: Some("S".into()),
+            }],
+            nets: vec![
+                Net {
+                    id: "net0".into(),
+                    mac: "52:54:00:00:00:01".into(),
+                    backend: NetBackend::User(vec!["tcp:127.0.0.1:2222-:22".into()]),
+                },
+                Net {
+                    id: "net1".into(),
+                    mac: "52:54:00:00:00:02".into(),
+                    backend: NetBackend::Tap(Tap { ifname: "t".into(), netns: None }),
+                },
+            ],
+            vga: true,
+            agent: true,
+            rng: true,
+            extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
+        }
+    }
+
+    fn text(start: Start) -> String {
+        hardware().arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), start).join(" ")
+    }
+
+    #[test]
+    fn commas_are_escaped_and_slots_fixed() {
+        let text = text(Start::Boot);
+        assert!(text.contains("guest=a,,b"), "{text}");
+        assert!(text.contains("mem-path=/ram/a,,b,share=on,prealloc=on"), "{text}");
+        assert!(text.contains(r#""filename":"/d,1.raw""#), "{text}");
+        assert!(text.contains(r#""addr":"0x4""#) && text.contains(r#""addr":"0x11""#), "{text}");
+        assert!(text.contains("fd=41,vhost=off"), "{text}");
+    }
+
+    #[test]
+    fn one_that_takes_over_waits_and_leaves_ports_and_ram_alone() {
+        assert!(text(Start::Boot).contains("hostfwd="));
+        let text = text(Start::Incoming);
+        assert!(text.contains("-incoming defer -S"), "{text}");
+        assert!(!text.contains("hostfwd=") && text.contains("prealloc=off"), "{text}");
+    }
+
+    #[test]
+    fn every_device_is_named_for_the_preflight() {
+        let types = hardware().device_types();
+        for wanted in
+            ["VGA", "virtio-rng-pci", "virtserialport", "virtio-blk-pci", "virtio-net-pci", "virtio-balloon-pci"]
+        {
+            assert!(types.iter().any(|t| t == wanted), "{wanted} in {types:?}");
+        }
+    }
+
+    #[test]
+    fn too_many_devices_are_refused() {
+        let mut many = hardware();
+        many.disks = vec![many.disks[0].clone(); SLOTS_DISK + 1];
+        assert!(many.check_slots().unwrap_err().contains("13 disks"));
+    }
+}

@@ -1,0 +1,512 @@
+//! A thin QMP client (QEMU Machine Protocol, JSON lines over a Unix socket).
+//!
+//! One client at a time talks on a QMP socket: QEMU lets a second one connect but does not greet it before the first
+//! has gone, hence the time-out on the greeting. Commands are answered in order; events come in between and are kept
+//! until somebody asks for them.
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fd::{AsFd, BorrowedFd};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long QEMU may take to answer an ordinary command. QEMU answers within milliseconds; while it writes a
+/// snapshot or waits for a disk it may be silent for seconds.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What can go wrong on a QMP socket.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// Nobody listens there.
+    #[error("cannot connect to the QMP socket {}", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Connected, but no greeting came.
+    #[error(
+        "the QMP socket {} gave no greeting within {} ms; another client holds it (QMP serves one at a time), or QEMU hangs",
+        path.display(),
+        after.as_millis()
+    )]
+    NoGreeting {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        after: Duration,
+    },
+    /// QEMU ended, or closed the connection.
+    #[error("QEMU closed its QMP socket while `{during}` was under way")]
+    Closed {
+        /// The command that was waited for.
+        during: String,
+    },
+    /// No answer in time.
+    #[error("QEMU did not answer `{during}` within {} ms", after.as_millis())]
+    Timeout {
+        /// The command or event that was waited for.
+        during: String,
+        /// How long was waited.
+        after: Duration,
+    },
+    /// QEMU answered with an error.
+    #[error("QEMU refused `{command}`: {description}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's error class.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// The answer was not what QMP promises.
+    #[error("QEMU answered `{during}` with something unexpected: {text}")]
+    Protocol {
+        /// The command that was waited for.
+        during: String,
+        /// What came.
+        text: String,
+    },
+    /// The socket failed.
+    #[error("QMP socket error during `{during}`")]
+    Io {
+        /// The command that was waited for.
+        during: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// QEMU's version as it states it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Version {
+    /// First number.
+    pub major: u32,
+    /// Second number.
+    pub minor: u32,
+    /// Third number.
+    pub micro: u32,
+}
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// Something that QEMU told unasked.
+#[derive(Debug, Clone)]
+pub struct Event {
+    /// Its name, e.g. `STOP`.
+    pub name: String,
+    /// What came with it.
+    pub data: Value,
+    /// When QEMU says it was: microseconds of the host's clock since 1970.
+    pub host_us: u64,
+}
+
+#[derive(Deserialize)]
+struct Timestamp {
+    seconds: u64,
+    microseconds: u64,
+}
+
+/// One line from QEMU.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Message {
+    Event {
+        event: String,
+        #[serde(default)]
+        data: Value,
+        timestamp: Timestamp,
+    },
+    Error {
+        error: ErrorBody,
+    },
+    Return {
+        #[serde(rename = "return")]
+        value: Value,
+    },
+    Greeting {
+        #[serde(rename = "QMP")]
+        qmp: Greeting,
+    },
+}
+
+#[derive(Deserialize)]
+struct ErrorBody {
+    class: String,
+    desc: String,
+}
+
+#[derive(Deserialize)]
+struct Greeting {
+    version: GreetingVersion,
+}
+
+#[derive(Deserialize)]
+struct GreetingVersion {
+    qemu: Version,
+}
+
+/// A connection to a QEMU, past the greeting.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: UnixStream,
+    input: Vec<u8>,
+    /// Bytes of `input` known to hold no line end.
+    scanned: usize,
+    events: VecDeque<Event>,
+    version: Version,
+    timeout: Duration,
+}
+
+impl Qmp {
+    /// Connect to the QMP socket at `path`.
+    ///
+    /// On success: past the greeting, ready for commands.
+    ///
+    /// # Errors
+    /// [`QmpError::Connect`] at once when nobody listens; [`QmpError::NoGreeting`] after `timeout` when another client
+    /// holds the socket.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
+        let stream = UnixStream::connect(path).map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
+        Self::over(stream, timeout).map_err(|e| match e {
+            QmpError::Timeout { after, .. } => QmpError::NoGreeting { path: path.to_owned(), after },
+            other => other,
+        })
+    }
+
+    /// Speak QMP over a socket whose other end is a QEMU's monitor.
+    ///
+    /// # Errors
+    /// As for [`Qmp::connect`].
+    pub fn over(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
+        let mut qmp = Self {
+            stream,
+            input: Vec::new(),
+            scanned: 0,
+            events: VecDeque::new(),
+            version: Version { major: 0, minor: 0, micro: 0 },
+            timeout: DEFAULT_TIMEOUT,
+        };
+        let during = "greeting";
+        match qmp.message(during, Instant::now() + timeout, timeout)? {
+            Message::Greeting { qmp: greeting } => qmp.version = greeting.version.qemu,
+            _ => return Err(QmpError::Protocol { during: during.into(), text: "no greeting".into() }),
+        }
+        qmp.execute::<Value>("qmp_capabilities", ())?;
+        Ok(qmp)
+    }
+
+    /// The version that QEMU greeted with.
+    #[must_use]
+    pub fn version(&self) -> &Version {
+        &self.version
+    }
+
+    /// Run `command` and give what it returns.
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`] with QEMU's words; [`QmpError::Timeout`]; [`QmpError::Closed`] when QEMU has ended.
+    pub fn execute<T: DeserializeOwned>(&mut self, command: &str, arguments: impl Serialize) -> Result<T, QmpError> {
+        self.send(command, arguments, &[])?;
+        self.reply(command)
+    }
+
+    /// Run `command`, handing it descriptors (for `getfd` and `add-fd`).
+    ///
+    /// # Errors
+    /// As for [`Qmp::execute`].
+    pub fn execute_with_fd<T: DeserializeOwned>(
+        &mut self,
+        command: &str,
+        arguments: impl Serialize,
+        fd: BorrowedFd<'_>,
+    ) -> Result<T, QmpError> {
+        self.send(command, arguments, &[fd])?;
+        self.reply(command)
+    }
+
+    /// Run a command of the human monitor and give its text.
+    ///
+    /// # Errors
+    /// As for [`Qmp::execute`]. The human monitor reports its own errors as text.
+    pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
+        self.execute("human-monitor-command", serde_json::json!({ "command-line": line }))
+    }
+
+    /// Send a command without waiting. Its reply must be fetched by [`Qmp::try_reply`] or [`Qmp::reply`] before the
+    /// next command.
+    ///
+    /// # Errors
+    /// [`QmpError::Io`] when the socket fails.
+    pub fn send(&mut self, command: &str, arguments: impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
+        let bad = |e: serde_json::Error| QmpError::Io { during: command.into(), source: e.into() };
+        let arguments = serde_json::to_value(arguments).map_err(bad)?;
+        let mut line = if arguments.is_null() {
+            serde_json::to_vec(&serde_json::json!({ "execute": command }))
+        } else {
+            serde_json::to_vec(&serde_json::json!({ "execute": command, "arguments": arguments }))
+        }
+        .map_err(bad)?;
+        line.push(b'\n');
+        let failed = |source: rustix::io::Errno| match source {
+            rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => QmpError::Closed { during: command.into() },
+            other => QmpError::Io { during: command.into(), source: other.into() },
+        };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(QmpError::Protocol { during: command.into(), text: "too many descriptors".into() });
+        }
+        let mut rest = line.as_slice();
+        while !rest.is_empty() {
+            let sent = sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL);
+            rest = rest.get(sent.map_err(failed)?..).unwrap_or_default();
+            ancillary.clear();
+        }
+        Ok(())
+    }
+
+    /// Wait for the reply to the command that was sent.
+    ///
+    /// # Errors
+    /// As for [`Qmp::execute`].
+    pub fn reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<T, QmpError> {
+        let deadline = Instant::now() + self.timeout;
+        loop {
+            let message = self.message(command, deadline, self.timeout)?;
+            if let Some(value) = self.settle(command, message)? {
+                return Ok(value);
+            }
+        }
+    }
+
+    /// The reply to the command that was sent, if it has come.
+    ///
+    /// # Errors
+    /// As for [`Qmp::execute`].
+    pub fn try_reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<Option<T>, QmpError> {
+        while let Some(message) = self.try_message(command)? {
+            if let Some(value) = self.settle(command, message)? {
+                return Ok(Some(value));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Keep an event; turn a reply into its value or error.
+    fn settle<T: DeserializeOwned>(&mut self, command: &str, message: Message) -> Result<Option<T>, QmpError> {
+        match message {
+            Message::Event { event, data, timestamp } => {
+                self.keep(event, data, &timestamp);
+                Ok(None)
+            }
+            Message::Error { error } => {
+                Err(QmpError::Refused { command: command.into(), class: error.class, description: error.desc })
+            }
+            Message::Return { value } => serde_json::from_value(value.clone())
+                .map(Some)
+                .map_err(|_| QmpError::Protocol { during: command.into(), text: value.to_string() }),
+            Message::Greeting { .. } => {
+                Err(QmpError::Protocol { during: command.into(), text: "a second greeting".into() })
+            }
+        }
+    }
+
+    fn keep(&mut self, name: String, data: Value, timestamp: &Timestamp) {
+        let host_us = timestamp.seconds * 1_000_000 + timestamp.microseconds;
+        tracing::trace!(name, %data, "QMP event");
+        self.events.push_back(Event { name, data, host_us });
+    }
+
+    /// Take the first kept or coming event for which `wanted` gives a value; earlier ones are dropped.
+    ///
+    /// # Errors
+    /// [`QmpError::Timeout`] naming `what` when it does not come within `timeout`.
+    pub fn wait_event<T>(
+        &mut self,
+        what: &str,
+        timeout: Duration,
+        mut wanted: impl FnMut(&Event) -> Option<T>,
+    ) -> Result<T, QmpError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            while let Some(event) = self.events.pop_front() {
+                if let Some(found) = wanted(&event) {
+                    return Ok(found);
+                }
+            }
+            match self.message(what, deadline, timeout)? {
+                Message::Event { event, data, timestamp } => self.keep(event, data, &timestamp),
+                _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply nobody asked for".into() }),
+            }
+        }
+    }
+
+    /// Forget the events kept so far.
+    pub fn drop_events(&mut self) {
+        self.events.clear();
+    }
+
+    fn message(&mut self, during: &str, deadline: Instant, timeout: Duration) -> Result<Message, QmpError> {
+        loop {
+            if let Some(message) = self.next_line(during)? {
+                return Ok(message);
+            }
+            if !self.fill(during, deadline.saturating_duration_since(Instant::now()))? {
+                return Err(QmpError::Timeout { during: during.into(), after: timeout });
+            }
+        }
+    }
+
+    fn try_message(&mut self, during: &str) -> Result<Option<Message>, QmpError> {
+        loop {
+            if let Some(message) = self.next_line(during)? {
+                return Ok(Some(message));
+            }
+            if !self.fill(during, Duration::ZERO)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn next_line(&mut self, during: &str) -> Result<Option<Message>, QmpError> {
+        let fresh = self.input.get(self.scanned..).unwrap_or_default();
+        let Some(at) = fresh.iter().position(|&b| b == b'\n') else {
+            self.scanned = self.input.len();
+            return Ok(None);
+        };
+        let rest = self.input.split_off(self.scanned + at + 1);
+        let line = std::mem::replace(&mut self.input, rest);
+        self.scanned = 0;
+        serde_json::from_slice(&line).map(Some).map_err(|_| QmpError::Protocol {
+            during: during.into(),
+            text: String::from_utf8_lossy(&line).trim().chars().take(200).collect(),
+        })
+    }
+
+    /// Read what has come, waiting at most `left`. `false`: nothing came.
+    fn fill(&mut self, during: &str, left: Duration) -> Result<bool, QmpError> {
+        let failed = |source: io::Error| QmpError::Io { during: during.into(), source };
+        let limit = rustix::time::Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
+        match poll(&mut fds, Some(&limit)) {
+            Ok(0) => return Ok(false),
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return Ok(true),
+            Err(e) => return Err(failed(e.into())),
+        }
+        let mut chunk = [0; 8192];
+        match self.stream.read(&mut chunk) {
+            Ok(0) => Err(QmpError::Closed { during: during.into() }),
+            Ok(n) => {
+                self.input.extend_from_slice(chunk.get(..n).unwrap_or_default());
+                Ok(true)
+            }
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(QmpError::Closed { during: during.into() }),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(e) => Err(failed(e)),
+        }
+    }
+}
+
+impl AsFd for Qmp {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::thread;
+
+    const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
+
+    /// A monitor that answers each line it gets with the next of `answers`.
+    fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        thread::spawn(move || {
+            let mut out = theirs.try_clone().unwrap();
+            writeln!(out, "{GREETING}").unwrap();
+            let mut lines = BufReader::new(theirs).lines();
+            lines.next().unwrap().unwrap();
+            writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
+            for answer in answers {
+                if lines.next().is_none() {
+                    return;
+                }
+                // In two writes: a line may come in pieces.
+                let (a, b) = answer.split_at(answer.len() / 2);
+                out.write_all(a.as_bytes()).unwrap();
+                writeln!(out, "{b}").unwrap();
+            }
+        });
+        Qmp::over(ours, Duration::from_secs(10))
+    }
+
+    #[test]
+    fn events_between_are_kept_with_their_time() {
+        let mut qmp = monitor(&[concat!(
+            r#"{"timestamp": {"seconds": 7, "microseconds": 5}, "event": "STOP"}"#,
+            "\n",
+            r#"{"return": {"status": "paused"}}"#
+        )])
+        .unwrap();
+        assert_eq!(qmp.version().to_string(), "10.0.2");
+        let status: Value = qmp.execute("query-status", ()).unwrap();
+        assert_eq!(status["status"], "paused");
+        let stop = qmp.wait_event("STOP", Duration::ZERO, |e| (e.name == "STOP").then_some(e.host_us)).unwrap();
+        assert_eq!(stop, 7_000_005);
+    }
+
+    #[test]
+    fn a_refusal_carries_qemus_words() {
+        let mut qmp = monitor(&[r#"{"error": {"class": "CommandNotFound", "desc": "no such thing"}}"#]).unwrap();
+        let e = qmp.execute::<Value>("xyz", ()).unwrap_err();
+        assert_eq!(e.to_string(), "QEMU refused `xyz`: no such thing");
+    }
+
+    #[test]
+    fn a_closed_socket_is_told_with_the_command() {
+        let mut qmp = monitor(&[]).unwrap();
+        let e = qmp.execute::<Value>("quit", ()).unwrap_err();
+        assert!(matches!(&e, QmpError::Closed { during } if during == "quit"), "{e}");
+    }
+
+    #[test]
+    fn nonsense_is_shown() {
+        let mut qmp = monitor(&["nonsense"]).unwrap();
+        let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+        assert!(e.to_string().contains("nonsense"), "{e}");
+    }
+
+    #[test]
+    fn a_busy_socket_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qmp.sock");
+        let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
+        assert!(e.to_string().contains("qmp.sock"), "{e}");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
+        assert!(matches!(e, QmpError::NoGreeting { .. }), "{e}");
+    }
+}

@@ -1,0 +1,90 @@
+//! The RAM blocks of a running QEMU.
+//!
+//! A guest's memory is more than its RAM: firmware, option ROMs, ACPI tables and video memory are RAM blocks too,
+//! and a guest may have changed any of them. `info ramblock` lists them all; since QEMU 8 or so with the address at
+//! which each is mapped in QEMU (`HVA`), before that without.
+
+use crate::qmp::{Qmp, QmpError};
+use serde::{Deserialize, Serialize};
+
+/// Id of the guest's main RAM: the `id=` of its memory backend on the command lines that Rekindle writes.
+pub const MAIN_RAM: &str = "ram";
+
+/// One RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamBlock {
+    /// QEMU's name for it, the same in every QEMU with the same hardware.
+    pub id: String,
+    /// Bytes in use. Firmware tables are resizable: they may use less than their block holds.
+    pub used: u64,
+    /// Address in the QEMU process, where this QEMU tells it.
+    pub address: Option<u64>,
+}
+
+/// Ask a QEMU for its RAM blocks.
+///
+/// # Errors
+/// When QEMU does not answer, or with something that is not its block table.
+pub fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
+    let text = qmp.human("info ramblock")?;
+    parse(&text)
+        .ok_or_else(|| QmpError::Protocol { during: "info ramblock".into(), text: text.chars().take(200).collect() })
+}
+
+/// The table has a header line; a row is: name, page size and its unit, offset, used, total [, address, access].
+fn parse(text: &str) -> Option<Vec<RamBlock>> {
+    let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
+    let mut lines = text.lines();
+    lines.next().filter(|header| header.trim_start().starts_with("Block Name"))?;
+    let mut blocks = Vec::new();
+    for line in lines.filter(|line| !line.trim().is_empty()) {
+        // From the right: a name may hold blanks.
+        let mut words: Vec<&str> = line.split_whitespace().collect();
+        if matches!(words.last(), Some(&("rw" | "ro"))) {
+            words.pop();
+        }
+        let numbers = words.iter().rev().take_while(|word| word.starts_with("0x")).count();
+        let (name, numbers) = words.split_at(words.len() - numbers);
+        let (_offset, used, address) = match numbers {
+            [offset, used, _total] => (hex(offset)?, hex(used)?, None),
+            [offset, used, _total, address] => (hex(offset)?, hex(used)?, Some(hex(address)?)),
+            _ => return None,
+        };
+        let (_page_size, id) = name.split_last_chunk::<2>().map(|(name, size)| (size, name.join(" ")))?;
+        blocks.push(RamBlock { id, used, address });
+    }
+    Some(blocks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEW: &str = "\
+              Block Name    PSize              Offset               Used              Total                HVA  RO
+                     ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000 0x00007ff4bffff000  rw
+    /rom@etc/acpi/tables    4 KiB  0x0000000021100000 0x0000000000020000 0x0000000000200000 0x00007ff4bdc00000  ro
+";
+    const OLD: &str = "\
+              Block Name    PSize              Offset               Used              Total
+                     ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000
+    /rom@etc/acpi/tables    4 KiB  0x0000000021100000 0x0000000000020000 0x0000000000200000
+";
+
+    #[test]
+    fn both_forms_of_the_table() {
+        let tables = |address| RamBlock { id: "/rom@etc/acpi/tables".into(), used: 0x20000, address };
+        let new = parse(NEW).unwrap();
+        assert_eq!(new[0], RamBlock { id: "ram".into(), used: 0x2000_0000, address: Some(0x7ff4_bfff_f000) });
+        assert_eq!(new[1], tables(Some(0x7ff4_bdc0_0000)));
+        let old = parse(OLD).unwrap();
+        assert_eq!(old[1], tables(None));
+        assert_eq!(old.len(), 2);
+    }
+
+    #[test]
+    fn anything_else_is_refused() {
+        assert_eq!(parse("unknown command: 'info ramblock'\n"), None);
+        assert_eq!(parse(&NEW.replace("0x0000000000020000", "many")), None);
+    }
+}

@@ -1,0 +1,310 @@
+//! QEMU's migration stream, as far as Rekindle writes and checks it.
+//!
+//! `xen-save-devices-state` gives a stream that holds every device and no RAM block at all:
+//!
+//! ```text
+//! "QEVM" version=3 | section (FULL) per device ... | EOF
+//! ```
+//!
+//! A guest that goes on with it alone would find its firmware, ACPI tables and video memory empty. So the blocks that
+//! are not shared (all but the main RAM) are put in front as QEMU's own `ram` section, in the form it writes itself
+//! with the capability `x-ignore-shared`:
+//!
+//! ```text
+//! "QEVM" version=3
+//! START id "ram" instance=0 version=4 | total+MEM_SIZE, per block: name, used, address | EOS | FOOTER id
+//! END   id | per page: offset+flags [, name], 4096 bytes or fill byte                  | EOS | FOOTER id
+//! the devices ...
+//! ```
+//!
+//! All numbers are big-endian (`docs/devel/migration/main.rst` and `migration/{savevm,ram}.c` of QEMU). The address is
+//! only looked at for shared blocks, of which we list none. Since QEMU reads a stream as it comes, the `ram` section
+//! can be sent while the guest still runs, with later versions of pages following before its end.
+
+use std::collections::BTreeMap;
+
+/// Magic and version: how every stream starts.
+pub const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
+/// Bytes of a page in the stream.
+pub const PAGE: usize = 4096;
+
+const SECTION_START: u8 = 1;
+const SECTION_END: u8 = 3;
+const SECTION_FOOTER: u8 = 0x7e;
+const END_OF_STREAM: u8 = 0;
+const RAM_VERSION: u32 = 4;
+/// QEMU numbers its sections upwards from 0; ours only has to differ from them.
+const RAM_SECTION_ID: u32 = 0x7fff_0001;
+
+const FLAG_ZERO: u64 = 0x02;
+const FLAG_MEM_SIZE: u64 = 0x04;
+const FLAG_PAGE: u64 = 0x08;
+const FLAG_EOS: u64 = 0x10;
+const FLAG_CONTINUE: u64 = 0x20;
+const FLAGS: u64 = 0xfff;
+
+/// Why a stream cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StreamError {
+    /// Not a stream at all.
+    #[error("the device state does not start as a QEMU stream of version 3")]
+    Header,
+    /// Cut short.
+    #[error("the device state is cut short: it has {len} bytes and no end mark")]
+    CutShort {
+        /// Bytes that are there.
+        len: usize,
+    },
+    /// The RAM section is not as QEMU writes it.
+    #[error("the RAM section of the stream is odd at byte {at}: {what}")]
+    Ram {
+        /// Where.
+        at: usize,
+        /// What.
+        what: &'static str,
+    },
+}
+
+/// Check that `stream` is whole, and give what follows the header.
+///
+/// # Errors
+/// [`StreamError::Header`] and [`StreamError::CutShort`].
+pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
+    let body = stream.strip_prefix(&HEADER).ok_or(StreamError::Header)?;
+    match body.last() {
+        Some(&END_OF_STREAM) => Ok(body),
+        _ => Err(StreamError::CutShort { len: stream.len() }),
+    }
+}
+
+/// Writes the `ram` section that carries the blocks which are not shared.
+#[derive(Debug, Default)]
+pub struct RamSection {
+    /// The block that the last page belonged to: a page of the same block does not repeat its name.
+    last: Option<String>,
+}
+
+impl RamSection {
+    /// The start of the section: which blocks follow, `(name, bytes in use)`.
+    pub fn start<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
+        out.push(SECTION_START);
+        out.extend(RAM_SECTION_ID.to_be_bytes());
+        put_name(out, "ram");
+        out.extend(0u32.to_be_bytes());
+        out.extend(RAM_VERSION.to_be_bytes());
+        let total: u64 = blocks.clone().map(|(_, used)| used).sum();
+        out.extend((total | FLAG_MEM_SIZE).to_be_bytes());
+        for (name, used) in blocks {
+            put_name(out, name);
+            out.extend(used.to_be_bytes());
+            out.extend(0u64.to_be_bytes());
+        }
+        out.extend(FLAG_EOS.to_be_bytes());
+        put_footer(out);
+        out.push(SECTION_END);
+        out.extend(RAM_SECTION_ID.to_be_bytes());
+        Self { last: None }
+    }
+
+    /// One page of `block`, at byte `offset` of it. A later one for the same place wins.
+    pub fn page(&mut self, out: &mut Vec<u8>, block: &str, offset: u64, content: &[u8; PAGE]) {
+        // A page of zeroes is a flag and the byte it is filled with.
+        let zero = content.iter().all(|&b| b == 0);
+        let kind = if zero { FLAG_ZERO } else { FLAG_PAGE };
+        let same = self.last.as_deref() == Some(block);
+        let flags = kind | if same { FLAG_CONTINUE } else { 0 };
+        out.extend((offset | flags).to_be_bytes());
+        if !same {
+            put_name(out, block);
+            self.last = Some(block.to_owned());
+        }
+        if zero {
+            out.push(0);
+        } else {
+            out.extend(content);
+        }
+    }
+
+    /// The end of the section.
+    pub fn end(self, out: &mut Vec<u8>) {
+        out.extend(FLAG_EOS.to_be_bytes());
+        put_footer(out);
+    }
+}
+
+fn put_name(out: &mut Vec<u8>, name: &str) {
+    // QEMU keeps block names in 256 bytes with the length in one.
+    let name = name.as_bytes().get(..name.len().min(255)).unwrap_or_default();
+    out.push(name.len() as u8);
+    out.extend(name);
+}
+
+fn put_footer(out: &mut Vec<u8>) {
+    out.push(SECTION_FOOTER);
+    out.extend(RAM_SECTION_ID.to_be_bytes());
+}
+
+/// RAM blocks by name: bytes in use, and the pages that are not zero by byte offset.
+pub type Blocks = BTreeMap<String, (u64, BTreeMap<u64, Vec<u8>>)>;
+
+/// The blocks in the `ram` section at the start of a stream: for each its bytes in use and its pages that are not
+/// zero, by offset. Reads what [`RamSection`] writes, and what QEMU writes with `x-ignore-shared` (and without a
+/// configuration section).
+///
+/// # Errors
+/// [`StreamError`] where the stream is something else.
+pub fn ram_blocks(stream: &[u8]) -> Result<Blocks, StreamError> {
+    let mut reader = Reader { stream, at: 0 };
+    if reader.bytes(HEADER.len())? != HEADER {
+        return Err(StreamError::Header);
+    }
+    let mut blocks = BTreeMap::new();
+    let mut current = String::new();
+    loop {
+        match reader.u8()? {
+            SECTION_START => {
+                reader.bytes(4)?;
+                if reader.name()? != "ram" {
+                    return Err(reader.odd("another section before it"));
+                }
+                reader.bytes(8)?;
+            }
+            // 2: a part in between, in the same form.
+            2 | SECTION_END => {
+                reader.bytes(4)?;
+            }
+            _ => return Ok(blocks),
+        }
+        loop {
+            let word = reader.u64()?;
+            let (offset, flags) = (word & !FLAGS, word & FLAGS);
+            if flags & (FLAG_PAGE | FLAG_ZERO) != 0 && flags & FLAG_CONTINUE == 0 {
+                current = reader.name()?;
+            }
+            match flags & !FLAG_CONTINUE {
+                FLAG_EOS => break,
+                FLAG_MEM_SIZE => {
+                    let mut left = offset;
+                    while left > 0 {
+                        let name = reader.name()?;
+                        let used = reader.u64()?;
+                        reader.u64()?;
+                        left = left.checked_sub(used).ok_or(reader.odd("sizes do not add up"))?;
+                        blocks.insert(name, (used, BTreeMap::new()));
+                    }
+                }
+                kind @ (FLAG_PAGE | FLAG_ZERO) => {
+                    let content =
+                        if kind == FLAG_PAGE { reader.bytes(PAGE)?.to_vec() } else { vec![reader.u8()?; PAGE] };
+                    let odd = reader.odd("a page of an unknown block");
+                    let (_, pages) = blocks.get_mut(&current).ok_or(odd)?;
+                    if content.iter().all(|&b| b == 0) {
+                        pages.remove(&offset);
+                    } else {
+                        pages.insert(offset, content);
+                    }
+                }
+                _ => return Err(reader.odd("flags that nothing here writes")),
+            }
+        }
+        if reader.u8()? != SECTION_FOOTER {
+            return Err(reader.odd("no footer"));
+        }
+        reader.bytes(4)?;
+    }
+}
+
+struct Reader<'a> {
+    stream: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn odd(&self, what: &'static str) -> StreamError {
+        StreamError::Ram { at: self.at, what }
+    }
+
+    fn bytes(&mut self, count: usize) -> Result<&'a [u8], StreamError> {
+        let some = self.stream.get(self.at..).and_then(|rest| rest.get(..count));
+        let some = some.ok_or(StreamError::CutShort { len: self.stream.len() })?;
+        self.at += count;
+        Ok(some)
+    }
+
+    fn u8(&mut self) -> Result<u8, StreamError> {
+        Ok(self.bytes(1)?.first().copied().unwrap_or_default())
+    }
+
+    fn u64(&mut self) -> Result<u64, StreamError> {
+        let bytes = self.bytes(8)?;
+        Ok(bytes.iter().fold(0, |number, &byte| number << 8 | u64::from(byte)))
+    }
+
+    fn name(&mut self) -> Result<String, StreamError> {
+        let len = self.u8()?;
+        Ok(String::from_utf8_lossy(self.bytes(len.into())?).into_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_cut_state_is_told_from_a_whole_one() {
+        let mut stream = HEADER.to_vec();
+        stream.extend([4, 1, 2, 3, 0]);
+        assert_eq!(check(&stream).unwrap(), [4, 1, 2, 3, 0]);
+        assert_eq!(check(&stream[..12]), Err(StreamError::CutShort { len: 12 }));
+        assert_eq!(check(&stream[..8]), Err(StreamError::CutShort { len: 8 }));
+        assert_eq!(check(b"QEVM"), Err(StreamError::Header));
+        assert_eq!(check(b""), Err(StreamError::Header));
+    }
+
+    #[test]
+    fn every_prefix_of_a_section_is_an_error_and_never_a_panic() {
+        let mut stream = HEADER.to_vec();
+        let mut section = RamSection::start(&mut stream, [("pc.bios", 8192u64)].into_iter());
+        section.page(&mut stream, "pc.bios", 4096, &[7; PAGE]);
+        section.end(&mut stream);
+        stream.push(4);
+        for cut in 0..stream.len() - 1 {
+            assert!(ram_blocks(&stream[..cut]).is_err(), "{cut}");
+        }
+        assert_eq!(ram_blocks(&stream).unwrap()["pc.bios"].1[&4096], [7; PAGE]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(pages in proptest::collection::vec((0usize..3, 0u64..16, any::<u8>()), 0..40)) {
+            let names = ["pc.bios", "0000:00:01.0/vga.vram", "/rom@etc/acpi/tables"];
+            let mut stream = HEADER.to_vec();
+            let mut section = RamSection::start(&mut stream, names.iter().map(|name| (*name, 16 * PAGE as u64)));
+            let mut want: BTreeMap<(usize, u64), u8> = BTreeMap::new();
+            for &(block, page, byte) in &pages {
+                section.page(&mut stream, names[block], page * PAGE as u64, &[byte; PAGE]);
+                want.insert((block, page), byte);
+            }
+            section.end(&mut stream);
+            stream.push(END_OF_STREAM);
+            let got = ram_blocks(&stream).unwrap();
+            for (block, name) in names.iter().enumerate() {
+                let (used, pages) = &got[*name];
+                prop_assert_eq!(*used, 16 * PAGE as u64);
+                for page in 0..16 {
+                    let expected = want.get(&(block, page)).copied().unwrap_or(0);
+                    let found = pages.get(&(page * PAGE as u64)).map_or(0, |content| content[0]);
+                    prop_assert_eq!(expected, found);
+                }
+            }
+        }
+
+        #[test]
+        fn no_bytes_make_the_reader_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let mut stream = HEADER.to_vec();
+            stream.extend(&bytes);
+            let _ = ram_blocks(&stream);
+        }
+    }
+}

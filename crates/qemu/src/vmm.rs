@@ -1,0 +1,166 @@
+//! A running QEMU: started or found again, and ended.
+
+use crate::command::Directory;
+use crate::qmp::{Qmp, QmpError};
+use command_fds::{CommandFdExt, FdMapping};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::spawn::detach;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a QEMU may take from its start to its greeting. It takes 0.1 s; preallocation of RAM can take seconds.
+pub const START: Duration = Duration::from_secs(60);
+
+/// Why a QEMU could not be started or reached.
+#[derive(Debug, thiserror::Error)]
+pub enum VmmError {
+    /// The binary cannot be run.
+    #[error("cannot start {}", path.display())]
+    Spawn {
+        /// The binary.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It ended before it greeted.
+    #[error("{} ended while starting; it said:\n{}", path.display(), indented(log))]
+    Ended {
+        /// The binary.
+        path: PathBuf,
+        /// The end of its log.
+        log: String,
+    },
+    /// It runs but does not greet.
+    #[error("{} has not opened its QMP socket within {} s", path.display(), after.as_secs())]
+    Silent {
+        /// The binary.
+        path: PathBuf,
+        /// How long was waited.
+        after: Duration,
+    },
+    /// It does not speak QMP as it should.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+fn indented(log: &str) -> String {
+    let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("    {line}")).collect();
+    if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
+}
+
+/// What QEMU said last: the end of its log, at most `lines` lines.
+#[must_use]
+pub fn log_tail(directory: &Directory, lines: usize) -> String {
+    let text = fs::read(directory.log()).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let all: Vec<_> = text.lines().collect();
+    all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+}
+
+/// One QEMU process, as it is written down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vmm {
+    /// Its binary.
+    pub binary: PathBuf,
+    /// Its process number.
+    pub pid: u32,
+    /// Its start time, as in [`Process::started`].
+    pub started: u64,
+    /// Its sockets and log.
+    pub directory: PathBuf,
+}
+
+impl Vmm {
+    /// Start a QEMU in `directory`, which must exist and be its own. `fds` are put at the given numbers.
+    ///
+    /// On success: the process runs, in a session of its own; it need not have opened its sockets yet.
+    ///
+    /// # Errors
+    /// [`VmmError::Spawn`].
+    pub fn spawn(
+        binary: &Path,
+        arguments: &[String],
+        directory: &Directory,
+        fds: Vec<(OwnedFd, RawFd)>,
+    ) -> Result<Self, VmmError> {
+        let failed = |source: io::Error| VmmError::Spawn { path: binary.to_owned(), source };
+        let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
+        let mut command = Command::new(binary);
+        command.args(arguments).stdout(open().map_err(failed)?).stderr(open().map_err(failed)?);
+        let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
+        command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
+        let child = detach(&mut command).spawn().map_err(failed)?;
+        let process = Process::of(child.id()).map_err(failed)?;
+        tracing::debug!(pid = process.pid, binary = %binary.display(), "QEMU started");
+        Ok(Self {
+            binary: binary.to_owned(),
+            pid: process.pid,
+            started: process.started,
+            directory: directory.0.clone(),
+        })
+    }
+
+    /// Wait until the QEMU greets on its QMP socket, at most for `timeout`.
+    ///
+    /// # Errors
+    /// [`VmmError::Ended`] with what it said, when it ends instead; [`VmmError::Silent`].
+    pub fn connect(&self, timeout: Duration) -> Result<Qmp, VmmError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match Qmp::connect(&self.directory().qmp(), left.max(Duration::from_millis(1))) {
+                Ok(qmp) => return Ok(qmp),
+                Err(QmpError::Connect { .. } | QmpError::Closed { .. }) if self.process().is_alive() => {}
+                Err(QmpError::Connect { .. } | QmpError::Closed { .. }) => {
+                    let log = log_tail(&self.directory(), 20);
+                    return Err(VmmError::Ended { path: self.binary.clone(), log });
+                }
+                Err(other) => return Err(other.into()),
+            }
+            if left.is_zero() {
+                return Err(VmmError::Silent { path: self.binary.clone(), after: timeout });
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn process(&self) -> Process {
+        Process { pid: self.pid, started: self.started }
+    }
+
+    /// Its sockets and files.
+    #[must_use]
+    pub fn directory(&self) -> Directory {
+        Directory(self.directory.clone())
+    }
+
+    /// Whether it still runs.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        self.process().is_alive()
+    }
+
+    /// Kill it and wait until it is gone, so that its RAM mapping, its locks and its taps are free.
+    ///
+    /// # Errors
+    /// When it may not be killed, or has not ended 10 s later (a process stuck in the kernel).
+    pub fn kill(&self) -> io::Result<()> {
+        let process = self.process();
+        process.kill()?;
+        if process.wait_end(Duration::from_secs(10))? {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("QEMU (process {}) was killed but does not end", self.pid)))
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! The addresses in a `[[net]]`: of an interface ([`Mac`]), of the host ([`HostAddress`]), of a forwarded port
+//! ([`Forward`]).
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// An Ethernet address of one station.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Mac([u8; 6]);
+
+/// An address and the length of its network's prefix: `10.77.0.1/24`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct HostAddress {
+    /// The host's own address.
+    pub ip: IpAddr,
+    /// Bits of it that are the network's.
+    pub prefix: u8,
+}
+
+/// A port of the host that leads to one of the guest: `ADDRESS:PORT:GUEST_PORT`, with `/udp` behind it for UDP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Forward {
+    /// TCP or UDP.
+    pub protocol: Protocol,
+    /// Address of the host to listen on; `0.0.0.0` is all of them.
+    pub host: Ipv4Addr,
+    /// Port of the host.
+    pub port: u16,
+    /// Port of the guest.
+    pub guest_port: u16,
+}
+
+/// What a [`Forward`] carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Protocol {
+    /// Streams.
+    Tcp,
+    /// Datagrams.
+    Udp,
+}
+
+/// Why a text is not the address it should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AddressError {
+    /// Not six bytes.
+    #[error("not an Ethernet address; write six pairs of hexadecimal digits, for example 52:54:00:12:34:56")]
+    Mac,
+    /// A multicast address or zero: no station has it.
+    #[error("a group or null address, which no single interface can have; write one like 52:54:00:12:34:56")]
+    MacGroup,
+    /// No prefix, or no address in front of it.
+    #[error("not an address with a prefix length; write for example 10.77.0.1/24")]
+    HostAddress,
+    /// An address that no host has.
+    #[error("the {what}, not an address for the host; write the host's own, for example {mend}")]
+    NotAHost {
+        /// What it is instead.
+        what: &'static str,
+        /// One that would do.
+        mend: String,
+    },
+    /// Not `ADDRESS:PORT:GUEST_PORT`.
+    #[error("not a forward; write HOST_ADDRESS:HOST_PORT:GUEST_PORT, for example {mend}")]
+    Forward {
+        /// The text mended as far as it can be understood, or an example.
+        mend: String,
+    },
+    /// QEMU's user-mode network forwards only IPv4.
+    #[error("only IPv4 addresses can be forwarded; write for example 127.0.0.1:2222:22")]
+    ForwardIpv6,
+    /// Not 1 to 65535.
+    #[error("`{0}` is not a port; write a number from 1 to 65535")]
+    Port(String),
+}
+
+impl Mac {
+    /// The address of net `id` of VM `name`: QEMU's prefix 52:54:00, which is locally administered, and 24 bits of a
+    /// hash of both. Always the same for the same names, on every host and in every release of Rekindle.
+    pub fn derived(name: &str, id: &str) -> Self {
+        let [a, b, c, ..] = digest(name, id);
+        Self([0x52, 0x54, 0x00, a, b, c])
+    }
+
+    /// Its bytes in the order of the wire.
+    pub const fn octets(self) -> [u8; 6] {
+        self.0
+    }
+}
+
+/// XXH3 is fixed by its specification, which the derived addresses need: they must never change between releases.
+pub(super) fn digest(name: &str, id: &str) -> [u8; 8] {
+    xxh3_64(format!("{name}\0{id}").as_bytes()).to_be_bytes()
+}
+
+impl FromStr for Mac {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let mut octets = [0; 6];
+        let mut pairs = text.split(':');
+        for octet in &mut octets {
+            let pair = pairs.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()));
+            *octet = pair.and_then(|p| u8::from_str_radix(p, 16).ok()).ok_or(AddressError::Mac)?;
+        }
+        match pairs.next() {
+            Some(_) => Err(AddressError::Mac),
+            None if octets[0] & 1 == 1 || octets == [0; 6] => Err(AddressError::MacGroup),
+            None => Ok(Self(octets)),
+        }
+    }
+}
+
+impl FromStr for HostAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let (ip, prefix) = text.split_once('/').ok_or(AddressError::HostAddress)?;
+        let ip: IpAddr = ip.parse().map_err(|_| AddressError::HostAddress)?;
+        let prefix: u8 = prefix.parse().map_err(|_| AddressError::HostAddress)?;
+        let (bits, width) = match ip {
+            IpAddr::V4(ip) => (u128::from(u32::from(ip)), 32),
+            IpAddr::V6(ip) => (u128::from(ip), 128),
+        };
+        if prefix == 0 || prefix > width {
+            return Err(AddressError::HostAddress);
+        }
+        let host_bits = width - prefix;
+        let host_mask = u128::MAX.checked_shr(128 - u32::from(host_bits)).unwrap_or(0);
+        let what = if ip.is_multicast() {
+            "address of a group"
+        } else if host_bits > 1 && bits & host_mask == 0 {
+            "address of the network itself"
+        } else if ip.is_ipv4() && host_bits > 1 && bits & host_mask == host_mask {
+            "broadcast address of the network"
+        } else {
+            return Ok(Self { ip, prefix });
+        };
+        let mend = match ip {
+            _ if ip.is_multicast() => "10.77.0.1/24".to_owned(),
+            IpAddr::V4(ip) => format!("{}/{prefix}", Ipv4Addr::from((u32::from(ip) & !(host_mask as u32)) | 1)),
+            IpAddr::V6(ip) => format!("{}/{prefix}", std::net::Ipv6Addr::from(u128::from(ip) | 1)),
+        };
+        Err(AddressError::NotAHost { what, mend })
+    }
+}
+
+impl Forward {
+    /// As the value of QEMU's `hostfwd`: `tcp:127.0.0.1:2222-:22`.
+    pub fn hostfwd(&self) -> String {
+        format!("{}:{}:{}-:{}", self.protocol.as_str(), self.host, self.port, self.guest_port)
+    }
+
+    /// Whether both would listen on one port of the host.
+    pub fn collides_with(&self, other: &Self) -> bool {
+        self.protocol == other.protocol
+            && self.port == other.port
+            && (self.host == other.host || self.host.is_unspecified() || other.host.is_unspecified())
+    }
+}
+
+impl Protocol {
+    /// `tcp` or `udp`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+        }
+    }
+}
+
+impl FromStr for Forward {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        read_forward(text)?.ok_or_else(|| AddressError::Forward { mend: mend_forward(text) })
+    }
+}
+
+/// `None` if the shape or the address is wrong, so that a mend is to be looked for.
+fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
+    let (body, protocol) = match text.split_once('/') {
+        None => (text, Protocol::Tcp),
+        Some((body, "tcp")) => (body, Protocol::Tcp),
+        Some((body, "udp")) => (body, Protocol::Udp),
+        Some(_) => return Ok(None),
+    };
+    if body.starts_with('[') || body.starts_with("::") {
+        return Err(AddressError::ForwardIpv6);
+    }
+    let &[host, port, guest_port] = body.split(':').collect::<Vec<_>>().as_slice() else { return Ok(None) };
+    let Ok(host) = host.parse() else { return Ok(None) };
+    let number = |text: &str| match text.parse::<u16>() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err(AddressError::Port(text.to_owned())),
+    };
+    Ok(Some(Forward { protocol, host, port: number(port)?, guest_port: number(guest_port)? }))
+}
+
+/// Other programs write `2222:22` or `tcp:127.0.0.1:2222-:22` (or `tcp::2222-:22`): answer those with our spelling.
+fn mend_forward(text: &str) -> String {
+    let (body, udp) = match text.split_once(':') {
+        Some(("tcp", rest)) => (rest, ""),
+        Some(("udp", rest)) => (rest, "/udp"),
+        _ => (text, ""),
+    };
+    let mended = match body.split([':', '-']).filter(|part| !part.is_empty()).collect::<Vec<_>>().as_slice() {
+        [port, guest_port] => format!("127.0.0.1:{port}:{guest_port}{udp}"),
+        [host, port, guest_port] => format!("{host}:{port}:{guest_port}{udp}"),
+        _ => String::new(),
+    };
+    match read_forward(&mended) {
+        Ok(Some(forward)) => forward.to_string(),
+        _ => "127.0.0.1:2222:22".into(),
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl fmt::Display for HostAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.ip, self.prefix)
+    }
+}
+
+impl fmt::Display for Forward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:{}", self.host, self.port, self.guest_port)?;
+        if self.protocol == Protocol::Udp { f.write_str("/udp") } else { Ok(()) }
+    }
+}
+
+serde_as_text!(Mac, HostAddress, Forward);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn derived_addresses_never_change() {
+        // Guests know their interface by this address: a change here is a broken network after an upgrade.
+        assert_eq!(Mac::derived("web", "net0").to_string(), "52:54:00:3f:74:0d");
+        assert_ne!(Mac::derived("web", "net0"), Mac::derived("web", "net1"));
+        assert_ne!(Mac::derived("ab", "c"), Mac::derived("a", "bc"));
+        assert_eq!(Mac::derived("db", "net0").octets()[0] & 3, 2, "locally administered, one station");
+    }
+
+    #[test]
+    fn macs() {
+        assert_eq!("52:54:00:AB:cd:01".parse::<Mac>().unwrap().to_string(), "52:54:00:ab:cd:01");
+        for bad in ["52:54:00:ab:cd", "52:54:00:ab:cd:01:02", "52-54-00-ab-cd-01", "52:54:00:ab:cd:+1", ""] {
+            assert_eq!(bad.parse::<Mac>(), Err(AddressError::Mac), "{bad}");
+        }
+        for group in ["01:00:5e:00:00:01", "ff:ff:ff:ff:ff:ff", "00:00:00:00:00:00"] {
+            assert_eq!(group.parse::<Mac>(), Err(AddressError::MacGroup), "{group}");
+        }
+    }
+
+    #[test]
+    fn host_addresses() {
+        for good in ["10.77.0.1/24", "10.0.0.0/31", "10.0.0.7/32", "fd00::1/64", "fd00::ffff/112"] {
+            assert_eq!(good.parse::<HostAddress>().unwrap().to_string(), good);
+        }
+        for bad in ["10.77.0.1", "10.77.0.1/33", "10.77.0.1/0", "10.77.0/24", "x/24"] {
+            assert_eq!(bad.parse::<HostAddress>(), Err(AddressError::HostAddress), "{bad}");
+        }
+        for (bad, message) in [
+            (
+                "10.77.0.0/24",
+                "the address of the network itself, not an address for the host; write the host's own, for example 10.77.0.1/24",
+            ),
+            (
+                "10.77.0.255/24",
+                "the broadcast address of the network, not an address for the host; write the host's own, for example 10.77.0.1/24",
+            ),
+            (
+                "224.0.0.1/24",
+                "the address of a group, not an address for the host; write the host's own, for example 10.77.0.1/24",
+            ),
+            (
+                "fd00::/64",
+                "the address of the network itself, not an address for the host; write the host's own, for example fd00::1/64",
+            ),
+        ] {
+            assert_eq!(bad.parse::<HostAddress>().unwrap_err().to_string(), message);
+        }
+    }
+
+    #[test]
+    fn forwards() {
+        let ssh: Forward = "127.0.0.1:2222:22".parse().unwrap();
+        assert_eq!((ssh.to_string().as_str(), ssh.hostfwd().as_str()), ("127.0.0.1:2222:22", "tcp:127.0.0.1:2222-:22"));
+        let dns: Forward = "0.0.0.0:5353:53/udp".parse().unwrap();
+        assert_eq!((dns.to_string().as_str(), dns.hostfwd().as_str()), ("0.0.0.0:5353:53/udp", "udp:0.0.0.0:5353-:53"));
+        assert_eq!("127.0.0.1:2222:22/tcp".parse::<Forward>().unwrap(), ssh);
+        assert!(ssh.collides_with(&"0.0.0.0:2222:80".parse().unwrap()));
+        assert!(!ssh.collides_with(&"127.0.0.2:2222:22".parse().unwrap()));
+        assert!(!ssh.collides_with(&"127.0.0.1:2222:22/udp".parse().unwrap()));
+    }
+
+    #[test]
+    fn other_spellings_of_a_forward_are_answered_with_ours() {
+        let form = "not a forward; write HOST_ADDRESS:HOST_PORT:GUEST_PORT, for example";
+        for (text, message) in [
+            ("2222:22", format!("{form} 127.0.0.1:2222:22")),
+            ("8080:80", format!("{form} 127.0.0.1:8080:80")),
+            ("tcp:127.0.0.9:8080-:80", format!("{form} 127.0.0.9:8080:80")),
+            ("udp:0.0.0.0:53-:53", format!("{form} 0.0.0.0:53:53/udp")),
+            ("tcp::5555-:22", format!("{form} 127.0.0.1:5555:22")),
+            ("localhost:2222:22", format!("{form} 127.0.0.1:2222:22")),
+            ("ssh", format!("{form} 127.0.0.1:2222:22")),
+            ("::1:2222:22", "only IPv4 addresses can be forwarded; write for example 127.0.0.1:2222:22".into()),
+            ("[::1]:2222:22", "only IPv4 addresses can be forwarded; write for example 127.0.0.1:2222:22".into()),
+            ("127.0.0.1:0:22", "`0` is not a port; write a number from 1 to 65535".into()),
+            ("127.0.0.1:2222:ssh", "`ssh` is not a port; write a number from 1 to 65535".into()),
+        ] {
+            assert_eq!(text.parse::<Forward>().unwrap_err().to_string(), message, "{text}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `qemu_args`: what may not be passed to QEMU since Rekindle sets it itself, and what cannot be carried to another
+//! VMM.
+
+use super::Definition;
+use super::document::{Found, Section, quoted};
+
+/// Options that Rekindle sets itself or that would take the VM out of its hands, with what to do instead.
+const REFUSED: &[(&[&str], &str)] = &[
+    (&["m"], "use the key `memory`"),
+    (&["mem-path"], "use the key `dir` under [ram]"),
+    (&["mem-prealloc"], "use `prealloc = true` under [ram]"),
+    (&["numa"], "leave it out: a VM's RAM is one block, so that it can outlive QEMU"),
+    (&["machine", "M"], "use the key `machine`"),
+    (&["accel", "enable-kvm"], "use the key `accel`"),
+    (&["cpu"], "use the key `cpu`"),
+    (&["smp"], "use the key `vcpus`"),
+    (&["name"], "use the key `name`"),
+    (&["kernel"], "use the key `kernel` under [boot]"),
+    (&["initrd"], "use the key `initrd` under [boot]"),
+    (&["append"], "use the key `append` under [boot]"),
+    (&["vga"], "use `vga = true` under [devices], or `-device` for another card"),
+    (&["nographic"], "leave it out: the serial console is always there (`rekindle console`) and no window is opened"),
+    (&["S", "preconfig"], "leave it out: Rekindle holds every guest until it is ready, and then starts it"),
+    (&["incoming", "loadvm"], "leave it out: Rekindle loads states itself (`rekindle reboot`, `rekindle restore`)"),
+    (&["snapshot"], "leave it out: what the guest writes would be lost with its VMM; give it a copy of the disk"),
+    (&["daemonize"], "leave it out: Rekindle puts QEMU in the background itself and watches over it"),
+    (&["pidfile"], "leave it out: the pidfile is in the VM's run directory"),
+    (&["no-reboot", "no-shutdown", "action"], "leave it out: Rekindle's monitor decides on reboots and exits"),
+    (&["readconfig"], "write the options themselves: what is in another file cannot be checked"),
+    (&["add-fd"], "name a path: a file descriptor is not open any more when QEMU is started again"),
+];
+
+/// Notes every argument that may not be there.
+pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
+    let refuse =
+        |argument: &Found<&str>, why: &str| section.invalid("qemu_args", quoted(argument.value), argument.at, why);
+    let mut after_option = false;
+    for (index, argument) in arguments.iter().enumerate() {
+        let text = argument.value;
+        if text.contains('\0') {
+            refuse(argument, "holds a null character, which no argument can; take it out");
+        } else if let Some(option) = option(text) {
+            let next = arguments.get(index + 1).map_or("", |next| next.value);
+            if let Some((option, value)) = option.split_once(char::is_whitespace) {
+                let mend = format!(
+                    "is an option and its value in one; write {}, {}",
+                    quoted(&format!("-{option}")),
+                    quoted(value.trim())
+                );
+                refuse(argument, &mend);
+            } else if let Some((_, mend)) = REFUSED.iter().find(|(options, _)| options.contains(&option)) {
+                refuse(argument, &format!("not allowed here; {mend}"));
+            } else if option == "global" && next.starts_with("migration.") {
+                refuse(
+                    argument,
+                    "no `migration.` property is allowed here; leave it out: Rekindle sets them for the states that it saves",
+                );
+            }
+        } else if !after_option {
+            refuse(
+                argument,
+                "is no option's value: QEMU would take it for a disk; use [[disk]], or put its option before it",
+            );
+        }
+        after_option = option(text).is_some();
+    }
+}
+
+/// Without its dashes, of which QEMU takes one or two; `None` for a value.
+fn option(argument: &str) -> Option<&str> {
+    let option = argument.strip_prefix('-')?;
+    Some(option.strip_prefix('-').unwrap_or(option))
+}
+
+/// Device models that cannot be carried, by the start of their name. The first that fits counts.
+const UNCARRIABLE_DEVICES: &[(&str, &str)] = &[
+    ("vfio-", "the state of a passed-through host device is in the device, where no new VMM can take it up"),
+    ("vhost-user-", "its state is in a foreign process, which serves one QEMU only and writes guest RAM unseen"),
+    ("vhost-", "its state is in the host's kernel, which writes guest RAM unseen by QEMU"),
+    ("usb-host", "the state of a passed-through USB device is in the device"),
+    ("usb-redir", "the state of a redirected USB device is at its other end"),
+    ("usb-mtp", "QEMU cannot save its state"),
+    ("ivshmem", "its memory is shared with others and is no part of the guest's RAM"),
+    ("nvdimm", "its memory is outside the VM's RAM, which alone is carried"),
+    ("virtio-pmem", "its memory is outside the VM's RAM, which alone is carried"),
+    ("virtio-mem", "its memory is outside the VM's RAM, which alone is carried"),
+    ("pc-dimm", "its memory is outside the VM's RAM, which alone is carried"),
+    ("cxl-", "its memory is outside the VM's RAM, which alone is carried"),
+    ("nvme", "QEMU cannot save its state; use [[disk]], which is a virtio disk"),
+    ("virtio-gpu-gl", "QEMU cannot save what is in the host's graphics driver; use virtio-gpu without `gl`"),
+    ("virtio-vga-gl", "QEMU cannot save what is in the host's graphics driver; use virtio-vga without `gl`"),
+    ("virtio-sound", "QEMU cannot save its state"),
+    ("virtio-9p", "QEMU cannot save the files that a guest has open on it"),
+    ("amd-iommu", "QEMU cannot save its state; use intel-iommu or virtio-iommu"),
+];
+
+/// Objects, TPMs and memory encryption, by option and the start of the value.
+const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
+    ("object", "sev-", "the guest's RAM is encrypted with a key that no new VMM is given"),
+    ("object", "tdx-guest", "the guest's RAM is encrypted with a key that no new VMM is given"),
+    ("object", "memory-backend-", "its memory is outside the VM's RAM, which alone is carried"),
+    ("tpmdev", "passthrough", "the state of the host's TPM is in the TPM"),
+    ("tpmdev", "emulator", "its state is in swtpm, which serves one QEMU only"),
+    (
+        "netdev",
+        "vhost-user",
+        "its state is in a foreign process, which serves one QEMU only and writes guest RAM unseen",
+    ),
+    ("netdev", "vhost-vdpa", "the state of a passed-through host device is in the device"),
+    ("virtfs", "", "QEMU cannot save the files that a guest has open on it"),
+];
+
+/// What in the VM's `qemu_args` cannot be carried to another VMM, each with the reason. Such a VM runs, but can only be
+/// rebooted cold. Empty: nothing stands in the way.
+///
+/// Devices of the definition's own keys can all be carried, and are not looked at.
+pub fn uncarriable(definition: &Definition) -> Vec<String> {
+    let mut found = Vec::new();
+    for pair in definition.qemu_args.windows(2) {
+        let [option_text, value] = pair else { continue };
+        let Some(option) = option(option_text) else { continue };
+        let driver = driver(value);
+        let device =
+            UNCARRIABLE_DEVICES.iter().filter(|_| option == "device").find(|(start, _)| driver.starts_with(start));
+        let other = UNCARRIABLE_OPTIONS.iter().find(|(name, start, _)| *name == option && driver.starts_with(start));
+        let vhost = matches!(option, "netdev" | "nic" | "net") && has_vhost(value);
+        let reason = match (device, other) {
+            (Some((_, reason)), _) | (None, Some((_, _, reason))) => reason,
+            (None, None) if vhost => "the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU",
+            (None, None) => continue,
+        };
+        found.push(format!("{option_text} {value}: {reason}"));
+    }
+    found
+}
+
+/// What a value speaks of: the text before its first comma, or the `driver`, `qom-type` or `type` of a JSON value.
+fn driver(value: &str) -> String {
+    if let Some(json) = json(value) {
+        let named = ["driver", "qom-type", "type"].iter().find_map(|key| json.get(key)?.as_str());
+        return named.unwrap_or_default().to_owned();
+    }
+    let first = value.split(',').next().unwrap_or_default();
+    let named = ["driver=", "qom-type=", "type="].iter().find_map(|key| first.strip_prefix(key));
+    named.unwrap_or(first).to_owned()
+}
+
+fn has_vhost(value: &str) -> bool {
+    if let Some(json) = json(value) {
+        return json.get("vhost").is_some_and(|vhost| vhost.as_bool() == Some(true) || vhost.as_str() == Some("on"));
+    }
+    value
+        .split(',')
+        .any(|part| matches!(part, "vhost" | "vhost=on" | "vhost=yes" | "vhost=true" | "vhost=y" | "vhostforce=on"))
+}
+
+fn json(value: &str) -> Option<serde_json::Value> {
+    if value.starts_with('{') { serde_json::from_str(value).ok() } else { None }
+}

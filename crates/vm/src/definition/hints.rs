@@ -1,0 +1,70 @@
+//! The nearest known key or value to one that is unknown.
+
+use super::parse::SECTIONS;
+
+/// Every key of a section.
+pub(super) fn keys_of(section: &str) -> &'static [&'static str] {
+    SECTIONS.iter().find(|(name, _)| *name == section).map_or(&[], |(_, keys)| keys)
+}
+
+/// Where an unknown key belongs, or what it should have been.
+pub(super) fn hint(section: &str, key: &str) -> String {
+    let place = |name: &str| match name {
+        "" => "at the top, above the first [section]".to_owned(),
+        "disk" | "net" => format!("under [[{name}]]"),
+        _ => format!("under [{name}]"),
+    };
+    if let Some((name, _)) = SECTIONS.iter().find(|(_, keys)| keys.contains(&key)) {
+        return format!("it belongs {}", place(name));
+    }
+    let here = keys_of(section);
+    if let near @ [_, ..] = nearest(key, here).as_slice() {
+        let near: Vec<String> = near.iter().map(|key| format!("`{key}`")).collect();
+        return format!("did you mean {}?", near.join(" or "));
+    }
+    for (name, keys) in SECTIONS {
+        if let [near, ..] = nearest(key, keys).as_slice() {
+            return format!("did you mean `{near}`, {}?", place(name));
+        }
+    }
+    format!("known here: {}", here.join(", "))
+}
+
+/// The candidates that are likely meant: those at the least distance, if that is small for the word's length. A word
+/// that is the start of another counts as one step away from it, so that `mem` finds `memory`.
+pub(super) fn nearest<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
+    let lower = word.to_ascii_lowercase();
+    let distance = |candidate: &str| {
+        let begins =
+            lower.len() >= 3 && candidate.starts_with(&lower) || candidate.len() >= 3 && lower.starts_with(candidate);
+        if begins { 1 } else { strsim::damerau_levenshtein(&lower, candidate) }
+    };
+    let Some(least) = candidates.iter().map(|c| distance(c)).min() else { return Vec::new() };
+    if least > (word.chars().count() / 3).max(1) {
+        return Vec::new();
+    }
+    candidates.iter().copied().filter(|c| distance(c) == least).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_name_the_nearest_key_or_its_section() {
+        for (section, key, expected) in [
+            ("", "memmory", "did you mean `memory`?"),
+            ("", "mem", "did you mean `memory`?"),
+            ("", "Memory", "did you mean `memory`?"),
+            ("", "cpus", "did you mean `vcpus` or `cpu`?"),
+            ("", "disks", "did you mean `disk`?"),
+            ("", "kernel", "it belongs under [boot]"),
+            ("boot", "memory", "it belongs at the top, above the first [section]"),
+            ("", "bridge", "it belongs under [[net]]"),
+            ("", "adress", "did you mean `address`, under [[net]]?"),
+            ("ram", "zzz", "known here: dir, prealloc"),
+        ] {
+            assert_eq!(hint(section, key), expected, "[{section}] {key}");
+        }
+    }
+}

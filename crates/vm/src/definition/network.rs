@@ -1,0 +1,83 @@
+//! A VM's network interfaces: QEMU's own user-mode network, or a tap that is put into a bridge or a network namespace.
+
+use serde::{Deserialize, Serialize};
+
+use super::addresses::{Forward, HostAddress, Mac, digest};
+
+/// One `[[net]]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Net {
+    /// Unique among the VM's nets; part of QEMU's ids. Default `net0`, `net1`, ... by position.
+    pub id: String,
+    /// The guest's hardware address. Default [`Mac::derived`], so that it is the same at every start and on every host.
+    pub mac: Mac,
+    /// What it is connected to.
+    #[serde(flatten)]
+    pub backend: NetBackend,
+}
+
+/// What a [`Net`] is connected to: the key `kind` and those that go with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum NetBackend {
+    /// QEMU's own network: no rights needed. The guest can reach out; in comes only what is forwarded.
+    User {
+        /// Ports of the host that lead to the guest.
+        #[serde(default)]
+        forward: Vec<Forward>,
+    },
+    /// A tap interface, held open by Rekindle, so that the guest's TCP connections outlive a QEMU.
+    Tap {
+        /// The tap's name on the host. Default [`derived_ifname`].
+        ifname: String,
+        /// Where the tap is put.
+        #[serde(flatten)]
+        place: TapPlace,
+    },
+}
+
+/// Where a tap is put: the key `bridge`, or `netns` with `address`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TapPlace {
+    /// Into a bridge of the host.
+    Bridge {
+        /// Its name.
+        bridge: String,
+    },
+    /// Into a network namespace, which Rekindle makes if it is not there.
+    Netns {
+        /// Its name, as `ip netns` shows it.
+        netns: String,
+        /// The host's own address on the tap; `None` puts none on it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        address: Option<HostAddress>,
+    },
+}
+
+/// The default name of a tap: `NAME-ID` where that fits an interface's 15 characters, else the first 8 of the VM's name
+/// and a hash of both. An id with a dash also gets the hash, so that VM `a` with net `b-c` and VM `a-b` with net `c` do
+/// not claim one tap.
+pub fn derived_ifname(name: &str, id: &str) -> String {
+    let plain = format!("{name}-{id}");
+    if plain.len() <= 15 && !id.contains('-') {
+        return plain;
+    }
+    let [a, b, c, ..] = digest(name, id);
+    let stem: String = name.chars().take(8).collect();
+    format!("{stem}-{a:02x}{b:02x}{c:02x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn derived_interface_names_fit_and_differ() {
+        assert_eq!(derived_ifname("web", "net0"), "web-net0");
+        assert_eq!(derived_ifname("abcdefghij", "net0"), "abcdefghij-net0");
+        assert_eq!(derived_ifname("abcdefghijk", "net0"), "abcdefgh-7e3846");
+        assert_ne!(derived_ifname("a", "b-c"), derived_ifname("a-b", "c"));
+        assert!(derived_ifname(&"x".repeat(63), &"y".repeat(31)).len() == 15);
+    }
+}

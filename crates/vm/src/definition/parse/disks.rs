@@ -1,0 +1,71 @@
+//! The `[[disk]]`s.
+
+use std::path::{Path, PathBuf};
+
+use super::super::document::{Section, quoted};
+use super::super::error::Problem;
+use super::super::files::{self, Wanted};
+use super::super::names::check_serial;
+use super::super::{Disk, DiskCache, DiskFormat};
+use super::{Taken, id};
+
+const FORMATS: &[(&str, DiskFormat)] = &[("raw", DiskFormat::Raw), ("qcow2", DiskFormat::Qcow2)];
+const CACHES: &[(&str, DiskCache)] = &[
+    ("writeback", DiskCache::Writeback),
+    ("writethrough", DiskCache::Writethrough),
+    ("none", DiskCache::None),
+    ("directsync", DiskCache::Directsync),
+    ("unsafe", DiskCache::Unsafe),
+];
+
+/// Every disk, in order.
+pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
+    let mut ids = Taken::new("give each disk its own id");
+    let mut writers: Vec<(PathBuf, bool, usize)> = Vec::new();
+    let disk = |(index, section): (usize, Section<'_>)| {
+        let id = id(&section, index, &mut ids);
+        if section.at("path").is_none() {
+            section.missing("path", "write for example path = \"disk.img\"");
+        }
+        let path = files::path(&section, "path", Wanted::Disk);
+        let readonly = section.flag("readonly", false);
+        let mut format = section.choice("format", FORMATS).map(|found| found.value);
+        if let Some(path) = &path {
+            let real = path.value.canonicalize().unwrap_or_else(|_| path.value.clone());
+            if let Some((.., first)) = writers.iter().find(|(other, ro, _)| *other == real && !(*ro && readonly)) {
+                let (line, _) = section.document().position(*first);
+                let value = quoted(&path.value.to_string_lossy());
+                let mend = "two writers destroy an image; give each disk its own file, or set readonly = true on both";
+                section.document().note(path.at, Problem::Duplicate { key: "disk.path".into(), value, line, mend });
+            }
+            writers.push((real, readonly, path.at));
+            format = format.or_else(|| guess_format(&section, &path.value));
+        }
+        Disk {
+            id,
+            path: path.map(|found| found.value).unwrap_or_default(),
+            format: format.unwrap_or(DiskFormat::Raw),
+            readonly,
+            cache: section.choice("cache", CACHES).map_or(DiskCache::Writeback, |found| found.value),
+            serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
+        }
+    };
+    top.sections("disk").into_iter().enumerate().map(disk).collect()
+}
+
+/// By its extension. The content may only contradict, never decide: a guest could write a qcow2 header onto its raw
+/// disk, and make the next QEMU read a file of the host's that the header names.
+fn guess_format(section: &Section<'_>, path: &Path) -> Option<DiskFormat> {
+    let named = path.extension().is_some_and(|extension| extension == "qcow2");
+    let is = files::is_qcow2(path)?;
+    let why = match (named, is) {
+        (true, true) => return Some(DiskFormat::Qcow2),
+        (false, false) => return Some(DiskFormat::Raw),
+        (true, false) => "is called .qcow2, but is no qcow2 image; add format = \"raw\", or make the image anew",
+        (false, true) => {
+            "begins like a qcow2 image; add format = \"qcow2\" (or \"raw\", if the guest keeps one on its raw disk)"
+        }
+    };
+    section.reject("path", why);
+    None
+}

@@ -1,0 +1,396 @@
+//! A definition as a whole: what a file becomes, every message that a wrong one gets, and that what is written reads
+//! back.
+
+use std::fs;
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::*;
+
+/// A folder with everything that a definition may name.
+fn folder() -> TempDir {
+    let dir = TempDir::new().unwrap();
+    for file in ["bzImage", "initrd.img", "disk.img", "data.img", "debian.raw"] {
+        fs::write(dir.path().join(file), "x").unwrap();
+    }
+    fs::write(dir.path().join("root.qcow2"), b"QFI\xfb\0\0\0\x03").unwrap();
+    fs::write(dir.path().join("hidden.img"), b"QFI\xfb\0\0\0\x03").unwrap();
+    fs::write(dir.path().join("fake.qcow2"), "x").unwrap();
+    fs::write(dir.path().join("empty.img"), "").unwrap();
+    std::os::unix::fs::symlink("disk.img", dir.path().join("link.img")).unwrap();
+    fs::create_dir(dir.path().join("ram")).unwrap();
+    dir
+}
+
+fn parse(dir: &TempDir, text: &str) -> Definition {
+    Definition::parse(text, dir.path(), "web.toml").unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+/// Every message, with the folder as `DIR`.
+fn errors_in(dir: &TempDir, text: &str) -> Vec<String> {
+    let errors = Definition::parse(text, dir.path(), "web.toml").unwrap_err();
+    let folder = dir.path().display().to_string();
+    errors.to_string().lines().map(|line| line.replace(&folder, "DIR")).collect()
+}
+
+/// The messages for a definition that is right but for `text`.
+fn errors(text: &str) -> Vec<String> {
+    let boots = ["[boot]", "[[disk]]", "[disk]", "disk ="].iter().any(|part| text.contains(part));
+    let boot = if boots { "" } else { "\n[boot]\nkernel = \"bzImage\"" };
+    errors_in(&folder(), &format!("name = \"web\"\n{text}{boot}"))
+}
+
+#[test]
+fn the_least_definition_gets_every_default() {
+    let dir = folder();
+    let vm = parse(&dir, "name = \"web\"\n[boot]\nkernel = \"bzImage\"\n");
+    let expected = Definition {
+        name: "web".parse().unwrap(),
+        memory: Bytes::from_mib(512),
+        vcpus: 1,
+        accel: Accel::Auto,
+        machine: "q35".into(),
+        cpu: "auto".into(),
+        qemu: PathBuf::from("qemu-system-x86_64"),
+        probe: None,
+        shutdown_timeout: Span::from_secs(60),
+        save_dir: None,
+        qemu_args: vec![],
+        ram: Ram { dir: None, prealloc: false },
+        boot: Some(Boot { kernel: dir.path().join("bzImage"), initrd: None, append: String::new() }),
+        devices: Devices { vga: false, agent: true, rng: true },
+        disks: vec![],
+        nets: vec![],
+    };
+    assert_eq!(vm, expected);
+    assert_eq!((vm.cpu_model(true), vm.cpu_model(false)), ("host", "qemu64"));
+    let toml = vm.to_toml().unwrap().replace(&dir.path().display().to_string(), "DIR");
+    assert_eq!(
+        toml,
+        r#"name = "web"
+memory = "512M"
+vcpus = 1
+accel = "auto"
+machine = "q35"
+cpu = "auto"
+qemu = "qemu-system-x86_64"
+shutdown_timeout = "1m"
+qemu_args = []
+
+[ram]
+prealloc = false
+
+[boot]
+kernel = "DIR/bzImage"
+append = ""
+
+[devices]
+vga = false
+agent = true
+rng = true
+"#
+    );
+}
+
+#[test]
+fn a_disk_and_a_net_get_every_default() {
+    let dir = folder();
+    let vm = parse(
+        &dir,
+        "name = \"web\"\n[[disk]]\npath = \"./root.qcow2\"\n[[disk]]\npath = \"disk.img\"\n[[net]]\nkind = \"user\"\n[[net]]\nkind = \"tap\"\nnetns = \"blue\"\n",
+    );
+    let disk = |id: &str, file, format| Disk {
+        id: id.into(),
+        path: dir.path().join(file),
+        format,
+        readonly: false,
+        cache: DiskCache::Writeback,
+        serial: None,
+    };
+    assert_eq!(vm.disks, [disk("disk0", "root.qcow2", DiskFormat::Qcow2), disk("disk1", "disk.img", DiskFormat::Raw)]);
+    assert_eq!(vm.boot, None);
+    let user = NetBackend::User { forward: vec![] };
+    let place = TapPlace::Netns { netns: "blue".into(), address: None };
+    let tap = NetBackend::Tap { ifname: "web-net1".into(), place };
+    let net = |id: &str, backend| Net { id: id.into(), mac: Mac::derived("web", id), backend };
+    assert_eq!(vm.nets, [net("net0", user), net("net1", tap)]);
+    let json = serde_json::to_value(&vm).unwrap();
+    assert_eq!(json["net"][1]["kind"], "tap");
+    assert_eq!(json["net"][1]["netns"], "blue");
+    assert_eq!(json["disk"][0]["format"], "qcow2");
+}
+
+#[test]
+fn load_starts_relative_paths_from_the_files_own_folder() {
+    let dir = folder();
+    let file = dir.path().join("web.toml");
+    fs::write(&file, "name = \"web\"\nqemu = \"./bzImage\"\nsave_dir = \"ram\"\n[ram]\ndir = \"ram\"\n[boot]\nkernel = \"bzImage\"\n").unwrap();
+    let vm = Definition::load(&file).unwrap();
+    assert_eq!(vm.boot.unwrap().kernel, dir.path().join("bzImage"));
+    assert_eq!((vm.ram.dir, vm.save_dir), (Some(dir.path().join("ram")), Some(dir.path().join("ram"))));
+    assert_eq!(vm.qemu, dir.path().join("bzImage"));
+    let errors = Definition::load(dir.path().join("none.toml")).unwrap_err().to_string();
+    assert!(
+        errors.ends_with("none.toml: cannot read the definition: No such file or directory (os error 2)"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn all_mistakes_are_told_at_once_in_the_order_of_the_file() {
+    let dir = folder();
+    let text = r#"memmory = "1G"
+vcpus = 0
+accel = "kvn"
+
+[boot]
+kernel = "vmlinuz"
+
+[[disk]]
+  pth = "disk.img"
+
+[[net]]
+kind = "tap"
+forward = ["127.0.0.1:2222:22"]
+"#;
+    assert_eq!(
+        errors_in(&dir, text),
+        [
+            "web.toml:1:1: unknown key `memmory`; did you mean `memory`?",
+            "web.toml:1:1: `name` is missing; write for example name = \"web\" at the top",
+            "web.toml:2:9: `vcpus = 0`: out of range; write a number from 1 to 255",
+            "web.toml:3:9: `accel = \"kvn\"`: unknown; did you mean \"kvm\"?",
+            "web.toml:6:10: `boot.kernel = \"vmlinuz\"`: no file DIR/vmlinuz; make it, or correct the path (a relative one starts from the definition's folder)",
+            "web.toml:8:1: `disk.path` is missing; write for example path = \"disk.img\"",
+            "web.toml:9:3: unknown key `disk.pth`; did you mean `path`?",
+            "web.toml:11:1: a tap needs a place; write bridge = \"br0\" (a bridge of the host) or netns = \"blue\" (a network namespace)",
+            "web.toml:13:11: `net.forward` is for kind = \"user\", but this net's kind is \"tap\"; change the kind or take `forward` out",
+        ]
+    );
+}
+
+#[test]
+fn every_error_of_syntax_is_told() {
+    let found = errors("memory = 512M\nvcpus = \n");
+    assert_eq!(found.len(), 2, "{found:#?}");
+    assert!(found[0].starts_with("web.toml:2:") && found[0].contains("not valid TOML: "), "{found:#?}");
+    assert!(found[1].starts_with("web.toml:3:"), "{found:#?}");
+}
+
+/// `messages.txt` holds texts and what they are answered with; to see all of it anew, empty it but for the texts.
+#[test]
+fn every_message_names_key_value_and_mend() {
+    let cases = include_str!("messages.txt").split("\n\n").filter(|case| !case.starts_with('#'));
+    let mut seen = 0;
+    for case in cases {
+        let (answers, text): (Vec<&str>, Vec<&str>) = case.trim().lines().partition(|line| line.starts_with("=> "));
+        let text = text.join("\n");
+        let found: Vec<String> = errors(&text).into_iter().map(|line| format!("=> {line}")).collect();
+        assert_eq!(found, answers, "{text}\n{}", found.join("\n"));
+        seen += 1;
+    }
+    assert!(seen > 80, "only {seen} cases");
+}
+
+#[test]
+fn names_are_checked() {
+    let dir = folder();
+    let found = errors_in(&dir, "name = \"Web\"\n[boot]\nkernel = \"bzImage\"");
+    assert_eq!(
+        found,
+        ["web.toml:1:8: `name = \"Web\"`: `W` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"]
+    );
+}
+
+#[test]
+fn memory_on_huge_pages_is_a_multiple_of_them() {
+    let flaw = |mib, huge: Option<u32>| parse::memory_flaw(Bytes::from_mib(mib), huge.map(Bytes::from_mib));
+    assert_eq!(flaw(3, None), None);
+    assert_eq!(flaw(4, Some(2)), None);
+    let message = "not a multiple of 2M, the page size of `ram.dir`; write \"2M\" or \"4M\"";
+    assert_eq!(flaw(3, Some(2)).as_deref(), Some(message));
+    let message = "not a multiple of 1G, the page size of `ram.dir`; write \"1G\"";
+    assert_eq!(flaw(512, Some(1024)).as_deref(), Some(message));
+}
+
+#[test]
+fn a_disk_may_be_read_twice_but_not_written_twice() {
+    let dir = folder();
+    let twice = |first, second| {
+        let text = format!(
+            "name = \"web\"\n[[disk]]\npath = \"disk.img\"\nreadonly = {first}\n[[disk]]\npath = \"link.img\"\nreadonly = {second}\n"
+        );
+        Definition::parse(&text, dir.path(), "web.toml").is_ok()
+    };
+    assert!(twice(true, true));
+    assert!(!twice(false, true) && !twice(true, false) && !twice(false, false));
+}
+
+#[test]
+fn an_explicit_format_is_believed() {
+    let dir = folder();
+    let vm = parse(
+        &dir,
+        "name = \"web\"\n[[disk]]\npath = \"hidden.img\"\nformat = \"raw\"\n[[disk]]\npath = \"empty.img\"\n",
+    );
+    assert_eq!([vm.disks[0].format, vm.disks[1].format], [DiskFormat::Raw, DiskFormat::Raw]);
+}
+
+#[test]
+fn what_cannot_be_carried_is_told_with_the_reason() {
+    let dir = folder();
+    let args = |list: &[&str]| {
+        let list = serde_json::to_string(list).unwrap();
+        uncarriable(&parse(&dir, &format!("name = \"web\"\nqemu_args = {list}\n[boot]\nkernel = \"bzImage\"\n")))
+    };
+    assert!(
+        args(&["-device", "virtio-balloon-pci", "-netdev", "tap,id=x,vhost=off", "-s", "-device", "intel-iommu"])
+            .is_empty()
+    );
+    assert_eq!(
+        args(&["-device", "vfio-pci,host=01:00.0", "-netdev", "tap,id=x,vhost=on"]),
+        [
+            "-device vfio-pci,host=01:00.0: the state of a passed-through host device is in the device, where no new VMM can take it up",
+            "-netdev tap,id=x,vhost=on: the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU",
+        ]
+    );
+    for pair in [
+        ["-device", "vhost-vsock-pci,guest-cid=3"],
+        ["-device", "vhost-user-fs-pci,chardev=c"],
+        ["--device", "driver=usb-host,hostbus=1"],
+        ["-device", r#"{"driver":"nvme","serial":"x"}"#],
+        ["-device", "ivshmem-plain,memdev=m"],
+        ["-device", "nvdimm,memdev=m"],
+        ["-device", "virtio-pmem-pci,memdev=m"],
+        ["-object", "memory-backend-file,id=m,size=1G"],
+        ["-object", r#"{"qom-type":"sev-guest","id":"s"}"#],
+        ["-netdev", r#"{"type":"tap","id":"x","vhost":true}"#],
+        ["-netdev", "vhost-user,id=x,chardev=c"],
+        ["-tpmdev", "emulator,id=t,chardev=c"],
+        ["-virtfs", "local,path=/srv"],
+    ] {
+        assert_eq!(args(&pair).len(), 1, "{pair:?}");
+    }
+}
+
+#[test]
+fn the_documented_examples_are_right() {
+    let dir = folder();
+    let book = include_str!("../../../../../docs/vm-definition.md");
+    let examples: Vec<&str> = book.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(examples.len() >= 3);
+    for example in examples {
+        let vm = parse(&dir, example);
+        assert_eq!(Definition::parse(&vm.to_toml().unwrap(), "/", "again").unwrap(), vm);
+    }
+    for (section, keys) in parse::SECTIONS {
+        for key in *keys {
+            assert!(
+                book.contains(&format!("`{key}`")) || book.contains(&format!("[{key}]")),
+                "{section}.{key} is not documented"
+            );
+        }
+    }
+}
+
+fn word() -> impl Strategy<Value = String> {
+    "[a-z][a-z0-9_-]{0,12}"
+}
+
+fn place() -> impl Strategy<Value = TapPlace> {
+    let address = (any::<u32>(), 8u8..=30).prop_map(|(bits, prefix)| {
+        let host = 1u32 << (31 - prefix);
+        let ip = std::net::Ipv4Addr::from((bits & 0x00ff_ffff & !(u32::MAX >> prefix)) | 0x0a00_0000 | host);
+        format!("{ip}/{prefix}").parse().unwrap()
+    });
+    prop_oneof![
+        word().prop_map(|bridge| TapPlace::Bridge { bridge }),
+        (word(), proptest::option::of(address)).prop_map(|(netns, address)| TapPlace::Netns { netns, address }),
+    ]
+}
+
+fn nets() -> impl Strategy<Value = Vec<Net>> {
+    let forward = (any::<bool>(), 1u16.., 1u16..).prop_map(|(udp, port, guest_port)| Forward {
+        protocol: if udp { Protocol::Udp } else { Protocol::Tcp },
+        host: std::net::Ipv4Addr::LOCALHOST,
+        port,
+        guest_port,
+    });
+    let user =
+        proptest::option::of(forward).prop_map(|forward| NetBackend::User { forward: forward.into_iter().collect() });
+    let tap = place().prop_map(|place| NetBackend::Tap { ifname: String::new(), place });
+    let backends = (user, proptest::collection::vec(tap, 0..3));
+    backends.prop_map(|(user, taps)| {
+        let net = |(index, backend)| {
+            let backend = match backend {
+                NetBackend::Tap { place, .. } => NetBackend::Tap { ifname: format!("t{index}"), place },
+                user => user,
+            };
+            let id = format!("n{index}");
+            Net { mac: Mac::derived("x", &id), id, backend }
+        };
+        std::iter::once(user).chain(taps).enumerate().map(net).collect()
+    })
+}
+
+fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
+    let disk_dir = dir.clone();
+    let cache = prop_oneof![
+        Just(DiskCache::None),
+        Just(DiskCache::Unsafe),
+        Just(DiskCache::Directsync),
+        Just(DiskCache::Writethrough)
+    ];
+    let disk = (word(), any::<(bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}")).prop_map(
+        move |(id, (qcow2, readonly), cache, serial)| {
+            let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
+            Disk { id, path: disk_dir.join(file), format, readonly, cache, serial }
+        },
+    );
+    let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
+    let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 6]>());
+    // Values with every character that TOML must escape, but no control character.
+    let texts = ("[^\\p{Cc}]{0,20}", proptest::collection::vec("[^\\p{Cc}\\s-][^\\p{Cc}]{0,10}", 0..3), word(), word());
+    (scalars, texts, disk, nets()).prop_map(move |(scalars, (append, values, machine, cpu), disk, nets)| {
+        let (name, mib, vcpus, accel, millis, [prealloc, initrd, vga, agent, rng, some]) = scalars;
+        Definition {
+            name: name.parse().unwrap(),
+            memory: Bytes::from_mib(mib),
+            vcpus,
+            accel,
+            machine,
+            cpu: format!("m{cpu}"),
+            qemu: if some { dir.join("bzImage") } else { "qemu-kvm".into() },
+            probe: some.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
+            shutdown_timeout: Span::from_millis(millis),
+            save_dir: some.then(|| dir.join("ram")),
+            qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
+            ram: Ram { dir: some.then(|| dir.join("ram")), prealloc },
+            boot: Some(Boot { kernel: dir.join("bzImage"), initrd: initrd.then(|| dir.join("initrd.img")), append }),
+            devices: Devices { vga, agent, rng },
+            disks: vec![disk],
+            nets,
+        }
+    })
+}
+
+thread_local! {
+    static FOLDER: TempDir = folder();
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_reads_back(definition in FOLDER.with(|dir| definitions(dir.path().to_owned()))) {
+        let toml = definition.to_toml().unwrap();
+        prop_assert_eq!(&Definition::parse(&toml, "/", "again").unwrap(), &definition);
+        let json = serde_json::to_string(&definition).unwrap();
+        prop_assert_eq!(&serde_json::from_str::<Definition>(&json).unwrap(), &definition);
+    }
+
+    #[test]
+    fn no_text_makes_it_panic(text in "(name|disk|net|boot|\\[\\[disk\\]\\]|\\[net\\]|[a-z=\"'\\[\\]{}\n.0-9é-]){0,40}") {
+        let _ = Definition::parse(&text, "/", "x").map_err(|errors| errors.to_string());
+    }
+}

@@ -1,0 +1,378 @@
+//! Quantities with their unit written beside them: [`Bytes`] (`512M`) and [`Span`] (`250ms`).
+//!
+//! A quantity is one whole number and one unit, with nothing between. That is narrower than most parsers allow, on
+//! purpose: `1.5G`, `512MB` or a bare `512` each mean different things in different programs, so they are refused with
+//! the spelling that means what their author most likely wanted. `Display` writes the largest unit that is exact, and
+//! what it writes can be read back.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Binary units, the largest first.
+const SIZES: [(&str, u64); 5] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("B", 1)];
+/// Units of time in milliseconds, the largest first.
+const SPANS: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)];
+
+/// Why a text is not a quantity. The message ends with what to write instead.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UnitError {
+    /// A number alone: nobody can tell what it counts.
+    #[error("{number} has no unit; write {mend}")]
+    NoUnit {
+        /// The number as written.
+        number: String,
+        /// One or more spellings that are right.
+        mend: String,
+    },
+    /// A unit that Rekindle does not use, or uses with other capitals.
+    #[error("unknown unit `{unit}`; write {mend}")]
+    UnknownUnit {
+        /// The unit as written.
+        unit: String,
+        /// One or more spellings that are right.
+        mend: String,
+    },
+    /// A fraction; only whole numbers are exact.
+    #[error("not a whole number; write {mend}")]
+    Fraction {
+        /// One or more spellings that are right.
+        mend: String,
+    },
+    /// No number in front, or something behind the unit.
+    #[error("not a {what}; write a whole number and a unit, for example {mend}")]
+    Malformed {
+        /// "size" or "duration".
+        what: &'static str,
+        /// One or more spellings that are right.
+        mend: &'static str,
+    },
+    /// More than 64 bits of bytes or milliseconds.
+    #[error("too large")]
+    TooLarge,
+}
+
+/// A number of bytes. `Display` and serde use the largest exact binary unit: `512M`, `4096K` becomes `4M`.
+///
+/// ```
+/// use rekindle_vm::definition::Bytes;
+/// let memory: Bytes = "2048M".parse().unwrap();
+/// assert_eq!((memory.as_u64(), memory.to_string().as_str()), (2 << 30, "2G"));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Bytes(u64);
+
+impl Bytes {
+    /// So many bytes.
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
+    /// So many MiB.
+    pub const fn from_mib(mib: u32) -> Self {
+        Self((mib as u64) << 20)
+    }
+
+    /// The number of bytes.
+    pub const fn as_u64(self) -> u64 {
+        self.0
+    }
+}
+
+/// A length of time in whole milliseconds. `Display` and serde use the largest exact unit: `250ms`, `60s` becomes `1m`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Span(u64);
+
+impl Span {
+    /// So many milliseconds.
+    pub const fn from_millis(millis: u64) -> Self {
+        Self(millis)
+    }
+
+    /// So many seconds.
+    pub const fn from_secs(secs: u32) -> Self {
+        Self(secs as u64 * 1000)
+    }
+
+    /// The number of milliseconds.
+    pub const fn as_millis(self) -> u64 {
+        self.0
+    }
+
+    /// As the standard library's type.
+    pub const fn as_duration(self) -> Duration {
+        Duration::from_millis(self.0)
+    }
+}
+
+impl From<Span> for Duration {
+    fn from(span: Span) -> Self {
+        span.as_duration()
+    }
+}
+
+impl FromStr for Bytes {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        read(text, &SIZES).map_err(|e| e.explain(&SIZE_WORDS)).map(Self)
+    }
+}
+
+impl FromStr for Span {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        read(text, &SPANS).map_err(|e| e.explain(&SPAN_WORDS)).map(Self)
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_exact(f, self.0, &SIZES)
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_exact(f, self.0, &SPANS)
+    }
+}
+
+serde_as_text!(Bytes, Span);
+
+/// What differs between sizes and durations in an explanation.
+struct Words {
+    what: &'static str,
+    examples: &'static str,
+    units: &'static [(&'static str, u64)],
+    /// The unit that a person who forgot it most likely meant.
+    usual: &'static str,
+    /// What other programs write, and ours for it. Looked up in lower case after the exact spelling failed.
+    foreign: &'static [(&'static str, &'static str)],
+}
+
+const SIZE_WORDS: Words = Words {
+    what: "size",
+    examples: "\"512M\" or \"2G\"",
+    units: &SIZES,
+    usual: "M",
+    foreign: &[
+        ("b", "B"),
+        ("byte", "B"),
+        ("bytes", "B"),
+        ("k", "K"),
+        ("kb", "K"),
+        ("kib", "K"),
+        ("m", "M"),
+        ("mb", "M"),
+        ("mib", "M"),
+        ("g", "G"),
+        ("gb", "G"),
+        ("gib", "G"),
+        ("t", "T"),
+        ("tb", "T"),
+        ("tib", "T"),
+    ],
+};
+
+const SPAN_WORDS: Words = Words {
+    what: "duration",
+    examples: "\"250ms\", \"2s\" or \"1m\"",
+    units: &SPANS,
+    usual: "s",
+    foreign: &[
+        ("msec", "ms"),
+        ("millis", "ms"),
+        ("s", "s"),
+        ("sec", "s"),
+        ("secs", "s"),
+        ("second", "s"),
+        ("seconds", "s"),
+        ("m", "m"),
+        ("min", "m"),
+        ("mins", "m"),
+        ("minute", "m"),
+        ("minutes", "m"),
+        ("h", "h"),
+        ("hr", "h"),
+        ("hour", "h"),
+        ("hours", "h"),
+        ("ms", "ms"),
+    ],
+};
+
+/// What is wrong, before it is known whether sizes or durations are spoken of.
+enum Flaw<'t> {
+    NoUnit(&'t str),
+    UnknownUnit(&'t str, &'t str),
+    Fraction(&'t str, &'t str),
+    Malformed,
+    TooLarge,
+}
+
+fn read<'t>(text: &'t str, units: &[(&str, u64)]) -> Result<u64, Flaw<'t>> {
+    let (number, rest) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    if let Some(fraction) = rest.strip_prefix('.').filter(|_| !number.is_empty()) {
+        let end = fraction.find(|c: char| !c.is_ascii_digit()).unwrap_or(fraction.len());
+        let (fraction, unit) = text.split_at(number.len() + 1 + end);
+        return Err(Flaw::Fraction(fraction, unit));
+    }
+    if number.is_empty() || rest.contains(|c: char| !c.is_ascii_alphabetic() && c != ' ') {
+        return Err(Flaw::Malformed);
+    }
+    if rest.is_empty() {
+        return Err(Flaw::NoUnit(number));
+    }
+    let Some((_, scale)) = units.iter().find(|(name, _)| *name == rest) else {
+        return Err(Flaw::UnknownUnit(number, rest));
+    };
+    number.parse::<u64>().ok().and_then(|n| n.checked_mul(*scale)).ok_or(Flaw::TooLarge)
+}
+
+impl Flaw<'_> {
+    fn explain(self, words: &Words) -> UnitError {
+        let ours = |unit: &str| {
+            let unit = unit.trim().to_ascii_lowercase();
+            words.foreign.iter().find(|(theirs, _)| *theirs == unit).map(|(_, ours)| *ours)
+        };
+        match self {
+            Flaw::NoUnit(number) => UnitError::NoUnit { number: number.into(), mend: suggest(number, words) },
+            Flaw::UnknownUnit(number, unit) => UnitError::UnknownUnit {
+                unit: unit.trim().into(),
+                mend: match ours(unit) {
+                    Some(ours) => format!("\"{number}{ours}\""),
+                    None => format!("a unit out of {}", list(words.units)),
+                },
+            },
+            Flaw::Fraction(number, unit) => {
+                UnitError::Fraction { mend: whole(number, ours(unit), words).unwrap_or_else(|| words.examples.into()) }
+            }
+            Flaw::Malformed => UnitError::Malformed { what: words.what, mend: words.examples },
+            Flaw::TooLarge => UnitError::TooLarge,
+        }
+    }
+}
+
+/// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory in
+/// bytes is, the number in the unit that suits.
+fn suggest(number: &str, words: &Words) -> String {
+    let plain = format!("\"{number}{}\"", words.usual);
+    let smallest = words.units.last().map_or("", |(name, _)| *name);
+    match number.parse::<u64>() {
+        Ok(n) if n >= 1 << 20 && smallest == "B" => format!("\"{}\"", Bytes(n)),
+        _ => plain,
+    }
+}
+
+/// `1.5` `G` as a whole number of a smaller unit, if there is one that is exact.
+fn whole(number: &str, unit: Option<&str>, words: &Words) -> Option<String> {
+    let (whole, fraction) = number.split_once('.')?;
+    let scale = words.units.iter().find(|(name, _)| Some(*name) == unit)?.1;
+    let tens = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
+    let digits: u64 = format!("{whole}{fraction}").parse().ok()?;
+    let total = digits.checked_mul(scale).filter(|scaled| scaled.is_multiple_of(tens))? / tens;
+    let (name, scale) = words.units.iter().find(|(_, scale)| total.is_multiple_of(*scale))?;
+    Some(format!("\"{}{name}\"", total / scale))
+}
+
+fn list(units: &[(&str, u64)]) -> String {
+    units.iter().rev().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+}
+
+fn write_exact(f: &mut fmt::Formatter<'_>, value: u64, units: &[(&str, u64)]) -> fmt::Result {
+    let (name, scale) =
+        units.iter().find(|(_, scale)| value != 0 && value.is_multiple_of(*scale)).or(units.last()).unwrap_or(&("", 1));
+    f.pad(&format!("{}{name}", value / scale))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_and_written_in_the_largest_exact_unit() {
+        for (text, bytes, shown) in [
+            ("512M", 512 << 20, "512M"),
+            ("2G", 2 << 30, "2G"),
+            ("4096K", 4 << 20, "4M"),
+            ("1T", 1 << 40, "1T"),
+            ("1000B", 1000, "1000B"),
+            ("0M", 0, "0B"),
+        ] {
+            let size: Bytes = text.parse().unwrap();
+            assert_eq!((size.as_u64(), size.to_string().as_str()), (bytes, shown), "{text}");
+        }
+        assert_eq!(format!("{:>6}|", Bytes::from_mib(2)), "    2M|");
+    }
+
+    #[test]
+    fn spans_are_read_and_written_in_the_largest_exact_unit() {
+        for (text, millis, shown) in [
+            ("250ms", 250, "250ms"),
+            ("2s", 2000, "2s"),
+            ("1m", 60_000, "1m"),
+            ("90s", 90_000, "90s"),
+            ("2h", 7_200_000, "2h"),
+        ] {
+            let span: Span = text.parse().unwrap();
+            assert_eq!((span.as_millis(), span.to_string().as_str()), (millis, shown), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_size_is_answered_with_the_right_one() {
+        for (text, message) in [
+            ("512", "512 has no unit; write \"512M\""),
+            ("536870912", "536870912 has no unit; write \"512M\""),
+            ("512MB", "unknown unit `MB`; write \"512M\""),
+            ("512 MiB", "unknown unit `MiB`; write \"512M\""),
+            ("512m", "unknown unit `m`; write \"512M\""),
+            ("512 M", "unknown unit `M`; write \"512M\""),
+            ("512s", "unknown unit `s`; write a unit out of B, K, M, G, T"),
+            ("1.5G", "not a whole number; write \"1536M\""),
+            ("0.3K", "not a whole number; write \"512M\" or \"2G\""),
+            ("-1M", "not a size; write a whole number and a unit, for example \"512M\" or \"2G\""),
+            ("", "not a size; write a whole number and a unit, for example \"512M\" or \"2G\""),
+            ("99999999T", "too large"),
+        ] {
+            assert_eq!(text.parse::<Bytes>().unwrap_err().to_string(), message, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_span_is_answered_with_the_right_one() {
+        for (text, message) in [
+            ("60", "60 has no unit; write \"60s\""),
+            ("5000000", "5000000 has no unit; write \"5000000s\""),
+            ("2 sec", "unknown unit `sec`; write \"2s\""),
+            ("2S", "unknown unit `S`; write \"2s\""),
+            ("2M", "unknown unit `M`; write \"2m\""),
+            ("3us", "unknown unit `us`; write a unit out of ms, s, m, h"),
+            ("1.5s", "not a whole number; write \"1500ms\""),
+            ("1m30s", "not a duration; write a whole number and a unit, for example \"250ms\", \"2s\" or \"1m\""),
+        ] {
+            assert_eq!(text.parse::<Span>().unwrap_err().to_string(), message, "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_can_be_read(n: u64) {
+            prop_assert_eq!(Bytes(n).to_string().parse::<Bytes>().unwrap(), Bytes(n));
+            prop_assert_eq!(Span(n).to_string().parse::<Span>().unwrap(), Span(n));
+        }
+
+        #[test]
+        fn no_text_makes_it_panic(text: String) {
+            let _ = text.parse::<Bytes>();
+            let _ = text.parse::<Span>();
+        }
+    }
+}
