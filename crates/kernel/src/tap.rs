@@ -44,7 +44,15 @@ mod ioctl {
 /// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process holds it open; `InvalidInput` for
 /// a name that is empty or longer than 15 bytes. The error names the interface.
 pub fn open(name: &str) -> io::Result<OwnedFd> {
-    attach(name, true)
+    attach(name, Some(true))
+}
+
+/// Make a tap interface `name` that goes away with its last descriptor: a stand-in for one that is still in use.
+///
+/// # Errors
+/// As for [`open`].
+pub fn open_transient(name: &str) -> io::Result<OwnedFd> {
+    attach(name, None)
 }
 
 /// Remove a persistent tap interface. One that does not exist is no error.
@@ -52,11 +60,11 @@ pub fn open(name: &str) -> io::Result<OwnedFd> {
 /// # Errors
 /// As for [`open`]; an interface that is in use stays.
 pub fn remove(name: &str) -> io::Result<()> {
-    drop(attach(name, false)?);
+    drop(attach(name, Some(false))?);
     Ok(())
 }
 
-fn attach(name: &str, persist: bool) -> io::Result<OwnedFd> {
+fn attach(name: &str, persist: Option<bool>) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("tap interface {name}: {e}"));
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains(['/', '\0']) {
         return Err(named(io::Error::new(io::ErrorKind::InvalidInput, "a name has 1 to 15 characters and no slash")));
@@ -72,8 +80,10 @@ fn attach(name: &str, persist: bool) -> io::Result<OwnedFd> {
     // SAFETY: `request` is a whole `struct ifreq` (its size is asserted above) whose name ends with a zero byte, and
     // it lives through the call.
     unsafe { ioctl::tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
-    // SAFETY: TUNSETPERSIST takes an int by value and touches no memory of ours.
-    unsafe { ioctl::tunsetpersist(fd.as_raw_fd(), c_int::from(persist)) }.map_err(|e| named(e.into()))?;
+    if let Some(persist) = persist {
+        // SAFETY: TUNSETPERSIST takes an int by value and touches no memory of ours.
+        unsafe { ioctl::tunsetpersist(fd.as_raw_fd(), c_int::from(persist)) }.map_err(|e| named(e.into()))?;
+    }
     Ok(fd)
 }
 

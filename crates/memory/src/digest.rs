@@ -1,28 +1,28 @@
 //! Digests of a guest's memory while it is stopped.
 //!
-//! They answer one question: did this memory change between two moments? XXH3 with 128 bits is for that; it is no
-//! protection against somebody who constructs collisions.
+//! They answer one question: did this memory change between two moments? XXH3 is for that; it is no protection
+//! against somebody who constructs collisions.
 
 use crate::carried::Carried;
+use rekindle_kernel::memory::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const CHUNK: usize = 1 << 20;
 
-/// The digest of the RAM file at `path`. Holes are skipped and count as zeroes: a page that was populated with zeroes
-/// and one that never was are the same.
+/// The digest of each page of the RAM file at `path`; 0 for a page of zeroes, whether it is populated or not.
 ///
 /// # Errors
 /// When the file cannot be read.
-pub fn file(path: &Path) -> io::Result<u128> {
+pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
     let file = File::open(path)?;
     let len = file.metadata()?.len();
-    let mut digest = Xxh3::new();
+    let mut digests = vec![0; (len / PAGE_SIZE as u64) as usize];
     let mut buffer = vec![0; CHUNK];
     let mut at = 0;
     while at < len {
@@ -32,20 +32,22 @@ pub fn file(path: &Path) -> io::Result<u128> {
             Err(e) => return Err(e.into()),
         };
         let end = seek(&file, SeekFrom::Hole(data))?.min(len);
-        // Chunks are aligned to their size, so that the same content gives the same chunks whatever the holes are.
-        at = data - data % CHUNK as u64;
+        at = data - data % PAGE_SIZE as u64;
         while at < end {
-            let some = (len - at).min(CHUNK as u64) as usize;
-            let chunk = buffer.get_mut(..some).unwrap_or_default();
+            let some = (end - at).min(CHUNK as u64).next_multiple_of(PAGE_SIZE as u64).min(len - at);
+            let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
             file.read_exact_at(chunk, at)?;
-            if chunk.iter().any(|&byte| byte != 0) {
-                digest.update(&at.to_le_bytes());
-                digest.update(chunk);
+            let (pages, _) = chunk.as_chunks::<PAGE_SIZE>();
+            let places = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
+            for (digest, page) in places.zip(pages) {
+                if page.iter().any(|&byte| byte != 0) {
+                    *digest = xxh3_64(page);
+                }
             }
-            at += some as u64;
+            at += some;
         }
     }
-    Ok(digest.digest128())
+    Ok(digests)
 }
 
 /// The digest of each carried block, by name.
@@ -81,11 +83,15 @@ mod tests {
             file.write_all_at(&[byte], 3 * CHUNK as u64 + 77).unwrap();
             file.write_all_at(&[1], 5 * CHUNK as u64 + 4000).unwrap();
             file.flush().unwrap();
-            super::file(&path).unwrap()
+            file_pages(&path).unwrap()
         };
         let sparse = make("a", None, 5);
+        assert_eq!(sparse.len(), 5 * 256 + 1);
+        assert_eq!(sparse.iter().filter(|&&digest| digest != 0).count(), 2);
         assert_eq!(sparse, make("b", Some(12288), 5));
         assert_eq!(sparse, make("c", Some(CHUNK as u64 - 4096), 5));
-        assert_ne!(sparse, make("d", None, 6));
+        let other = make("d", None, 6);
+        let changed: Vec<_> = (0..sparse.len()).filter(|&page| sparse[page] != other[page]).collect();
+        assert_eq!(changed, [3 * 256]);
     }
 }

@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(promised, 0);
         let e = ram.create("big", free * 2).unwrap_err();
         assert!(matches!(e, RamError::TooSmall { asked, .. } if asked == free * 2));
-        assert!(e.to_string().contains(&format!("{} MiB asked for", free * 2 >> 20)), "{e}");
+        assert!(e.to_string().contains(&format!("{} MiB asked for", (free * 2) >> 20)), "{e}");
         let most = free / 4 * 3;
         ram.create("first", most).unwrap();
         assert_eq!(ram.room().unwrap().1, most);

@@ -180,6 +180,8 @@ impl Directory {
 pub enum Start {
     /// Boot the guest.
     Boot,
+    /// As [`Start::Boot`], but paused until told to continue.
+    Paused,
     /// Wait for a state that is handed over, and stay paused then. Ports are not forwarded yet: the QEMU before still
     /// holds them.
     Incoming,
@@ -228,7 +230,7 @@ impl Hardware {
                 "memory-backend-file,id=ram,size={},mem-path={},share=on,prealloc={}",
                 self.ram.bytes,
                 escaped_path(&self.ram.path),
-                if self.ram.prealloc && start == Start::Boot { "on" } else { "off" }
+                if self.ram.prealloc && start != Start::Incoming { "on" } else { "off" }
             ),
         );
         for (id, socket) in [("qmp", directory.qmp()), ("watch", directory.watch())] {
@@ -267,8 +269,14 @@ impl Hardware {
             line.net(SLOT_NET + index as u8, index, net, start);
         }
         line.0.extend(self.extra.iter().cloned());
-        if start == Start::Incoming {
-            line.add("-incoming", "defer").flag("-S");
+        match start {
+            Start::Boot => {}
+            Start::Paused => {
+                line.flag("-S");
+            }
+            Start::Incoming => {
+                line.add("-incoming", "defer").flag("-S");
+            }
         }
         line.0
     }
@@ -358,7 +366,7 @@ impl Line {
         match &net.backend {
             NetBackend::User(rules) => {
                 let mut backend = format!("user,id={id}");
-                for rule in rules.iter().filter(|_| start == Start::Boot) {
+                for rule in rules.iter().filter(|_| start != Start::Incoming) {
                     backend += &format!(",hostfwd={rule}");
                 }
                 self.add("-netdev", backend);

@@ -1,3 +1,29 @@
 //! A virtual machine as its owner defines it, and what Rekindle keeps about it while it runs.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`definition`] | the TOML file |
+//! | [`host`] | where this user keeps VMs on this host |
+//! | [`rundir`] | the run directory of one VM: paths, listing, writing files so that a crash leaves old or new |
+//! | [`lock`] | one operation at a time, and who has it |
+//! | [`journal`] | the operation in hand, so that a crash can be finished or undone |
+//! | [`state`] | what runs |
+//! | [`timeline`] | what happened when |
+//! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
+//! | [`network`] | taps, namespaces, bridges |
+//! | [`hardware`] | a definition made into what QEMU is given, pinned |
+//! | [`life`] | start, look, shut down, clean up |
+//! | [`doctor`] | what this host lacks, and the mend |
 
 pub mod definition;
+pub mod doctor;
+pub mod fault;
+pub mod hardware;
+pub mod host;
+pub mod journal;
+pub mod life;
+pub mod lock;
+pub mod network;
+pub mod rundir;
+pub mod state;
+pub mod timeline;

@@ -1,0 +1,58 @@
+//! Numbered messages on one open connection; each must come back exactly.
+
+use crate::failure::{Broken, Failure};
+use crate::wire::{Io, Wire, closed_early};
+
+use super::Answer;
+
+/// The sender of one connection's messages. They are lines, so that servers that echo lines will do, all of one length.
+#[derive(Debug)]
+pub(super) struct Echo {
+    id: usize,
+    number: u64,
+}
+
+impl Echo {
+    pub(super) fn new(id: usize) -> Self {
+        Self { id, number: 0 }
+    }
+
+    /// The next message; its number goes on over a new connection, so that no old answer can pass for a new one.
+    fn next(&mut self) -> String {
+        self.number += 1;
+        format!("rekindle-probe {:04x} {:016x}\n", self.id, self.number)
+    }
+
+    pub(super) fn exchange(&mut self, wire: &mut Wire, io: &Io<'_>) -> Result<Answer, Broken> {
+        let message = self.next();
+        wire.send(message.as_bytes(), io)?;
+        let mut buffer = [0; 64];
+        let mut echoed = 0;
+        while echoed < message.len() {
+            let received = wire.receive(&mut buffer, io)?;
+            if received == 0 {
+                return Err(closed_early());
+            }
+            let bytes = &buffer[..received];
+            if !message.as_bytes()[echoed..].starts_with(bytes) {
+                let text = format!("{:?} is no echo of {:?}", String::from_utf8_lossy(bytes), &message[echoed..]);
+                // What follows cannot be told apart any more.
+                return Ok(Answer { keep: false, wrong: Some(Failure::WrongContent(text)) });
+            }
+            echoed += received;
+        }
+        Ok(Answer { keep: true, wrong: None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_numbered_lines_of_one_length() {
+        let mut echo = Echo::new(0x2a);
+        assert_eq!(echo.next(), "rekindle-probe 002a 0000000000000001\n");
+        assert_eq!(echo.next(), "rekindle-probe 002a 0000000000000002\n");
+    }
+}

@@ -1,0 +1,31 @@
+//! Live lines: what a probe tells while it runs.
+
+use serde::{Deserialize, Serialize};
+
+use crate::report::{Gap, Interval};
+
+/// Something that happened while probing; as JSON one object with its kind in `event`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// An interval ended, always one of [`Options::interval`](crate::Options::interval). They come in order, without
+    /// holes, the last one perhaps cut short by the stop; a reader more than 4096 intervals behind loses the oldest.
+    Interval(Interval),
+    /// A gap ended, by an answer or by the stop. A reader more than 1024 gaps behind loses the newest.
+    Gap(Gap),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_flat_object_each() {
+        let gap = Event::Gap(Gap { start_unix_ns: 5, length_us: 80_000 });
+        assert_eq!(serde_json::to_string(&gap).unwrap(), r#"{"event":"gap","start_unix_ns":5,"length_us":80000}"#);
+        let interval = Event::Interval(Interval { start_ms: 100, answered: 9, failed: 1, bytes: 0 });
+        let line = serde_json::to_string(&interval).unwrap();
+        assert_eq!(line, r#"{"event":"interval","start_ms":100,"answered":9,"failed":1,"bytes":0}"#);
+        assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), interval);
+    }
+}

@@ -1,0 +1,221 @@
+//! A probe that runs in the background.
+
+use std::fmt;
+use std::io::{self, PipeWriter};
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustix::thread::set_current_timer_slack;
+
+use crate::client::Client;
+use crate::event::Event;
+use crate::later;
+use crate::netns::{self, InsideError, NetnsError};
+use crate::options::{Options, OptionsError};
+use crate::recorder::Recorder;
+use crate::report::Report;
+use crate::schedule::Schedule;
+use crate::target::Target;
+use crate::waiter::Waiter;
+use crate::wire::{Dialer, ResolveError};
+use crate::worker::{self, Run};
+
+/// Gaps that wait for a slow event sink.
+const MAX_GAPS_BEHIND: usize = 1024;
+
+/// A probe that could not be started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// The options cannot be met.
+    #[error("{0}")]
+    Options(OptionsError),
+    /// The network namespace cannot be entered.
+    #[error(transparent)]
+    Netns(NetnsError),
+    /// The target's host has no address.
+    #[error(transparent)]
+    Resolve(ResolveError),
+    /// The host is out of threads or descriptors.
+    #[error("cannot set up the probe's threads; lower the number of connections, or raise `ulimit -n -u`")]
+    Threads(#[source] io::Error),
+}
+
+impl From<InsideError> for StartError {
+    fn from(error: InsideError) -> Self {
+        match error {
+            InsideError::Netns(error) => Self::Netns(error),
+            InsideError::Thread(error) => Self::Threads(error),
+        }
+    }
+}
+
+/// A target being probed, by threads in the background. Dropping it stops them.
+pub struct Probe {
+    run: Arc<Run>,
+    threads: Vec<JoinHandle<()>>,
+    /// Nothing is ever sent: it is disconnected once all connections' threads have ended.
+    ended: Mutex<Receiver<()>>,
+    /// Dropping it wakes and ends the threads.
+    stop: Option<PipeWriter>,
+}
+
+impl fmt::Debug for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Probe").field("run", &self.run).finish_non_exhaustive()
+    }
+}
+
+/// The calling side of a connection's thread that is ready, and waits for its run.
+struct Starter {
+    thread: JoinHandle<()>,
+    go: Sender<Arc<Run>>,
+}
+
+impl Probe {
+    /// Starts probing.
+    ///
+    /// The host's name is resolved, and the network namespace entered, before this returns. Whether anyone answers is
+    /// not looked at: that is what the probe is to find out.
+    ///
+    /// # Errors
+    ///
+    /// [`StartError`]; the threads that were already there end by themselves.
+    pub fn start(target: &Target, options: Options) -> Result<Self, StartError> {
+        Self::start_inner(target, &options, None)
+    }
+
+    /// Starts probing, and tells `sink` of each interval and each gap as it ends.
+    ///
+    /// The sink runs on a thread of its own: it may take its time without disturbing the measurement. All events have
+    /// been handed out when [`Probe::stop`] returns.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Probe::start`].
+    pub fn start_with_events(
+        target: &Target,
+        options: Options,
+        sink: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self, StartError> {
+        Self::start_inner(target, &options, Some(Box::new(sink)))
+    }
+
+    fn start_inner(
+        target: &Target,
+        options: &Options,
+        sink: Option<Box<dyn FnMut(Event) + Send>>,
+    ) -> Result<Self, StartError> {
+        options.validate().map_err(StartError::Options)?;
+        let netns = options.netns.as_deref();
+        let dialer =
+            netns::inside(netns, || Dialer::resolve(target, options.connect_attempt))?.map_err(StartError::Resolve)?;
+
+        let (ready, readiness) = mpsc::channel();
+        let (ending, ended) = mpsc::channel();
+        let mut starters = Vec::with_capacity(options.connections);
+        for index in 0..options.connections {
+            let client = Client::new(target, dialer.clone(), index);
+            let schedule = Schedule::new(options.every, index, options.connections);
+            starters.push(spawn(client, schedule, index, options.netns.clone(), ready.clone(), ending.clone())?);
+        }
+        drop((ready, ending));
+        // An error drops the starters, and with them the threads that wait for a run.
+        for entered in readiness {
+            entered.map_err(StartError::Netns)?;
+        }
+
+        // From here on time counts.
+        let (gaps, live) = match sink {
+            Some(sink) => {
+                let (gaps, live) = mpsc::sync_channel(MAX_GAPS_BEHIND);
+                (Some(gaps), Some((live, sink)))
+            }
+            None => (None, None),
+        };
+        let recorder = Recorder::start(target, options, gaps).map_err(StartError::Threads)?;
+        let end = options.duration.map(|duration| later(recorder.origin(), duration));
+        let (waiter, stop) = Waiter::new(end).map_err(StartError::Threads)?;
+        let running = AtomicUsize::new(options.connections);
+        let run = Arc::new(Run { recorder, waiter, timeout: options.timeout, running });
+        let mut threads = Vec::with_capacity(options.connections + 1);
+        if let Some((gaps, mut sink)) = live {
+            let (run, interval) = (Arc::clone(&run), options.interval);
+            let work = move || worker::report_live(&run, interval, &gaps, &mut sink);
+            threads.push(thread::Builder::new().name("probe-events".into()).spawn(work).map_err(StartError::Threads)?);
+        }
+        for starter in starters {
+            // It waits for nothing else, so that it cannot have ended.
+            let _ = starter.go.send(Arc::clone(&run));
+            threads.push(starter.thread);
+        }
+        Ok(Self { run, threads, ended: Mutex::new(ended), stop: Some(stop) })
+    }
+
+    /// What was seen until now; as if the probe were stopped now, though it goes on.
+    pub fn snapshot(&self) -> Report {
+        self.run.recorder.report()
+    }
+
+    /// Waits until [`Options::duration`] is over, but no longer than `timeout`. Returns whether it is over.
+    pub fn wait_timeout(&self, timeout: Duration) -> bool {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        ended.recv_timeout(timeout) == Err(RecvTimeoutError::Disconnected)
+    }
+
+    /// Stops probing, at once: requests still outstanding are given up and count as
+    /// [`in_flight`](Report::in_flight), not as failed.
+    pub fn stop(mut self) -> Report {
+        self.shut_down();
+        self.run.recorder.report()
+    }
+
+    fn shut_down(&mut self) {
+        self.run.waiter.mark_stopped();
+        self.stop = None;
+        for thread in self.threads.drain(..) {
+            // A panic has been printed by its thread.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+/// Starts the thread of one connection. It says on `ready` whether it is where it should be, and then waits for its run;
+/// it ends if none comes.
+fn spawn(
+    client: Client,
+    schedule: Schedule,
+    index: usize,
+    netns: Option<String>,
+    ready: Sender<Result<(), NetnsError>>,
+    ending: Sender<()>,
+) -> Result<Starter, StartError> {
+    let (go, gone) = mpsc::channel::<Arc<Run>>();
+    let work = move || {
+        let _ending = ending;
+        // Sleep to the microsecond rather than to the usual 50 of them; without it the ticks are just later.
+        let _ = set_current_timer_slack(Some(NonZeroU64::MIN));
+        let entered = netns.as_deref().map_or(Ok(()), netns::enter);
+        if ready.send(entered).is_ok()
+            && let Ok(run) = {
+                drop(ready);
+                gone.recv()
+            }
+        {
+            worker::probe(&run, client, schedule);
+        }
+    };
+    let thread = thread::Builder::new().name(format!("probe-{index}")).spawn(work).map_err(StartError::Threads)?;
+    Ok(Starter { thread, go })
+}

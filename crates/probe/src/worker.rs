@@ -1,0 +1,91 @@
+//! The threads of a probe: one behind each connection, and one that hands out live events.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use crate::client::Client;
+use crate::event::Event;
+use crate::failure::Broken;
+use crate::later;
+use crate::recorder::Recorder;
+use crate::report::Gap;
+use crate::schedule::{Backoff, Schedule};
+use crate::waiter::{Waiter, Woken};
+use crate::wire::Io;
+
+/// What the threads of one probe share.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) recorder: Recorder,
+    pub(crate) waiter: Waiter,
+    pub(crate) timeout: Duration,
+    /// The connections' threads that have not ended; the last one ends the record.
+    pub(crate) running: AtomicUsize,
+}
+
+/// Counts a connection's thread off, however it ends.
+struct Running<'a>(&'a Run);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if self.0.running.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.recorder.end();
+        }
+    }
+}
+
+/// Probes over one connection until the run is stopped.
+pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
+    let _running = Running(run);
+    let recorder = &run.recorder;
+    let mut backoff = Backoff::default();
+    let mut due = schedule.due();
+    while run.waiter.sleep_until(Some(later(recorder.origin(), due))) != Woken::Stopped {
+        recorder.sent();
+        let sent = Instant::now();
+        match client.exchange(&Io::begin(&run.waiter, recorder, run.timeout)) {
+            Ok(()) => {
+                recorder.answered(sent.elapsed());
+                backoff.reset();
+            }
+            Err(Broken::Stopped) => break,
+            Err(Broken::Failed(failure)) => {
+                recorder.failed(&failure);
+                tracing::debug!(failure = failure.describe(), "request failed");
+                if failure.is_outage() {
+                    due = recorder.elapsed().saturating_add(backoff.next());
+                    continue;
+                }
+            }
+        }
+        recorder.skipped(schedule.advance(recorder.elapsed()));
+        due = schedule.due();
+    }
+    recorder.skipped(schedule.advance(recorder.elapsed()));
+    client.close(recorder);
+}
+
+/// Hands out the intervals as they end and the gaps as they come, until the record has ended.
+pub(crate) fn report_live(run: &Arc<Run>, interval: Duration, gaps: &Receiver<Gap>, sink: &mut dyn FnMut(Event)) {
+    let mut next = interval;
+    loop {
+        let left = next.saturating_sub(run.recorder.elapsed());
+        let ended = match gaps.recv_timeout(left) {
+            Ok(gap) => {
+                sink(Event::Gap(gap));
+                continue;
+            }
+            Err(RecvTimeoutError::Timeout) => false,
+            Err(RecvTimeoutError::Disconnected) => true,
+        };
+        for interval in run.recorder.take_intervals() {
+            sink(Event::Interval(interval));
+        }
+        if ended {
+            return;
+        }
+        next = next.saturating_add(interval).max(run.recorder.elapsed());
+    }
+}

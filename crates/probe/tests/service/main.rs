@@ -1,0 +1,14 @@
+//! A probe against services in this process that answer, fall silent, hang up and lie.
+
+#[cfg(test)]
+mod echo;
+#[cfg(test)]
+mod http;
+#[cfg(test)]
+mod netns;
+#[cfg(test)]
+mod run;
+#[cfg(test)]
+mod server;
+#[cfg(test)]
+mod tcp;

@@ -1,0 +1,260 @@
+//! A stream out of one QEMU and into another.
+//!
+//! Both ends are pipes with this process in the middle: it sees every byte, so that it can keep the stream as well,
+//! and it never waits for a QEMU that does not move.
+
+use crate::qmp::{Qmp, QmpError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, ioctl_fionbio};
+use rustix::pipe::fcntl_setpipe_size;
+use serde_json::{Value, json};
+use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+/// How long the other end of a pipe may stand still.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes that fit into a pipe: several times a device state.
+const PIPE: usize = 1 << 20;
+/// Names by which a QEMU knows the descriptors it is given.
+const FD_NAME: &str = "rekindle";
+const FD_SET: u32 = 9571;
+
+/// Why a stream did not get through.
+#[derive(Debug, thiserror::Error)]
+pub enum TransferError {
+    /// QEMU refused something.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The pipe failed; a broken one means that the QEMU at its other end has gone or given up.
+    #[error("the pipe to QEMU failed")]
+    Pipe(#[source] io::Error),
+    /// The QEMU at the other end does not move.
+    #[error("QEMU has not moved its end of the pipe for {} s", PATIENCE.as_secs())]
+    Stuck,
+    /// QEMU says that the transfer failed.
+    #[error("QEMU could not {what} the state: {reason}")]
+    Failed {
+        /// `save` or `load`.
+        what: &'static str,
+        /// QEMU's words.
+        reason: String,
+    },
+}
+
+/// Migration capabilities to switch, with what they shall be.
+pub type Capabilities<'a> = &'a [(&'a str, bool)];
+
+/// Set migration capabilities.
+///
+/// # Errors
+/// When QEMU does not know one.
+pub fn set_capabilities(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<(), QmpError> {
+    let list: Vec<_> = capabilities.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
+    qmp.execute::<Value>("migrate-set-capabilities", json!({"capabilities": list})).map(drop)
+}
+
+/// The way into a QEMU that was started with `-incoming defer`.
+#[derive(Debug)]
+pub struct Feed {
+    pipe: PipeWriter,
+}
+
+impl Feed {
+    /// Let the QEMU read its state from a pipe.
+    ///
+    /// On success: it reads, and takes what is written as it comes.
+    ///
+    /// # Errors
+    /// [`TransferError::Qmp`].
+    pub fn open(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<Self, TransferError> {
+        set_capabilities(qmp, capabilities)?;
+        let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
+        // A smaller pipe is only slower.
+        let _ = fcntl_setpipe_size(&writer, PIPE);
+        ioctl_fionbio(&writer, true).map_err(|e| TransferError::Pipe(e.into()))?;
+        qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), reader.as_fd())?;
+        qmp.execute::<Value>("migrate-incoming", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+        Ok(Self { pipe: writer })
+    }
+
+    /// Write a part of the stream.
+    ///
+    /// # Errors
+    /// [`TransferError::Pipe`] when the QEMU has gone; [`TransferError::Stuck`].
+    pub fn write(&mut self, mut part: &[u8]) -> Result<(), TransferError> {
+        while !part.is_empty() {
+            match self.pipe.write(part) {
+                Ok(n) => part = part.get(n..).unwrap_or_default(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => wait(&self.pipe, PollFlags::OUT)?,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(TransferError::Pipe(e)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Wait until a descriptor is ready.
+fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
+    let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+    match poll(&mut [PollFd::new(&fd, flags)], Some(&limit)) {
+        Ok(0) => Err(TransferError::Stuck),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(e) => Err(TransferError::Pipe(e.into())),
+    }
+}
+
+/// Wait until an incoming state is loaded. The QEMU must have the capability `events`.
+///
+/// # Errors
+/// [`TransferError::Failed`] with QEMU's words; [`QmpError::Closed`] when it ended, as it does on a bad state.
+pub fn wait_loaded(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError> {
+    wait_migration(qmp, "load", timeout)
+}
+
+/// Wait until an outgoing state is written. The QEMU must have the capability `events`.
+///
+/// # Errors
+/// [`TransferError::Failed`] with QEMU's words.
+pub fn wait_saved(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError> {
+    wait_migration(qmp, "save", timeout)
+}
+
+fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Result<(), TransferError> {
+    let done =
+        qmp.wait_event("MIGRATION", timeout, |event| match event.data.get("status").and_then(Value::as_str) {
+            Some("completed") => Some(true),
+            Some("failed" | "cancelled") => Some(false),
+            _ => None,
+        })?;
+    if done {
+        return Ok(());
+    }
+    let status: Value = qmp.execute("query-migrate", ())?;
+    let reason = status.get("error-desc").and_then(Value::as_str).unwrap_or("it gives no reason").to_owned();
+    Err(TransferError::Failed { what, reason })
+}
+
+/// The way out of a QEMU for its device state.
+#[derive(Debug)]
+pub enum Tap {
+    /// `xen-save-devices-state`: devices only.
+    Devices(PipeReader),
+    /// `migrate` with `x-ignore-shared`: devices, and the RAM blocks that are not shared.
+    Migration(PipeReader),
+}
+
+impl Tap {
+    /// Prepare to save by `xen-save-devices-state`.
+    ///
+    /// # Errors
+    /// When the QEMU refuses the descriptor.
+    pub fn devices(qmp: &mut Qmp) -> Result<Self, TransferError> {
+        // One from an attempt that was given up may still be there.
+        let _ = qmp.execute::<Value>("remove-fd", json!({ "fdset-id": FD_SET }));
+        let reader = Self::hand_over(qmp, "add-fd", json!({ "fdset-id": FD_SET }))?;
+        Ok(Self::Devices(reader))
+    }
+
+    /// Prepare to save by `migrate` with `x-ignore-shared`.
+    ///
+    /// # Errors
+    /// When the QEMU refuses the descriptor or the capability.
+    pub fn migration(qmp: &mut Qmp) -> Result<Self, TransferError> {
+        set_capabilities(qmp, &[("events", true), ("x-ignore-shared", true)])?;
+        // No limit: the guest is stopped meanwhile.
+        qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
+        let reader = Self::hand_over(qmp, "getfd", json!({ "fdname": FD_NAME }))?;
+        Ok(Self::Migration(reader))
+    }
+
+    fn hand_over(qmp: &mut Qmp, command: &str, arguments: Value) -> Result<PipeReader, TransferError> {
+        let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
+        let _ = fcntl_setpipe_size(&writer, PIPE);
+        qmp.execute_with_fd::<Value>(command, arguments, writer.as_fd())?;
+        ioctl_fionbio(&reader, true).map_err(|e| TransferError::Pipe(e.into()))?;
+        Ok(reader)
+    }
+
+    /// Begin to save. Between this and [`Tap::drain`] QEMU computes; other work can be done.
+    ///
+    /// # Errors
+    /// When QEMU has gone, or refuses.
+    pub fn begin(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
+        match self {
+            // `live` true and stopped before: QEMU also lets go of its disk images, so that another may have them.
+            Self::Devices(_) => {
+                let file = format!("/dev/fdset/{FD_SET}");
+                qmp.send("xen-save-devices-state", json!({"filename": file, "live": true}), &[])?;
+            }
+            Self::Migration(_) => {
+                qmp.drop_events();
+                qmp.execute::<Value>("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Take the state as it comes, giving each part to `take`, until QEMU says that it is whole.
+    ///
+    /// # Errors
+    /// When QEMU has gone or failed, or `take` did.
+    pub fn drain(
+        mut self,
+        qmp: &mut Qmp,
+        mut take: impl FnMut(&[u8]) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
+        let mut buffer = vec![0; PIPE];
+        let deadline = Instant::now() + PATIENCE;
+        match &mut self {
+            Self::Devices(pipe) => {
+                // QEMU keeps its end open, so the reply is the end mark, and what was written before it is in the pipe.
+                loop {
+                    let replied = qmp.try_reply::<Value>("xen-save-devices-state")?.is_some();
+                    while let Some(part) = read_some(pipe, &mut buffer)? {
+                        if part.is_empty() {
+                            break;
+                        }
+                        take(part)?;
+                    }
+                    if replied {
+                        break;
+                    }
+                    if Instant::now() > deadline {
+                        return Err(TransferError::Stuck);
+                    }
+                    let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+                    let mut fds = [PollFd::new(pipe, PollFlags::IN), PollFd::new(qmp, PollFlags::IN)];
+                    match poll(&mut fds, Some(&limit)) {
+                        Ok(_) | Err(Errno::INTR) => {}
+                        Err(e) => return Err(TransferError::Pipe(e.into())),
+                    }
+                }
+            }
+            Self::Migration(pipe) => {
+                loop {
+                    match read_some(pipe, &mut buffer)? {
+                        Some([]) => break,
+                        Some(part) => take(part)?,
+                        None => wait(&*pipe, PollFlags::IN)?,
+                    }
+                }
+                wait_saved(qmp, PATIENCE)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is in the pipe: `None` nothing now, empty at its end.
+fn read_some<'a>(pipe: &mut PipeReader, buffer: &'a mut [u8]) -> Result<Option<&'a [u8]>, TransferError> {
+    loop {
+        match pipe.read(buffer) {
+            Ok(n) => return Ok(Some(buffer.get(..n).unwrap_or_default())),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(TransferError::Pipe(e)),
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Every reboot technique, all with the same phases: prepare, suspend, renew, resume, settle.
+//!
+//! [`vmm`] replaces the QEMU process under a running guest (RootHammer's warm-VM reboot, TDSC 2010, sections 3 and
+//! 4.2, of the VMM process instead of the whole host), with the two usual ways beside it.
+
+pub mod vmm;

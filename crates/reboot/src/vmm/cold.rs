@@ -1,0 +1,55 @@
+//! Cold: the guest is shut down and booted.
+
+use super::{Change, Failure, Left, RebootError, Report, resume, switch};
+use rekindle_qemu::command::Start;
+use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::fault;
+use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::timeline::{Phase, host_us};
+use rekindle_vm::{life, network};
+
+/// Replace the VMM by a shutdown and a boot of the guest.
+pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
+    let generation = change.held.state.generation + 1;
+    let file = change.file_error("operation.json");
+    let opened = Journal::open(&change.held.rundir, Kind::VmmCold, Some(change.old.clone()), generation);
+    let journal = opened.map_err(|e| Failure::new(Left::AsItWas, file(e)))?;
+    shut_down_and_boot(&mut change, journal).map_err(|error| Failure::new(Left::NeedsRecovery, error))
+}
+
+fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Report, RebootError> {
+    let rundir = change.held.rundir.clone();
+    let old = change.old.clone();
+    journal.advance(Step::Suspend).map_err(change.file_error("operation.json"))?;
+    fault::point("cold.suspend.journalled", Some(&old), None);
+    change.recorder.phase(Phase::Suspend);
+    let ended = life::shut_down(&old, change.held.state.definition.shutdown_timeout.as_duration())?;
+    let stopped = host_us();
+    change.recorder.step(match ended {
+        life::Ended::ByAgent => "shut down by the agent",
+        life::Ended::ByAcpi => "shut down by ACPI",
+        life::Ended::PoweredOff | life::Ended::Before => "powered off",
+    });
+    fault::point("cold.suspend.off", Some(&old), None);
+    change.recorder.phase(Phase::Renew);
+    life::renew_ram(&rundir, &change.held.state.hardware)?;
+    let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
+    let hardware = &change.held.state.hardware;
+    let fds = network::reopen(hardware)?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused);
+    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
+    fault::point("cold.renew.spawned", Some(&old), Some(&new));
+    let mut qmp = new.connect(vmm::START)?;
+    change.recorder.step("start the new QEMU");
+    change.recorder.phase(Phase::Resume);
+    journal.advance(Step::Resume).map_err(change.file_error("operation.json"))?;
+    let resumed = resume(&mut qmp, true)?;
+    change.recorder.step("boot");
+    fault::point("cold.resume.resumed", Some(&old), Some(&new));
+    change.recorder.phase(Phase::Settle);
+    let state = switch::settle(&rundir, change.held.state.clone(), None, &new, &qmp, journal, None)?;
+    change.recorder.step("record");
+    fault::point("cold.settle.recorded", Some(&old), Some(&new));
+    change.recorder.write(&rundir);
+    Ok(change.report(&new, &state, (stopped, resumed), None))
+}

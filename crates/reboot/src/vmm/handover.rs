@@ -1,0 +1,180 @@
+//! The state of a suspended guest as a file, and starting a QEMU from it.
+
+use super::{RebootError, resume};
+use rekindle_qemu::command::{Hardware, Start};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::stream;
+use rekindle_qemu::transfer::{Capabilities, Feed, wait_loaded};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::journal::SavedState;
+use rekindle_vm::network;
+use rekindle_vm::rundir::{RunDir, write_atomically};
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
+
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// The file of a warm reboot: all of the guest but its main RAM.
+const FILE: &str = "handover.stream";
+
+/// What a QEMU that takes over by a stream without main RAM is set to. `x-ignore-shared`: the main RAM is there
+/// already. `late-block-activate`: disk images, with their locks, are taken at the resume, when the old QEMU has let
+/// go of them, and not at the end of the load.
+pub(crate) const WARM: Capabilities<'static> =
+    &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
+
+/// How long a load may take that has to read the guest's RAM from a disk.
+pub(crate) const LOAD: Duration = Duration::from_secs(3600);
+
+/// Keep the stream of a warm reboot.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn keep(rundir: &RunDir, stream: &[u8]) -> io::Result<SavedState> {
+    let path = rundir.file(FILE);
+    write_atomically(&path, stream)?;
+    Ok(SavedState { path, bytes: stream.len() as u64, digest: xxh3_64(stream), without_ram: true })
+}
+
+/// Remove the stream of a warm reboot.
+pub(crate) fn forget(rundir: &RunDir) {
+    let _ = fs::remove_file(rundir.file(FILE));
+}
+
+/// Read a kept stream, whole and unchanged or not at all.
+pub(crate) fn read(name: &str, saved: &SavedState) -> Result<Vec<u8>, RebootError> {
+    let damaged = |what: String| RebootError::Damaged { name: name.into(), path: saved.path.clone(), what };
+    let stream = fs::read(&saved.path).map_err(|e| damaged(e.to_string()))?;
+    if stream.len() as u64 != saved.bytes {
+        return Err(damaged(format!("it has {} bytes instead of {}", stream.len(), saved.bytes)));
+    }
+    if xxh3_64(&stream) != saved.digest {
+        return Err(damaged("its digest is another one".into()));
+    }
+    stream::check(&stream).map_err(|e| damaged(e.to_string()))?;
+    Ok(stream)
+}
+
+/// Start a QEMU from a kept stream; the RAM file must be in place. Nothing else may run the guest.
+///
+/// On success: the QEMU holds the guest, paused. `run` of the caller decides when it goes on.
+pub(crate) fn start_from(
+    rundir: &RunDir,
+    hardware: &Hardware,
+    binary: &Path,
+    generation: u32,
+    saved: &SavedState,
+) -> Result<(Vmm, Qmp), RebootError> {
+    let stream = read(rundir.name(), saved)?;
+    let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
+    let directory = rundir.create_vmm(generation).map_err(file)?;
+    let fds = network::reopen(hardware)?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
+    let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
+    let load = || -> Result<Qmp, RebootError> {
+        let mut qmp = vmm.connect(vmm::START)?;
+        let mut feed = Feed::open(&mut qmp, WARM)?;
+        feed.write(&stream)?;
+        drop(feed);
+        wait_loaded(&mut qmp, LOAD)?;
+        Ok(qmp)
+    };
+    match load() {
+        Ok(qmp) => Ok((vmm, qmp)),
+        Err(source) => {
+            let _ = vmm.kill();
+            let said = log_tail(&vmm.directory(), 10);
+            Err(RebootError::NewFailed {
+                name: rundir.name().into(),
+                doing: "load the saved state",
+                said,
+                source: Box::new(source),
+            })
+        }
+    }
+}
+
+/// Let a guest that was started from a stream go, with its forwarded ports.
+pub(crate) fn let_go(qmp: &mut Qmp, hardware: &Hardware, run: bool) -> Result<u64, RebootError> {
+    let at = resume(qmp, run)?;
+    forward_ports(qmp, hardware);
+    Ok(at)
+}
+
+/// Forward the ports of the user networks: a QEMU that took over was started without, because the one before held
+/// them. The guest runs; a port that somebody else took meanwhile is told and no reason to stop it.
+pub(crate) fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
+    for (id, rule) in hardware.forwards() {
+        match qmp.human(&format!("hostfwd_add {id} {rule}")) {
+            Ok(answer) if answer.trim().is_empty() => {}
+            Ok(answer) => tracing::warn!("port forward {rule} of {}: {}", hardware.name, answer.trim()),
+            Err(e) => tracing::warn!("port forward {rule} of {}: {e}", hardware.name),
+        }
+    }
+}
+
+/// A time no file has by chance: given to the RAM file just before a new QEMU is let go.
+const MARK: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_789 };
+
+/// Mark the RAM file so that [`untouched`] can tell whether it was written to.
+///
+/// The kernel sets a file's modification time when a page of a shared mapping is first written through a fresh page
+/// table, which is what a QEMU has that has not run its guest yet. Only tmpfs is known to do so here: `None` elsewhere,
+/// which means that nothing can be told.
+pub(crate) fn mark(ram: &Path) -> Option<i128> {
+    let tmpfs = statfs(ram).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
+    let times = Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification: MARK };
+    (tmpfs && utimensat(CWD, ram, &times, AtFlags::empty()).is_ok())
+        .then_some(i128::from(MARK.tv_sec) * 1_000_000_000 + i128::from(MARK.tv_nsec))
+}
+
+/// Whether the RAM file has certainly not been written to since it was marked.
+pub(crate) fn untouched(ram: &PathBuf, mark: Option<i128>) -> bool {
+    let time =
+        |metadata: &fs::Metadata| i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec());
+    mark.is_some() && fs::metadata(ram).ok().as_ref().map(time) == mark
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(content: &[u8]) -> (tempfile::TempDir, SavedState) {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let saved = keep(&rundir, content).unwrap();
+        (root, saved)
+    }
+
+    #[test]
+    fn a_kept_state_is_read_and_any_damage_is_told() {
+        let mut content = stream::HEADER.to_vec();
+        content.extend([4, 5, 6, 0]);
+        let (_root, saved) = kept(&content);
+        assert_eq!(read("web", &saved).unwrap(), content);
+        fs::write(&saved.path, &content[..10]).unwrap();
+        assert!(read("web", &saved).unwrap_err().to_string().contains("10 bytes instead of 12"));
+        content[9] ^= 1;
+        fs::write(&saved.path, &content).unwrap();
+        assert!(read("web", &saved).unwrap_err().to_string().contains("digest"));
+        fs::remove_file(&saved.path).unwrap();
+        assert!(read("web", &saved).unwrap_err().to_string().contains("handover.stream"));
+    }
+
+    #[test]
+    fn a_write_to_a_marked_file_is_seen() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = directory.path().join("web.ram");
+        fs::write(&path, [0; 8192]).unwrap();
+        let at = mark(&path);
+        assert!(at.is_some() && untouched(&path, at));
+        fs::write(&path, [1; 8192]).unwrap();
+        assert!(!untouched(&path, at));
+        assert!(!untouched(&path, None));
+    }
+}

@@ -1,0 +1,370 @@
+//! Replacing the QEMU process of a VM.
+//!
+//! | how | what happens to the guest |
+//! |---|---|
+//! | [`How::Warm`] | stopped for some milliseconds; its RAM does not move |
+//! | [`How::Saved`] | stopped while its RAM is written to disk and read back |
+//! | [`How::Cold`] | shut down and booted |
+//!
+//! `docs/vmm-restart.md` has the sequence and the argument; `docs/run-directory.md` what is written down when.
+
+mod cold;
+mod handover;
+mod preflight;
+mod recover;
+mod saved;
+mod switch;
+mod verify;
+mod warm;
+
+pub use preflight::Problem;
+pub use recover::{Recovered, recover};
+
+use rekindle_memory::directory::RamError;
+use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::qmp::{Qmp, QmpError, Version};
+use rekindle_qemu::transfer::TransferError;
+use rekindle_qemu::vmm::{Vmm, VmmError};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{Held, LifeError};
+use rekindle_vm::network::NetworkError;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::{Entry, Recorder};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+/// How a VMM is replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum How {
+    /// The guest's RAM stays where it is; only device state passes from the old QEMU to the new.
+    Warm,
+    /// The guest's RAM goes to disk and back, by QEMU's own migration.
+    Saved,
+    /// The guest is shut down and booted.
+    Cold,
+}
+
+impl std::fmt::Display for How {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Warm => "warm",
+            Self::Saved => "saved",
+            Self::Cold => "cold",
+        })
+    }
+}
+
+/// What is wanted.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How.
+    pub how: How,
+    /// The binary to run from now on; none: the one that runs.
+    pub qemu: Option<PathBuf>,
+    /// Back to the binary before the last upgrade.
+    pub rollback: bool,
+    /// Digest all of the guest's memory in the old QEMU and in the new one, while it is stopped, and compare.
+    pub verify_memory: bool,
+}
+
+/// A QEMU as it is reported.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Side {
+    /// Its binary.
+    pub binary: PathBuf,
+    /// Its version.
+    pub version: Option<Version>,
+    /// Its process.
+    pub pid: u32,
+}
+
+/// What a reboot did.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Report {
+    /// The VM.
+    pub name: String,
+    /// Guest-stopped time in microseconds of the host's clock: from QEMU's `STOP` (cold: the old QEMU's end) to the
+    /// new QEMU's `RESUME`.
+    pub stopped_us: u64,
+    /// When it was stopped: microseconds since 1970.
+    pub stop_host_us: u64,
+    /// When it went on.
+    pub resume_host_us: u64,
+    /// The steps in order.
+    pub steps: Vec<Entry>,
+    /// What ran before.
+    pub from: Side,
+    /// What runs now.
+    pub to: Side,
+    /// With [`Options::verify_memory`]: bytes of pages that differ; `None` for what the QEMU does not let be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Memory>,
+}
+
+pub use verify::Memory;
+
+/// What the guest is left with after a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Left {
+    /// As it was before.
+    AsItWas,
+    /// `rekindle recover` has to decide.
+    NeedsRecovery,
+}
+
+/// Why a VMM could not be replaced.
+#[derive(Debug, thiserror::Error)]
+pub enum RebootError {
+    /// Something speaks against it; nothing was stopped.
+    #[error("the VMM of {name} cannot be replaced; nothing was stopped:\n{}", bulleted(.problems))]
+    Preflight {
+        /// The VM.
+        name: String,
+        /// What.
+        problems: Vec<Problem>,
+    },
+    /// Nowhere to go back to.
+    #[error("VM {name} has had no other QEMU: there is nothing to roll back to")]
+    NoRollback {
+        /// The VM.
+        name: String,
+    },
+    /// The old QEMU died before the guest's state was saved.
+    #[error(
+        "the old QEMU of {name} died while its guest was being suspended: the guest's processor state, and with it its \
+         memory, is lost; rekindle recover {name} boots it from its disks"
+    )]
+    Lost {
+        /// The VM.
+        name: String,
+    },
+    /// The new QEMU died after it had run the guest.
+    #[error(
+        "the new QEMU of {name} died after its guest had run in it: the guest's memory is no longer that of the old \
+         QEMU and is lost; rekindle recover {name} boots it from its disks; the new QEMU said:\n{said}"
+    )]
+    DiedRunning {
+        /// The VM.
+        name: String,
+        /// The end of its log.
+        said: String,
+    },
+    /// The new QEMU failed before it ran the guest.
+    #[error("the new QEMU of {name} failed to {doing}; it said:\n{said}")]
+    NewFailed {
+        /// The VM.
+        name: String,
+        /// What it was doing.
+        doing: &'static str,
+        /// The end of its log.
+        said: String,
+        /// Why.
+        #[source]
+        source: Box<RebootError>,
+    },
+    /// The saved state is not what was written.
+    #[error("the saved state {} of {name} is damaged: {what}; it is not loaded", path.display())]
+    Damaged {
+        /// The VM.
+        name: String,
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// A file of an operation cannot be written or read.
+    #[error("{}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// See [`LifeError`].
+    #[error(transparent)]
+    Life(#[from] LifeError),
+    /// See [`BinaryError`].
+    #[error(transparent)]
+    Binary(#[from] BinaryError),
+    /// See [`VmmError`].
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// See [`QmpError`].
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// See [`TransferError`].
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// See [`NetworkError`].
+    #[error(transparent)]
+    Network(#[from] NetworkError),
+    /// See [`RamError`].
+    #[error(transparent)]
+    Ram(#[from] RamError),
+}
+
+fn bulleted(problems: &[Problem]) -> String {
+    problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
+}
+
+/// A reboot that failed, and what that means for the guest.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", match left {
+    Left::AsItWas => "the reboot failed; the guest runs as before",
+    Left::NeedsRecovery => "the reboot failed; the guest needs `rekindle recover`",
+})]
+pub struct Failure {
+    /// What the guest is left with.
+    pub left: Left,
+    /// Why.
+    #[source]
+    pub error: Box<RebootError>,
+}
+
+impl Failure {
+    fn new(left: Left, error: RebootError) -> Self {
+        Self { left, error: Box::new(error) }
+    }
+}
+
+/// What came of one VM of a reboot.
+pub type Outcome = (String, Result<Report, Failure>);
+
+/// Replace the QEMUs of `names`, in parallel.
+///
+/// *Needs:* the VMs run; nothing else is at work on them; the new binary fits (see [`Problem`]).
+/// *On success:* each guest runs in a new QEMU; the old one is gone.
+/// *On failure:* per VM, as [`Failure::left`] says. The others are not held up.
+///
+/// Nobody is stopped before everybody has been prepared, so that the time in which guests are stopped has no
+/// preparation in it.
+#[must_use]
+pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> {
+    let barrier = Barrier::new(names.len());
+    thread::scope(|scope| {
+        let workers: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let barrier = &barrier;
+                (name, scope.spawn(move || one(host, name, options, barrier)))
+            })
+            .collect();
+        workers
+            .into_iter()
+            .map(|(name, worker)| {
+                let outcome = worker.join().unwrap_or_else(|_| {
+                    let source = io::Error::other("the thread that rebooted this VM panicked");
+                    let error = RebootError::File { path: host.root.join(name), source };
+                    Err(Failure::new(Left::NeedsRecovery, error))
+                });
+                (name.clone(), outcome)
+            })
+            .collect()
+    })
+}
+
+/// One VM. Passes the barrier exactly once, whatever happens.
+fn one(host: &Host, name: &str, options: &Options, barrier: &Barrier) -> Result<Report, Failure> {
+    let as_it_was = |error| Failure::new(Left::AsItWas, error);
+    let prepared = begin(host, name, options).and_then(|change| match options.how {
+        How::Warm => warm::Prepared::new(change).map(|prepared| Ready::Warm(Box::new(prepared))),
+        How::Saved => Ok(Ready::Saved(Box::new(change))),
+        How::Cold => Ok(Ready::Cold(Box::new(change))),
+    });
+    barrier.wait();
+    match prepared.map_err(as_it_was)? {
+        Ready::Warm(prepared) => prepared.switch(),
+        Ready::Saved(change) => saved::reboot(*change),
+        Ready::Cold(change) => cold::reboot(*change),
+    }
+}
+
+enum Ready {
+    Warm(Box<warm::Prepared>),
+    Saved(Box<Change>),
+    Cold(Box<Change>),
+}
+
+/// A change of VMMs in hand, past the preflight.
+pub(crate) struct Change {
+    pub(crate) host: Host,
+    pub(crate) held: Held,
+    pub(crate) old: Vmm,
+    pub(crate) binary: Binary,
+    pub(crate) options: Options,
+    pub(crate) recorder: Recorder,
+    /// Whether the guest runs, or was paused by its owner and has to stay so.
+    pub(crate) running: bool,
+}
+
+impl Change {
+    pub(crate) fn name(&self) -> &str {
+        self.held.rundir.name()
+    }
+
+    /// What is told when it is done.
+    pub(crate) fn report(&self, new: &Vmm, state: &State, times: (u64, u64), memory: Option<Memory>) -> Report {
+        let (stop_host_us, resume_host_us) = times;
+        Report {
+            name: self.name().into(),
+            stopped_us: resume_host_us.saturating_sub(stop_host_us),
+            stop_host_us,
+            resume_host_us,
+            steps: self.recorder.entries().to_vec(),
+            from: Side { binary: self.old.binary.clone(), version: self.held.state.version.clone(), pid: self.old.pid },
+            to: Side { binary: new.binary.clone(), version: state.version.clone(), pid: new.pid },
+            memory,
+        }
+    }
+
+    pub(crate) fn file_error(&self, file: &str) -> impl Fn(io::Error) -> RebootError + use<> {
+        let path = self.held.rundir.file(file);
+        move |source| RebootError::File { path: path.clone(), source }
+    }
+}
+
+fn begin(host: &Host, name: &str, options: &Options) -> Result<Change, RebootError> {
+    let operation = format!("reboot vmm --how {}", options.how);
+    let recorder = Recorder::new(name, &operation);
+    let held = Held::take(host, name, &operation)?;
+    let old = held.vmm()?.clone();
+    let path = match (&options.qemu, options.rollback) {
+        (Some(path), _) => path.clone(),
+        (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
+        (None, false) => old.binary.clone(),
+    };
+    let binary = Binary::probe(&path)?;
+    let options = options.clone();
+    let mut change = Change { host: host.clone(), held, old, binary, options, recorder, running: true };
+    change.running = preflight::check(&change)?;
+    change.recorder.step("preflight");
+    Ok(change)
+}
+
+/// Let the guest go in this QEMU, or leave it paused, and tell when.
+fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
+    if !run {
+        return Ok(rekindle_vm::timeline::host_us());
+    }
+    qmp.drop_events();
+    qmp.execute::<Value>("cont", ())?;
+    qmp.wait_event("RESUME", Duration::from_secs(10), |event| (event.name == "RESUME").then_some(event.host_us))
+}
+
+/// Stop the guest in this QEMU, and tell when.
+fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
+    if !runs {
+        return Ok(rekindle_vm::timeline::host_us());
+    }
+    qmp.drop_events();
+    qmp.execute::<Value>("stop", ())?;
+    qmp.wait_event("STOP", Duration::from_secs(10), |event| (event.name == "STOP").then_some(event.host_us))
+}

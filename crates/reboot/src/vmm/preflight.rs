@@ -1,0 +1,147 @@
+//! What speaks against replacing a VMM, found before anything is stopped.
+
+use super::{Change, How, RebootError};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_vm::definition::uncarriable;
+use rekindle_vm::{hardware, life};
+use rustix::fs::statvfs;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+/// One thing that speaks against it, as a sentence that names the thing and the mend.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Problem(pub String);
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Run states in which a guest can be carried over. Others are QEMU's own troubles or moments between.
+const CARRIABLE: &[(&str, bool)] = &[("running", true), ("paused", false)];
+
+/// Check everything that can be checked with the old QEMU running and no new one started. Gives whether the guest
+/// runs (or was paused by its owner).
+///
+/// # Errors
+/// [`RebootError::Preflight`] with all problems found.
+pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
+    let mut problems = Vec::new();
+    let state = &change.held.state;
+    problems.extend(hardware::missing(&state.hardware, &change.binary).into_iter().map(Problem));
+    let mut running = true;
+    if change.options.how != How::Cold {
+        problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
+        let run_state =
+            change.old.connect(Duration::from_secs(10)).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?))?;
+        match CARRIABLE.iter().find(|(name, _)| *name == run_state) {
+            Some((_, runs)) => running = *runs,
+            None => problems.push(Problem(format!(
+                "its guest is in QEMU's run state `{run_state}`, which cannot be carried over; mend what caused it, or \
+                 use --how cold"
+            ))),
+        }
+    }
+    match change.options.how {
+        How::Warm => problems.extend(ram_file(&state.hardware.ram.path, state.hardware.ram.bytes)),
+        How::Saved => problems.extend(room_to_save(change)),
+        How::Cold => {}
+    }
+    for disk in &state.hardware.disks {
+        if let Err(e) = std::fs::metadata(&disk.path) {
+            problems.push(Problem(format!(
+                "disk {}: {}: {e}; the old QEMU still has it open, a new one could not open it",
+                disk.id,
+                disk.path.display()
+            )));
+        }
+    }
+    problems.extend(boot_files(change));
+    if problems.is_empty() { Ok(running) } else { Err(RebootError::Preflight { name: change.name().into(), problems }) }
+}
+
+fn ram_file(path: &Path, bytes: u64) -> Option<Problem> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.len() == bytes => None,
+        Ok(metadata) => Some(Problem(format!("RAM file {} has {} bytes, not {bytes}", path.display(), metadata.len()))),
+        Err(e) => Some(Problem(format!(
+            "RAM file {}: {e}; the guest's RAM has no name any more and cannot be given to a new QEMU; use --how saved",
+            path.display()
+        ))),
+    }
+}
+
+/// QEMU wants the kernel and the RAM disk at its start, also when it takes a guest over that has long booted.
+fn boot_files(change: &Change) -> Vec<Problem> {
+    let Some(boot) = &change.held.state.hardware.boot else { return Vec::new() };
+    let files = [Some(&boot.kernel), boot.initrd.as_ref()];
+    let missing = files.into_iter().flatten().filter_map(|path| std::fs::metadata(path).err().map(|e| (path, e)));
+    missing.map(|(path, e)| Problem(format!("{}: {e}; put it back", path.display()))).collect()
+}
+
+/// A saved guest takes at most its RAM on disk.
+fn room_to_save(change: &Change) -> Option<Problem> {
+    let directory = super::saved::directory(change);
+    let bytes = change.held.state.hardware.ram.bytes;
+    if let Err(e) = std::fs::create_dir_all(&directory) {
+        return Some(Problem(format!("cannot save into {}: {e}; name another `save_dir`", directory.display())));
+    }
+    match statvfs(&directory) {
+        Ok(stat) => {
+            let free = stat.f_bavail * stat.f_frsize;
+            (free < bytes).then(|| {
+                let (free, bytes) = (free >> 20, bytes >> 20);
+                let directory = directory.display();
+                Problem(format!(
+                    "{directory} has {free} MiB free, the guest's RAM is {bytes} MiB; make room, or name another \
+                     `save_dir`"
+                ))
+            })
+        }
+        Err(e) => Some(Problem(format!("{}: {e}", directory.display()))),
+    }
+}
+
+/// Compare what the guest sees of its processors in the old QEMU and in the new one, which waits.
+///
+/// The device state does not hold it: a guest would go on with features that it was never told of or, worse, without
+/// some that it uses.
+///
+/// # Errors
+/// When a QEMU does not answer.
+pub(crate) fn compare_cpus(old: &mut Qmp, new: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
+    let (old, new) = (features(old)?, features(new)?);
+    let mut problems = Vec::new();
+    for (word, value) in &old {
+        let now = new.get(word).copied().unwrap_or(0);
+        if now != *value {
+            problems.push(Problem(format!(
+                "the guest would see other processor features: {word} is {value:#x} in the old QEMU and {now:#x} in \
+                 the new one; define `cpu` with a model and features that both have"
+            )));
+        }
+    }
+    Ok(problems)
+}
+
+/// The guest's feature words, by name of the CPUID leaf and register.
+fn features(qmp: &mut Qmp) -> Result<BTreeMap<String, u64>, RebootError> {
+    let cpus: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
+    let Some(path) = cpus.first().and_then(|cpu| cpu.get("qom-path")).and_then(Value::as_str) else {
+        return Ok(BTreeMap::new());
+    };
+    let words: Vec<Value> = qmp.execute("qom-get", json!({"path": path, "property": "feature-words"}))?;
+    let named = words.iter().filter_map(|word| {
+        let text = |key: &str| word.get(key).map(|value| value.to_string().replace('"', ""));
+        let leaf = format!("CPUID {}", text("cpuid-input-eax")?);
+        let sub = text("cpuid-input-ecx").map(|sub| format!(".{sub}")).unwrap_or_default();
+        let name = format!("{leaf}{sub} {}", text("cpuid-register")?);
+        Some((name, word.get("features")?.as_u64()?))
+    });
+    Ok(named.collect())
+}

@@ -1,0 +1,159 @@
+//! Saved: the guest's RAM goes to disk and back, by QEMU's own migration. The usual way to restart a VMM without
+//! shutting its guest down, and what the warm way is measured against.
+
+use super::{Change, Failure, Left, RebootError, Report, handover, resume, stop, switch};
+use rekindle_qemu::command::Start;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::{TransferError, set_capabilities, wait_loaded, wait_saved};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::fault;
+use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
+use rekindle_vm::timeline::Phase;
+use rekindle_vm::{life, network};
+use serde_json::{Value, json};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Where this VM's RAM is saved.
+pub(crate) fn directory(change: &Change) -> PathBuf {
+    change.held.state.definition.save_dir.clone().unwrap_or_else(|| change.host.save_dir.clone())
+}
+
+/// Replace the VMM by way of the disk.
+pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
+    let generation = change.held.state.generation + 1;
+    let file = change.file_error("operation.json");
+    let as_it_was = |error| Failure::new(Left::AsItWas, error);
+    let rundir = change.held.rundir.clone();
+    let opened = Journal::open(&rundir, Kind::VmmSaved, Some(change.old.clone()), generation);
+    let mut journal = opened.map_err(|e| as_it_was(file(e)))?;
+    let path = directory(&change).join(format!("{}.state", change.name()));
+    let (stopped, saved) = match suspend(&mut change, &mut journal, &path) {
+        Ok(suspended) => suspended,
+        Err(error) => {
+            let _ = fs::remove_file(&path);
+            journal.operation.saved = None;
+            return Err(switch::give_up(&rundir, &change.old, journal, change.running, error));
+        }
+    };
+    finish(&mut change, journal, stopped, &saved).map_err(|error| Failure::new(Left::NeedsRecovery, error))
+}
+
+/// Until the guest's whole state is on disk, with the old QEMU still there.
+fn suspend(change: &mut Change, journal: &mut Journal, path: &Path) -> Result<(u64, SavedState), RebootError> {
+    let file = change.file_error("operation.json");
+    let old = change.old.clone();
+    let points = |name| fault::point(name, Some(&old), None);
+    let mut qmp = old.connect(vmm::START)?;
+    change.recorder.step("connect");
+    journal.advance(Step::Suspend).map_err(&file)?;
+    points("saved.suspend.journalled");
+    change.recorder.phase(Phase::Suspend);
+    let stopped = stop(&mut qmp, change.running)?;
+    change.recorder.step("stop");
+    points("saved.suspend.stopped");
+    let saved = save(&mut qmp, path)?;
+    change.recorder.step("save to disk");
+    journal.operation.saved = Some(saved.clone());
+    journal.advance(Step::Saved).map_err(&file)?;
+    points("saved.suspend.saved");
+    Ok((stopped, saved))
+}
+
+/// Write RAM and devices to `path`, and make them last.
+fn save(qmp: &mut Qmp, path: &Path) -> Result<SavedState, RebootError> {
+    let failed = |source: io::Error| RebootError::File { path: path.to_owned(), source };
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
+    let file = file.map_err(failed)?;
+    set_capabilities(qmp, &[("events", true), ("x-ignore-shared", false)])?;
+    // The guest is stopped: there is nobody to leave bandwidth to.
+    qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
+    qmp.execute_with_fd::<Value>("getfd", json!({"fdname": "saved"}), file.as_fd())?;
+    qmp.drop_events();
+    qmp.execute::<Value>("migrate", json!({"uri": "fd:saved"}))?;
+    wait_saved(qmp, handover::LOAD)?;
+    file.sync_all().map_err(failed)?;
+    let bytes = file.metadata().map_err(failed)?.len();
+    Ok(SavedState { path: path.to_owned(), bytes, digest: 0, without_ram: false })
+}
+
+/// From the state on disk to the guest running: the old QEMU goes, so that its RAM is free for the new one.
+fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedState) -> Result<Report, RebootError> {
+    let rundir = change.held.rundir.clone();
+    let old = change.old.clone();
+    change.recorder.phase(Phase::Renew);
+    old.kill().map_err(change.file_error("qemu"))?;
+    fault::point("saved.renew.old-gone", Some(&old), None);
+    change.recorder.step("end the old QEMU");
+    life::renew_ram(&rundir, &change.held.state.hardware)?;
+    let (new, mut qmp) = load(change, &journal, saved)?;
+    change.recorder.step("load from disk");
+    fault::point("saved.renew.loaded", Some(&old), Some(&new));
+    let mut journal = journal;
+    change.recorder.phase(Phase::Resume);
+    journal.advance(Step::Resume).map_err(change.file_error("operation.json"))?;
+    fault::point("saved.resume.journalled", Some(&old), Some(&new));
+    let resumed = resume(&mut qmp, change.running)?;
+    change.recorder.step("resume");
+    fault::point("saved.resume.resumed", Some(&old), Some(&new));
+    handover::forward_ports(&mut qmp, &change.held.state.hardware);
+    change.recorder.phase(Phase::Settle);
+    journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
+    let state = change.held.state.clone();
+    let state = switch::settle(&rundir, state, None, &new, &qmp, journal, None)?;
+    let _ = fs::remove_file(&saved.path);
+    change.recorder.step("record");
+    fault::point("saved.settle.recorded", Some(&old), Some(&new));
+    change.recorder.write(&rundir);
+    Ok(change.report(&new, &state, (stopped, resumed), None))
+}
+
+fn load(change: &mut Change, journal: &Journal, saved: &SavedState) -> Result<(Vmm, Qmp), RebootError> {
+    let rundir = &change.held.rundir;
+    let generation = journal.operation.generation;
+    let (new, qmp) = start_from_disk(rundir, &change.held.state.hardware, &change.binary.path, generation, saved)?;
+    Ok((new, qmp))
+}
+
+/// Start a QEMU from a state that holds all of the guest's RAM; the RAM file must be new.
+pub(crate) fn start_from_disk(
+    rundir: &rekindle_vm::rundir::RunDir,
+    hardware: &rekindle_qemu::command::Hardware,
+    binary: &Path,
+    generation: u32,
+    saved: &SavedState,
+) -> Result<(Vmm, Qmp), RebootError> {
+    let name = rundir.name();
+    let damaged = |what: String| RebootError::Damaged { name: name.into(), path: saved.path.clone(), what };
+    let file = fs::File::open(&saved.path).map_err(|e| damaged(e.to_string()))?;
+    let bytes = file.metadata().map_err(|e| damaged(e.to_string()))?.len();
+    if bytes != saved.bytes {
+        return Err(damaged(format!("it has {bytes} bytes instead of {}", saved.bytes)));
+    }
+    let made = |source| RebootError::File { path: rundir.path().to_owned(), source };
+    let directory = rundir.create_vmm(generation).map_err(made)?;
+    let fds = network::reopen(hardware)?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
+    let new = Vmm::spawn(binary, &arguments, &directory, fds)?;
+    fault::point("saved.renew.spawned", None, Some(&new));
+    let load = || -> Result<Qmp, RebootError> {
+        let mut qmp = new.connect(vmm::START)?;
+        set_capabilities(&mut qmp, &[("events", true)])?;
+        qmp.execute_with_fd::<Value>("getfd", json!({"fdname": "saved"}), file.as_fd())?;
+        qmp.execute::<Value>("migrate-incoming", json!({"uri": "fd:saved"})).map_err(TransferError::from)?;
+        wait_loaded(&mut qmp, handover::LOAD)?;
+        Ok(qmp)
+    };
+    match load() {
+        Ok(qmp) => Ok((new, qmp)),
+        Err(source) => {
+            let _ = new.kill();
+            let said = log_tail(&new.directory(), 10);
+            let doing = "load the saved state";
+            Err(RebootError::NewFailed { name: name.into(), doing, said, source: Box::new(source) })
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Proof that a guest's memory did not change while its VMM was replaced.
+
+use rekindle_kernel::memory::PAGE_SIZE;
+use rekindle_memory::carried::Carried;
+use rekindle_memory::digest;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What a comparison of the whole memory gave.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Bytes of main RAM in pages that differ.
+    pub ram_changed_bytes: u64,
+    /// Per other RAM block: whether it differs. Empty where a QEMU does not tell where its blocks are.
+    pub blocks_changed: BTreeMap<String, bool>,
+    /// Names of blocks that could not be compared.
+    pub not_compared: Vec<String>,
+}
+
+/// The memory of a stopped guest at one moment.
+pub(crate) struct Snapshot {
+    ram: Vec<u64>,
+    blocks: Option<BTreeMap<String, u128>>,
+}
+
+impl Snapshot {
+    /// From the digests of the RAM file's pages and, where they could be read, the other blocks.
+    pub(crate) fn new(ram: Vec<u64>, carried: Option<&Carried>) -> Self {
+        Self { ram, blocks: carried.map(digest::carried) }
+    }
+
+    /// What differs between this and `later`.
+    pub(crate) fn compare(&self, later: &Self) -> Memory {
+        let pages = self.ram.iter().zip(&later.ram).filter(|(before, after)| before != after).count();
+        let missing = self.ram.len().abs_diff(later.ram.len());
+        let mut memory = Memory {
+            ram_changed_bytes: ((pages + missing) * PAGE_SIZE) as u64,
+            blocks_changed: BTreeMap::new(),
+            not_compared: Vec::new(),
+        };
+        match (&self.blocks, &later.blocks) {
+            (Some(before), Some(after)) => {
+                for (id, digest) in before {
+                    memory.blocks_changed.insert(id.clone(), after.get(id) != Some(digest));
+                }
+                for id in after.keys().filter(|id| !before.contains_key(*id)) {
+                    memory.blocks_changed.insert(id.clone(), true);
+                }
+            }
+            (Some(blocks), None) | (None, Some(blocks)) => memory.not_compared = blocks.keys().cloned().collect(),
+            (None, None) => {}
+        }
+        memory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_page_and_a_changed_block_are_counted() {
+        let blocks = |bios: u128| Some(BTreeMap::from([("pc.bios".to_owned(), bios), ("vga.vram".to_owned(), 5)]));
+        let before = Snapshot { ram: vec![1, 2, 3], blocks: blocks(1) };
+        assert_eq!(before.compare(&before).ram_changed_bytes, 0);
+        let after = Snapshot { ram: vec![1, 9, 3], blocks: blocks(2) };
+        let memory = before.compare(&after);
+        assert_eq!(memory.ram_changed_bytes, 4096);
+        assert!(memory.blocks_changed["pc.bios"] && !memory.blocks_changed["vga.vram"]);
+        let unknown = Snapshot { ram: vec![1, 2], blocks: None };
+        let memory = before.compare(&unknown);
+        assert_eq!((memory.ram_changed_bytes, memory.not_compared.len()), (4096, 2));
+    }
+}

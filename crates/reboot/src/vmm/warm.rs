@@ -1,0 +1,325 @@
+//! Warm: the guest's RAM stays where it is, in a file that both QEMUs map.
+//!
+//! While the old QEMU runs the guest, a new one is started, compared, and already fed with what of the guest's memory
+//! it cannot map (firmware, ACPI tables, video memory). Then: stop, save the device state through this process into
+//! the new QEMU as it comes, continue there. RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
+
+use super::preflight::compare_cpus;
+use super::verify::Snapshot;
+use super::{Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch};
+use rekindle_kernel::descriptor;
+use rekindle_memory::carried::Carried;
+use rekindle_memory::digest;
+use rekindle_qemu::command::{Start, Tap};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::ramblock::{self, RamBlock};
+use rekindle_qemu::stream::{self, RamSection};
+use rekindle_qemu::transfer::{self, Feed, wait_loaded};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::fault;
+use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::network;
+use rekindle_vm::timeline::Phase;
+use serde_json::Value;
+use std::io;
+
+/// A new QEMU that waits for the guest, beside the old one that still runs it.
+pub(crate) struct Prepared {
+    change: Change,
+    journal: Journal,
+    ready: Ready,
+}
+
+struct Ready {
+    old_qmp: Qmp,
+    new: Vmm,
+    new_qmp: Qmp,
+    link: Link,
+}
+
+/// The way of the state from the old QEMU to the new one.
+struct Link {
+    tap: transfer::Tap,
+    feed: Feed,
+    source: Source,
+}
+
+/// Where the RAM blocks come from that are not shared.
+enum Source {
+    /// Out of the old QEMU's memory. `ahead` was sent while the guest ran.
+    Memory { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
+    /// They are in the stream that the old QEMU writes.
+    Stream,
+}
+
+/// What was handed over, and when.
+struct Handed {
+    stopped: u64,
+    resumed: u64,
+    memory: Option<Memory>,
+}
+
+impl Prepared {
+    /// Start the new QEMU and bring it as far as it gets while the old one runs.
+    ///
+    /// *On failure:* the new QEMU is gone and the old one was not touched.
+    pub(crate) fn new(mut change: Change) -> Result<Self, RebootError> {
+        let file = change.file_error("operation.json");
+        let generation = change.held.state.generation + 1;
+        let journal = Journal::open(&change.held.rundir, Kind::VmmWarm, Some(change.old.clone()), generation);
+        let mut journal = journal.map_err(&file)?;
+        fault::point("warm.prepare.journalled", Some(&change.old), None);
+        match get_ready(&mut change, &mut journal) {
+            Ok(ready) => Ok(Self { change, journal, ready }),
+            Err(error) => {
+                let rundir = &change.held.rundir;
+                let error = explain(rundir.name(), "get ready", error, &log_tail(&rundir.vmm(generation), 10));
+                switch::end_generation(rundir, generation)?;
+                let _ = std::fs::remove_dir_all(rundir.vmm(generation).0);
+                journal.close().map_err(&file)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Stop the guest in the old QEMU and let it go on in the new one.
+    pub(crate) fn switch(self) -> Result<Report, Failure> {
+        let Self { mut change, mut journal, ready: Ready { mut old_qmp, new, mut new_qmp, link } } = self;
+        let handed = hand_over(&mut change, &mut journal, link, &mut old_qmp, &new, &mut new_qmp);
+        // QEMU serves one client at a time, and going back connects anew.
+        drop(old_qmp);
+        match handed {
+            Ok(handed) => {
+                let settled = settle(&mut change, journal, &new, new_qmp, handed);
+                settled.map_err(|error| Failure::new(Left::NeedsRecovery, error))
+            }
+            Err(error) => {
+                let rundir = &change.held.rundir;
+                let error = explain(rundir.name(), "take the guest over", error, &log_tail(&new.directory(), 10));
+                Err(if journal.operation.step < Step::Resume {
+                    switch::give_up(rundir, &change.old, journal, change.running, error)
+                } else {
+                    failed_at_resume(&change, journal, &new, error)
+                })
+            }
+        }
+    }
+}
+
+/// Put a new QEMU's failure beside what it said.
+fn explain(name: &str, doing: &'static str, error: RebootError, said: &str) -> RebootError {
+    match error {
+        RebootError::Qmp(_) | RebootError::Transfer(_) if !said.is_empty() => {
+            RebootError::NewFailed { name: name.into(), doing, said: said.into(), source: Box::new(error) }
+        }
+        other => other,
+    }
+}
+
+/// Everything that can be done while the old QEMU runs the guest.
+fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, RebootError> {
+    let file = change.file_error("operation.json");
+    let rundir = change.held.rundir.clone();
+    let hardware = &change.held.state.hardware;
+    let old = change.old.clone();
+    let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
+    let fds = network::duplicate(hardware, old.process())?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
+    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
+    fault::point("warm.prepare.spawned", Some(&old), Some(&new));
+    journal.operation.to = Some(new.clone());
+    journal.write().map_err(&file)?;
+    fault::point("warm.prepare.recorded", Some(&old), Some(&new));
+    let mut new_qmp = new.connect(vmm::START)?;
+    change.recorder.step("start the new QEMU");
+
+    let mut old_qmp = old.connect(vmm::START)?;
+    let mut problems = compare_cpus(&mut old_qmp, &mut new_qmp)?;
+    let blocks = ramblock::list(&mut old_qmp)?;
+    let new_blocks = ramblock::list(&mut new_qmp)?;
+    problems.extend(compare_blocks(&blocks, &new_blocks));
+    if !problems.is_empty() {
+        return Err(RebootError::Preflight { name: rundir.name().into(), problems });
+    }
+    let commands: Vec<Value> = old_qmp.execute("query-commands", ())?;
+    let in_one = commands.iter().any(|command| command["name"] == "xen-save-devices-state");
+    let readable = blocks.iter().all(|block| block.address.is_some());
+
+    let mut feed = Feed::open(&mut new_qmp, handover::WARM)?;
+    let (tap, source) = if in_one && readable {
+        let ahead = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
+        let mut part = stream::HEADER.to_vec();
+        let section = put_blocks(&mut part, &ahead);
+        feed.write(&part)?;
+        (transfer::Tap::devices(&mut old_qmp)?, Source::Memory { blocks, ahead, section })
+    } else {
+        (transfer::Tap::migration(&mut old_qmp)?, Source::Stream)
+    };
+    change.recorder.step("send ahead");
+    fault::point("warm.prepare.ready", Some(&old), Some(&new));
+    let link = Link { tap, feed, source };
+    Ok(Ready { old_qmp, new, new_qmp, link })
+}
+
+fn unreadable(old: &Vmm, source: io::Error) -> RebootError {
+    RebootError::File { path: format!("/proc/{}/mem", old.pid).into(), source }
+}
+
+/// The same blocks must be there on both sides; their sizes may differ where QEMU can resize them, and then it does.
+fn compare_blocks(old: &[RamBlock], new: &[RamBlock]) -> Vec<Problem> {
+    let lacks = |these: &[RamBlock], id: &str| !these.iter().any(|block| block.id == id);
+    let gone = old.iter().filter(|block| lacks(new, &block.id));
+    let come = new.iter().filter(|block| lacks(old, &block.id));
+    gone.map(|block| Problem(format!("the new QEMU has no RAM block {}: it is not the same machine", block.id)))
+        .chain(
+            come.map(|block| {
+                Problem(format!("the old QEMU has no RAM block {}: it is not the same machine", block.id))
+            }),
+        )
+        .collect()
+}
+
+fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
+    let mut section = RamSection::start(out, carried.sizes());
+    for block in &carried.blocks {
+        for (offset, page) in block.pages() {
+            section.page(out, &block.id, offset, page);
+        }
+    }
+    section
+}
+
+/// From the last moment of the old QEMU to the first of the new one.
+fn hand_over(
+    change: &mut Change,
+    journal: &mut Journal,
+    link: Link,
+    old_qmp: &mut Qmp,
+    new: &Vmm,
+    new_qmp: &mut Qmp,
+) -> Result<Handed, RebootError> {
+    let Link { tap, mut feed, source } = link;
+    let file = change.file_error("operation.json");
+    let old = change.old.clone();
+    let ram = change.held.state.hardware.ram.path.clone();
+    let points = |name| fault::point(name, Some(&old), Some(new));
+    let ram_error = |source| RebootError::File { path: ram.clone(), source };
+
+    journal.advance(Step::Suspend).map_err(&file)?;
+    points("warm.suspend.journalled");
+    change.recorder.phase(Phase::Suspend);
+    let stopped = stop(old_qmp, change.running)?;
+    change.recorder.step("stop");
+    points("warm.suspend.stopped");
+
+    let mut before = None;
+    if change.options.verify_memory {
+        before = Some(digest::file_pages(&ram).map_err(ram_error)?);
+        change.recorder.step("digest memory");
+    }
+
+    // QEMU computes its state meanwhile.
+    tap.begin(old_qmp)?;
+    let mut whole = Vec::with_capacity(1 << 20);
+    let mut carried = None;
+    if let Source::Memory { blocks, ahead, mut section } = source {
+        let now = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
+        let moved = || unreadable(&old, io::Error::other("a RAM block changed its size meanwhile; try again"));
+        let mut part = Vec::new();
+        for (block, offset, page) in now.changes_since(&ahead).ok_or_else(moved)? {
+            section.page(&mut part, block, offset, page);
+        }
+        section.end(&mut part);
+        feed.write(&part)?;
+        whole.extend(stream::HEADER);
+        put_blocks(&mut whole, &now).end(&mut whole);
+        carried = Some(now);
+    }
+    change.recorder.step("read blocks");
+    // The new QEMU has had a header already where the blocks went ahead.
+    let mut skip = if carried.is_some() { stream::HEADER.len() } else { 0 };
+    tap.drain(old_qmp, |part| {
+        let skipped = skip.min(part.len());
+        skip -= skipped;
+        let part = part.get(skipped..).unwrap_or_default();
+        whole.extend(part);
+        feed.write(part)
+    })?;
+    drop(feed);
+    change.recorder.step("save devices");
+    points("warm.suspend.saved");
+    if let Err(e) = stream::check(&whole) {
+        return Err(unreadable(&old, io::Error::other(e)));
+    }
+    // While the new QEMU loads, the same bytes are kept for the case that both QEMUs die.
+    journal.operation.saved = Some(handover::keep(&change.held.rundir, &whole).map_err(&file)?);
+    journal.advance(Step::Saved).map_err(&file)?;
+    change.recorder.step("keep the state");
+    points("warm.suspend.written");
+
+    change.recorder.phase(Phase::Renew);
+    wait_loaded(new_qmp, handover::LOAD)?;
+    change.recorder.step("load");
+    points("warm.renew.loaded");
+    let mut memory = None;
+    if let Some(pages) = before {
+        if carried.is_none() {
+            carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
+        }
+        let before = Snapshot::new(pages, carried.as_ref());
+        let blocks = ramblock::list(new_qmp)?;
+        let carried = Carried::read(new.process(), &blocks).ok();
+        let after = Snapshot::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
+        memory = Some(before.compare(&after));
+        change.recorder.step("compare memory");
+    }
+
+    change.recorder.phase(Phase::Resume);
+    for (index, _) in change.held.state.hardware.taps() {
+        descriptor::replace(new.process(), Tap::waiting_fd(index), Tap::fd(index))
+            .map_err(|source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source })?;
+    }
+    points("warm.resume.taps");
+    journal.operation.untouched_since_ns = handover::mark(&ram);
+    journal.advance(Step::Resume).map_err(&file)?;
+    points("warm.resume.journalled");
+    let resumed = resume(new_qmp, change.running)?;
+    change.recorder.step("resume");
+    Ok(Handed { stopped, resumed, memory })
+}
+
+/// After the resume: the old QEMU goes, the new one is recorded.
+fn settle(
+    change: &mut Change,
+    mut journal: Journal,
+    new: &Vmm,
+    mut new_qmp: Qmp,
+    handed: Handed,
+) -> Result<Report, RebootError> {
+    let rundir = change.held.rundir.clone();
+    fault::point("warm.resume.resumed", Some(&change.old), Some(new));
+    change.recorder.phase(Phase::Settle);
+    journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
+    fault::point("warm.settle.journalled", Some(&change.old), Some(new));
+    let state = change.held.state.clone();
+    let faults = Some(("warm.settle.old-gone", "warm.settle.recorded"));
+    let state = switch::settle(&rundir, state, Some(&change.old), new, &new_qmp, journal, faults)?;
+    handover::forward_ports(&mut new_qmp, &state.hardware);
+    change.recorder.step("end the old QEMU");
+    change.recorder.write(&rundir);
+    Ok(change.report(new, &state, (handed.stopped, handed.resumed), handed.memory))
+}
+
+/// The new QEMU failed when it was told to let the guest go: if the guest has certainly not run in it, the old one
+/// goes on.
+fn failed_at_resume(change: &Change, journal: Journal, new: &Vmm, error: RebootError) -> Failure {
+    let rundir = &change.held.rundir;
+    let said = log_tail(&new.directory(), 10);
+    let ended = new.kill();
+    let untouched = handover::untouched(&change.held.state.hardware.ram.path, journal.operation.untouched_since_ns);
+    if ended.is_ok() && untouched {
+        return switch::give_up(rundir, &change.old, journal, change.running, error);
+    }
+    let error = RebootError::DiedRunning { name: rundir.name().into(), said };
+    Failure::new(Left::NeedsRecovery, error)
+}

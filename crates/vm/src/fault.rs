@@ -1,0 +1,91 @@
+//! Numbered points at which a test can make something die.
+//!
+//! `REKINDLE_FAULT=POINT:ACTION` in the environment, e.g. `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test walks
+//! through [`POINTS`], so a new point is tested without anybody thinking of it. Without the variable a point costs one
+//! look at a flag.
+
+use rekindle_qemu::vmm::Vmm;
+use std::env;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, passes them.
+pub const POINTS: &[&str] = &[
+    "warm.prepare.journalled",
+    "warm.prepare.spawned",
+    "warm.prepare.recorded",
+    "warm.prepare.ready",
+    "warm.suspend.journalled",
+    "warm.suspend.stopped",
+    "warm.suspend.saved",
+    "warm.suspend.written",
+    "warm.renew.loaded",
+    "warm.resume.taps",
+    "warm.resume.journalled",
+    "warm.resume.resumed",
+    "warm.settle.journalled",
+    "warm.settle.old-gone",
+    "warm.settle.recorded",
+    "saved.suspend.journalled",
+    "saved.suspend.stopped",
+    "saved.suspend.saved",
+    "saved.renew.old-gone",
+    "saved.renew.spawned",
+    "saved.renew.loaded",
+    "saved.resume.journalled",
+    "saved.resume.resumed",
+    "saved.settle.recorded",
+    "cold.suspend.journalled",
+    "cold.suspend.off",
+    "cold.renew.spawned",
+    "cold.resume.resumed",
+    "cold.settle.recorded",
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Action {
+    /// Kill this process.
+    Kill,
+    /// Kill the QEMU that ran the guest.
+    KillOld,
+    /// Kill the QEMU that shall run it.
+    KillNew,
+}
+
+fn wanted() -> Option<&'static (String, Action)> {
+    static WANTED: OnceLock<Option<(String, Action)>> = OnceLock::new();
+    WANTED
+        .get_or_init(|| {
+            let value = env::var("REKINDLE_FAULT").ok()?;
+            let (point, action) = value.split_once(':')?;
+            let action = match action {
+                "kill" => Action::Kill,
+                "kill-old" => Action::KillOld,
+                "kill-new" => Action::KillNew,
+                _ => return None,
+            };
+            Some((point.to_owned(), action))
+        })
+        .as_ref()
+}
+
+/// Pass the point `name`. The QEMUs are those of the operation in hand.
+pub fn point(name: &'static str, old: Option<&Vmm>, new: Option<&Vmm>) {
+    debug_assert!(POINTS.contains(&name), "fault point {name} is not listed");
+    let Some((_, action)) = wanted().filter(|(point, _)| point == name) else { return };
+    let end = |vmm: Option<&Vmm>| {
+        if let Some(vmm) = vmm {
+            let _ = vmm.process().kill();
+            let _ = vmm.process().wait_end(Duration::from_secs(10));
+        }
+    };
+    match action {
+        Action::Kill => {
+            if let Ok(me) = rekindle_kernel::process::Process::current() {
+                let _ = me.kill();
+            }
+        }
+        Action::KillOld => end(old),
+        Action::KillNew => end(new),
+    }
+}

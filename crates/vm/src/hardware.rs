@@ -1,0 +1,105 @@
+//! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
+
+use crate::definition::{Accel, Definition, NetBackend, TapPlace};
+use rekindle_qemu::binary::Binary;
+use rekindle_qemu::command::{self, Hardware};
+use std::fs::OpenOptions;
+use std::path::{Path, PathBuf};
+
+/// Whether a KVM that runs stock kernels is there: the module of the CPU's vendor is loaded and `/dev/kvm` opens. A
+/// bare `/dev/kvm` proves nothing: there are paravirtual ones that open and cannot run a stock kernel.
+#[must_use]
+pub fn has_kvm() -> bool {
+    let module = ["kvm_intel", "kvm_amd"].iter().any(|name| Path::new("/sys/module").join(name).exists());
+    module && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+}
+
+/// The accelerator for a definition on this host.
+///
+/// # Errors
+/// A text that says what is missing when KVM is asked for and not there.
+pub fn accelerator(accel: Accel) -> Result<&'static str, String> {
+    match accel {
+        Accel::Tcg => Ok("tcg"),
+        Accel::Auto => Ok(if has_kvm() { "kvm" } else { "tcg" }),
+        Accel::Kvm if has_kvm() => Ok("kvm"),
+        Accel::Kvm => Err("`accel = \"kvm\"`, but neither kvm_intel nor kvm_amd is loaded or /dev/kvm cannot be \
+                           opened; load the module, add this user to group kvm, or use `accel = \"auto\"`"
+            .into()),
+    }
+}
+
+/// The hardware of a definition in the hands of `binary`, with its RAM in the file `ram`.
+///
+/// # Errors
+/// A text: no such accelerator, too many devices.
+pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Hardware, String> {
+    let accel = accelerator(definition.accel)?;
+    let nets = definition.nets.iter().map(|net| command::Net {
+        id: net.id.clone(),
+        mac: net.mac.to_string(),
+        backend: match &net.backend {
+            NetBackend::User { forward } => {
+                command::NetBackend::User(forward.iter().map(|rule| rule.hostfwd()).collect())
+            }
+            NetBackend::Tap { ifname, place } => command::NetBackend::Tap(command::Tap {
+                ifname: ifname.clone(),
+                netns: match place {
+                    TapPlace::Netns { netns, .. } => Some(netns.clone()),
+                    TapPlace::Bridge { .. } => None,
+                },
+            }),
+        },
+    });
+    let disks = definition.disks.iter().map(|disk| command::Disk {
+        id: disk.id.clone(),
+        path: disk.path.clone(),
+        format: disk.format.as_str().to_owned(),
+        readonly: disk.readonly,
+        cache: disk.cache.as_str().to_owned(),
+        serial: disk.serial.clone(),
+    });
+    let hardware = Hardware {
+        name: definition.name.to_string(),
+        machine: binary.pinned_machine(&definition.machine).to_owned(),
+        cpu: definition.cpu_model(accel == "kvm").to_owned(),
+        accel: accel.to_owned(),
+        vcpus: definition.vcpus.into(),
+        ram: command::Ram { path: ram, bytes: definition.memory.as_u64(), prealloc: definition.ram.prealloc },
+        boot: definition.boot.as_ref().map(|boot| command::Boot {
+            kernel: boot.kernel.clone(),
+            initrd: boot.initrd.clone(),
+            append: boot.append.clone(),
+        }),
+        disks: disks.collect(),
+        nets: nets.collect(),
+        vga: definition.devices.vga,
+        agent: definition.devices.agent,
+        rng: definition.devices.rng,
+        extra: definition.qemu_args.clone(),
+    };
+    hardware.check_slots()?;
+    Ok(hardware)
+}
+
+/// What of `hardware` the QEMU `binary` lacks: a text for each.
+#[must_use]
+pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
+    let mut missing = Vec::new();
+    let who = || format!("{} (QEMU {})", binary.path.display(), binary.version);
+    if !binary.machines.contains(&hardware.machine) {
+        missing.push(format!("{} does not know the machine type {}", who(), hardware.machine));
+    }
+    let model = hardware.cpu.split(',').next().unwrap_or_default();
+    if !binary.cpus.contains(model) && model != "host" {
+        missing.push(format!("{} does not know the CPU model {model}", who()));
+    }
+    for device in hardware.device_types() {
+        // QEMU's own short forms, e.g. `virtio-net`, are aliases of the PCI ones and not listed as types.
+        let known = binary.devices.contains(&device) || binary.devices.contains(&format!("{device}-pci"));
+        if !known {
+            missing.push(format!("{} has no device {device}", who()));
+        }
+    }
+    missing
+}

@@ -1,0 +1,171 @@
+//! Where this user keeps VMs on this host.
+//!
+//! Root's run directories are under `/run/rekindle`, another user's under `$XDG_RUNTIME_DIR/rekindle`;
+//! `REKINDLE_RUN_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
+//! sizes Rekindle's own tmpfs for guest RAM.
+
+use crate::definition::{Bytes, Definition};
+use rekindle_memory::directory::{RamDirectory, RamError};
+use serde::Deserialize;
+use std::env;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+/// Why this host cannot be used as it is set up.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// No place for run directories.
+    #[error(
+        "no place for run directories: XDG_RUNTIME_DIR is not set; log in through PAM (loginctl enable-linger USER), \
+         or set REKINDLE_RUN_DIR to a directory on a tmpfs"
+    )]
+    NoRunDir,
+    /// The place cannot be used.
+    #[error("run directory {}", path.display())]
+    RunDir {
+        /// The place.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The host's configuration is wrong.
+    #[error("{}: {message}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        message: String,
+    },
+}
+
+/// `host.toml`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    ram_size: Option<Bytes>,
+    ram_dir: Option<PathBuf>,
+    save_dir: Option<PathBuf>,
+}
+
+/// Where this user keeps VMs on this host.
+#[derive(Debug, Clone)]
+pub struct Host {
+    /// Under which each VM has a run directory of its name.
+    pub root: PathBuf,
+    /// Where a `saved` reboot writes RAM unless the definition says otherwise.
+    pub save_dir: PathBuf,
+    ram: RamPlace,
+}
+
+#[derive(Debug, Clone)]
+enum RamPlace {
+    Named(PathBuf),
+    OwnTmpfs { path: PathBuf, bytes: u64 },
+    SharedMemory(PathBuf),
+}
+
+impl Host {
+    /// This host for the calling user.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn open() -> Result<Self, HostError> {
+        let root_user = rustix::process::geteuid().is_root();
+        let config_path = env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from);
+        let config = read_config(&config_path)?;
+        let named = env::var_os("REKINDLE_RUN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        let root = match named {
+            Some(dir) => std::path::absolute(&dir).map_err(|source| HostError::RunDir { path: dir, source })?,
+            None if root_user => "/run/rekindle".into(),
+            None => {
+                let runtime =
+                    env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()).ok_or(HostError::NoRunDir)?;
+                PathBuf::from(runtime).join("rekindle")
+            }
+        };
+        make_private(&root).map_err(|source| HostError::RunDir { path: root.clone(), source })?;
+        let ram = match config.ram_dir {
+            Some(path) => RamPlace::Named(path),
+            None if root_user => {
+                let bytes = config.ram_size.map_or_else(default_ram_size, |bytes| bytes.as_u64());
+                RamPlace::OwnTmpfs { path: root.join(".ram"), bytes }
+            }
+            None => {
+                let uid = rustix::process::geteuid().as_raw();
+                RamPlace::SharedMemory(format!("/dev/shm/rekindle-{uid}").into())
+            }
+        };
+        let save_dir = config.save_dir.unwrap_or_else(|| {
+            if root_user { "/var/lib/rekindle/saved".into() } else { user_state_dir(&root).join("saved") }
+        });
+        Ok(Self { root, save_dir, ram })
+    }
+
+    /// The RAM directory of a VM: the one its definition names, or this host's.
+    ///
+    /// # Errors
+    /// [`RamError`].
+    pub fn ram_directory(&self, definition: &Definition) -> Result<RamDirectory, RamError> {
+        if let Some(dir) = &definition.ram.dir {
+            return RamDirectory::at(dir);
+        }
+        match &self.ram {
+            RamPlace::Named(path) => RamDirectory::at(path),
+            RamPlace::OwnTmpfs { path, bytes } => RamDirectory::own_tmpfs(path, *bytes),
+            RamPlace::SharedMemory(path) => {
+                make_private(path).map_err(|source| RamError::Directory { path: path.clone(), source })?;
+                RamDirectory::at(path)
+            }
+        }
+    }
+
+    /// Take Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
+    pub fn release_ram(&self) {
+        if let RamPlace::OwnTmpfs { path, .. } = &self.ram {
+            let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+            if empty && rustix::mount::unmount(path, rustix::mount::UnmountFlags::empty()).is_ok() {
+                let _ = fs::remove_dir(path);
+            }
+        }
+    }
+}
+
+/// Three quarters of the machine's RAM: what is left is for the host and the QEMUs themselves.
+fn default_ram_size() -> u64 {
+    let info = rustix::system::sysinfo();
+    (info.totalram as u64 * u64::from(info.mem_unit)) / 4 * 3
+}
+
+fn user_state_dir(fallback: &Path) -> PathBuf {
+    let set = |name: &str| env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    set("XDG_STATE_HOME")
+        .or_else(|| set("HOME").map(|home| home.join(".local/state")))
+        .map_or_else(|| fallback.to_owned(), |dir| dir.join("rekindle"))
+}
+
+/// A directory that only this user enters, made with its parents where it is missing.
+///
+/// # Errors
+/// When it cannot be made, or is somebody else's.
+pub fn make_private(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    let owner = std::os::unix::fs::MetadataExt::uid(&fs::metadata(path)?);
+    if owner == rustix::process::geteuid().as_raw() {
+        Ok(())
+    } else {
+        let text = format!("it belongs to user {owner}, not to this one; remove it or choose another place");
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+    }
+}
+
+fn read_config(path: &Path) -> Result<Config, HostError> {
+    let wrong = |message: String| HostError::Config { path: path.to_owned(), message };
+    match fs::read_to_string(path) {
+        Ok(text) => toml::from_str(&text).map_err(|e| wrong(e.to_string())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
+        Err(e) => Err(wrong(e.to_string())),
+    }
+}

@@ -1,0 +1,185 @@
+//! The operation in hand.
+//!
+//! `operation.json` is there from before an operation's first step until after its last; each step is written and
+//! synced before it is taken. Whoever finds one while the lock is free knows that the operation's process died, at
+//! which step, and which QEMUs take part.
+
+use crate::rundir::{RunDir, sync_directory, write_json};
+use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// What an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// `rekindle run`.
+    Run,
+    /// `rekindle stop`.
+    Stop,
+    /// `rekindle reboot vmm --how warm`.
+    VmmWarm,
+    /// `rekindle reboot vmm --how saved`.
+    VmmSaved,
+    /// `rekindle reboot vmm --how cold`.
+    VmmCold,
+}
+
+/// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Step {
+    /// Nothing has been stopped yet.
+    Prepare,
+    /// The guest is being stopped and its state saved.
+    Suspend,
+    /// Its state is saved, whole, in the files that the journal names; no QEMU runs it.
+    Saved,
+    /// The decision: from here on only the new QEMU may run the guest.
+    Resume,
+    /// The new QEMU runs the guest.
+    Settle,
+}
+
+/// A file that holds a saved state, with what it must hold.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedState {
+    /// The file: a stream for `-incoming`.
+    pub path: PathBuf,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Its XXH3 digest.
+    pub digest: u64,
+    /// Whether the stream was written with `x-ignore-shared`, so that it needs the RAM file beside it.
+    pub without_ram: bool,
+}
+
+/// `operation.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Operation {
+    /// What it is.
+    pub kind: Kind,
+    /// How far it has got.
+    pub step: Step,
+    /// The process that does it.
+    pub pid: u32,
+    /// The QEMU that ran the guest before.
+    pub from: Option<Vmm>,
+    /// The generation of the QEMU that shall run it.
+    pub generation: u32,
+    /// The QEMU that shall run it, once it was started.
+    pub to: Option<Vmm>,
+    /// The saved state, from [`Step::Saved`] on.
+    pub saved: Option<SavedState>,
+    /// The RAM file's modification time just before the new QEMU was let go, in ns since 1970: while it is the same
+    /// the guest has not run in the new one.
+    pub untouched_since_ns: Option<i128>,
+}
+
+/// The journal of one VM's operation, removed by [`Journal::close`] only.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    /// What it says now.
+    pub operation: Operation,
+}
+
+impl Journal {
+    /// Open a journal: the first entry is on disk when this returns.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn open(rundir: &RunDir, kind: Kind, from: Option<Vmm>, generation: u32) -> io::Result<Self> {
+        let operation = Operation {
+            kind,
+            step: Step::Prepare,
+            pid: std::process::id(),
+            from,
+            generation,
+            to: None,
+            saved: None,
+            untouched_since_ns: None,
+        };
+        let journal = Self { path: path(rundir), operation };
+        journal.write()?;
+        Ok(journal)
+    }
+
+    /// The journal that an operation left behind, if there is one.
+    ///
+    /// # Errors
+    /// When it is there but cannot be read.
+    pub fn left_behind(rundir: &RunDir) -> io::Result<Option<Self>> {
+        let path = path(rundir);
+        match fs::read(&path) {
+            Ok(text) => {
+                let operation = serde_json::from_slice(&text)
+                    .map_err(|e| io::Error::other(format!("{} cannot be understood: {e}", path.display())))?;
+                Ok(Some(Self { path, operation }))
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Write that `step` is about to be taken.
+    ///
+    /// # Errors
+    /// When it cannot be written: then the step must not be taken.
+    pub fn advance(&mut self, step: Step) -> io::Result<()> {
+        self.operation.step = step;
+        self.write()
+    }
+
+    /// Write what [`Journal::operation`] says now.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&self) -> io::Result<()> {
+        write_json(&self.path, &self.operation)
+    }
+
+    /// The operation is over, done or undone.
+    ///
+    /// # Errors
+    /// When the journal cannot be removed.
+    pub fn close(self) -> io::Result<()> {
+        fs::remove_file(&self.path)?;
+        sync_directory(self.path.parent().unwrap_or(&self.path))
+    }
+}
+
+fn path(rundir: &RunDir) -> PathBuf {
+    rundir.file("operation.json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_is_found_until_it_is_closed() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        assert!(Journal::left_behind(&rundir).unwrap().is_none());
+        let mut journal = Journal::open(&rundir, Kind::VmmWarm, None, 2).unwrap();
+        journal.advance(Step::Suspend).unwrap();
+        let found = Journal::left_behind(&rundir).unwrap().unwrap();
+        assert_eq!(found.operation, journal.operation);
+        assert_eq!(found.operation.step, Step::Suspend);
+        journal.close().unwrap();
+        assert!(Journal::left_behind(&rundir).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_journal_of_nonsense_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        fs::write(rundir.file("operation.json"), "{").unwrap();
+        assert!(Journal::left_behind(&rundir).unwrap_err().to_string().contains("operation.json"));
+    }
+}

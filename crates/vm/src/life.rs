@@ -1,0 +1,425 @@
+//! The life of a VM outside a reboot: start, look, shut down, clean up.
+
+use crate::definition::Definition;
+use crate::hardware;
+use crate::host::Host;
+use crate::journal::{Journal, Kind, Operation};
+use crate::lock::{Lock, LockError};
+use crate::network::{self, NetworkError};
+use crate::rundir::RunDir;
+use crate::state::{FORMAT, State};
+use rekindle_kernel::process;
+use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
+use rekindle_qemu::agent;
+use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::command::{Directory, Hardware, Start};
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::vmm::{self, Vmm, VmmError};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+/// Why something could not be done with a VM.
+#[derive(Debug, thiserror::Error)]
+pub enum LifeError {
+    /// There is no such VM.
+    #[error("there is no VM {name}; `rekindle ls` lists them")]
+    Unknown {
+        /// Its name.
+        name: String,
+    },
+    /// It runs already.
+    #[error("VM {name} runs already (QEMU process {pid}); stop it first: rekindle stop {name}")]
+    Running {
+        /// Its name.
+        name: String,
+        /// The QEMU.
+        pid: u32,
+    },
+    /// Its QEMU has ended.
+    #[error("VM {name} does not run: its QEMU has ended; it said last:\n{said}\nstart it again: rekindle run FILE")]
+    Ended {
+        /// Its name.
+        name: String,
+        /// The end of the log.
+        said: String,
+    },
+    /// An operation was cut off.
+    #[error("an operation on VM {name} ({kind:?}) was cut off at step {step:?}; first: rekindle recover {name}")]
+    NeedsRecovery {
+        /// Its name.
+        name: String,
+        /// What it was.
+        kind: Kind,
+        /// How far it got.
+        step: crate::journal::Step,
+    },
+    /// The definition asks for what this host or this QEMU does not have.
+    #[error("VM {name} cannot run here:\n{}", list(.problems))]
+    Unfit {
+        /// Its name.
+        name: String,
+        /// What is missing.
+        problems: Vec<String>,
+    },
+    /// Somebody else is at work.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The QEMU binary is not usable.
+    #[error(transparent)]
+    Binary(#[from] BinaryError),
+    /// The RAM is not to be had.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    /// The network cannot be set up.
+    #[error(transparent)]
+    Network(#[from] NetworkError),
+    /// QEMU does not start.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// QEMU does not do as it is told.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// The run directory fails.
+    #[error("run directory of VM {name}")]
+    RunDir {
+        /// Its name.
+        name: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn list(problems: &[String]) -> String {
+    problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
+}
+
+/// What is to be seen of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Status {
+    /// The guest runs.
+    Running,
+    /// QEMU runs, the guest does not; QEMU's own word for why.
+    Stopped(String),
+    /// QEMU does not answer on its second socket.
+    Silent,
+    /// QEMU has ended.
+    Ended,
+    /// An operation was cut off.
+    NeedsRecovery,
+}
+
+impl std::fmt::Display for Status {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Running => f.pad("running"),
+            Self::Stopped(why) => f.pad(&format!("stopped ({why})")),
+            Self::Silent => f.pad("silent"),
+            Self::Ended => f.pad("ended"),
+            Self::NeedsRecovery => f.pad("needs recovery"),
+        }
+    }
+}
+
+/// QEMU's run state, e.g. `running` or `paused`.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let status: Value = qmp.execute("query-status", ())?;
+    Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
+}
+
+/// Look at a VM, without disturbing an operation on it.
+///
+/// # Errors
+/// When its run directory cannot be read.
+pub fn status(rundir: &RunDir) -> io::Result<Status> {
+    let busy = Lock::acquire(rundir, "look").is_err();
+    if !busy && Journal::left_behind(rundir)?.is_some() {
+        return Ok(Status::NeedsRecovery);
+    }
+    let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm) else { return Ok(Status::Ended) };
+    if !vmm.is_alive() {
+        return Ok(Status::Ended);
+    }
+    let answer = Qmp::connect(&vmm.directory().watch(), Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
+    Ok(match answer {
+        Ok(state) if state == "running" => Status::Running,
+        Ok(state) => Status::Stopped(state),
+        Err(_) => Status::Silent,
+    })
+}
+
+/// A VM that nobody else works on, for an operation.
+#[derive(Debug)]
+pub struct Held {
+    /// Its run directory.
+    pub rundir: RunDir,
+    /// What it says.
+    pub state: State,
+    _lock: Lock,
+}
+
+impl Held {
+    /// Lock VM `name` for `operation` and read its state.
+    ///
+    /// # Errors
+    /// No such VM; busy; an operation was cut off.
+    pub fn take(host: &Host, name: &str, operation: &str) -> Result<Self, LifeError> {
+        let (held, left_behind) = Self::take_anyhow(host, name, operation)?;
+        match left_behind {
+            Some(Journal { operation: Operation { kind, step, .. }, .. }) => {
+                Err(LifeError::NeedsRecovery { name: name.into(), kind, step })
+            }
+            None => Ok(held),
+        }
+    }
+
+    /// As [`Held::take`], with the journal that an operation left behind.
+    ///
+    /// # Errors
+    /// No such VM; busy.
+    pub fn take_anyhow(host: &Host, name: &str, operation: &str) -> Result<(Self, Option<Journal>), LifeError> {
+        let rundir = RunDir::new(&host.root, name);
+        let unknown = || LifeError::Unknown { name: name.into() };
+        let failed = |source| LifeError::RunDir { name: name.into(), source };
+        if !rundir.exists() {
+            return Err(unknown());
+        }
+        let lock = Lock::acquire(&rundir, operation)?;
+        let state = State::read(&rundir).map_err(failed)?.ok_or_else(unknown)?;
+        let journal = Journal::left_behind(&rundir).map_err(failed)?;
+        Ok((Self { rundir, state, _lock: lock }, journal))
+    }
+
+    /// The QEMU that runs the guest, alive.
+    ///
+    /// # Errors
+    /// [`LifeError::Ended`] with what it said last.
+    pub fn vmm(&self) -> Result<&Vmm, LifeError> {
+        let directory = self.rundir.vmm(self.state.generation);
+        let ended = || LifeError::Ended { name: self.rundir.name().into(), said: vmm::log_tail(&directory, 10) };
+        self.state.vmm.as_ref().filter(|vmm| vmm.is_alive()).ok_or_else(ended)
+    }
+}
+
+/// Start a VM from its definition.
+///
+/// *Needs:* what the definition names; room for its RAM; root for taps.
+/// *On success:* the guest boots in a QEMU of its own session; its state is written down.
+/// *On failure:* nothing is left behind.
+///
+/// # Errors
+/// [`LifeError`].
+pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>) -> Result<State, LifeError> {
+    let name = definition.name.to_string();
+    let failed = |source| LifeError::RunDir { name: name.clone(), source };
+    let rundir = RunDir::new(&host.root, &name);
+    rundir.create().map_err(failed)?;
+    let lock = Lock::acquire(&rundir, "run")?;
+    if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
+        Journal::left_behind(&rundir).map_err(failed)?
+    {
+        return Err(LifeError::NeedsRecovery { name, kind, step });
+    }
+    if let Some(state) = State::read(&rundir).map_err(failed)? {
+        match state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+            Some(vmm) => return Err(LifeError::Running { name, pid: vmm.pid }),
+            // It ended by itself: its RAM is worth nothing without a QEMU.
+            None => clean_up(host, &rundir, &state)?,
+        }
+        rundir.create().map_err(failed)?;
+    }
+    let prepared = prepare(host, &rundir, definition, qemu);
+    let (state, ram) = match prepared {
+        Ok(prepared) => prepared,
+        Err(e) => {
+            let _ = rundir.remove();
+            return Err(e);
+        }
+    };
+    let started = start(host, &rundir, &state, &ram);
+    drop(lock);
+    if started.is_err()
+        && let Err(e) = clean_up(host, &rundir, &state)
+    {
+        tracing::warn!("after a failed start: {e}");
+    }
+    started
+}
+
+/// Everything that can be refused, before anything is made.
+fn prepare(
+    host: &Host,
+    rundir: &RunDir,
+    definition: Definition,
+    qemu: Option<&Path>,
+) -> Result<(State, RamDirectory), LifeError> {
+    let name = definition.name.to_string();
+    let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
+    let binary = Binary::probe(qemu.unwrap_or(&definition.qemu))?;
+    let ram = host.ram_directory(&definition)?;
+    let page = huge_page_size(ram.path())
+        .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?
+        .unwrap_or(4096);
+    if !definition.memory.as_u64().is_multiple_of(page) {
+        let place = ram.path().display();
+        let problem = format!("memory = \"{}\" is no multiple of the {page}-byte pages of {place}", definition.memory);
+        return Err(unfit(vec![problem]));
+    }
+    let file = ram.file(&ram_name(rundir));
+    let hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
+    let missing = hardware::missing(&hardware, &binary);
+    if !missing.is_empty() {
+        return Err(unfit(missing));
+    }
+    let state = State {
+        format: FORMAT,
+        definition: Definition { qemu: binary.path, ..definition },
+        hardware,
+        generation: 1,
+        vmm: None,
+        version: Some(binary.version),
+        previous: None,
+    };
+    state.write(rundir).map_err(|source| LifeError::RunDir { name: name.clone(), source })?;
+    Ok((state, ram))
+}
+
+/// The name of a VM's RAM file. Two users of one RAM directory, or one with two run roots, may both have a VM `web`:
+/// so it says which run directory it belongs to.
+fn ram_name(rundir: &RunDir) -> String {
+    let digest = xxhash_rust::xxh3::xxh3_64(rundir.path().as_os_str().as_bytes());
+    format!("{}-{:08x}", rundir.name(), digest as u32)
+}
+
+/// Give a VM a new, empty RAM file in the place of the one it has.
+///
+/// # Errors
+/// [`RamError`].
+pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
+    let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
+    ram.remove(&ram_name(rundir))?;
+    ram.create(&ram_name(rundir), hardware.ram.bytes).map(drop)
+}
+
+fn start(host: &Host, rundir: &RunDir, state: &State, ram: &RamDirectory) -> Result<State, LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    let journal = Journal::open(rundir, Kind::Run, None, state.generation).map_err(failed)?;
+    let fds = network::create(host, state)?;
+    ram.create(&ram_name(rundir), state.hardware.ram.bytes)?;
+    let directory = rundir.create_vmm(state.generation).map_err(failed)?;
+    let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot);
+    let vmm = Vmm::spawn(&state.definition.qemu, &arguments, &directory, fds)?;
+    let mut qmp = vmm.connect(vmm::START)?;
+    run_state(&mut qmp)?;
+    let state = State { vmm: Some(vmm), version: Some(qmp.version().clone()), ..state.clone() };
+    state.write(rundir).map_err(failed)?;
+    journal.close().map_err(failed)?;
+    Ok(state)
+}
+
+/// How a guest came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ended {
+    /// It shut itself down, asked through the guest agent.
+    ByAgent,
+    /// It shut itself down, asked through the ACPI power button.
+    ByAcpi,
+    /// It did not, and was powered off.
+    PoweredOff,
+    /// It had ended before.
+    Before,
+}
+
+/// Shut a guest down: through its agent, else by the ACPI power button, else, after `patience`, by pulling the plug.
+///
+/// On success: its QEMU has ended.
+///
+/// # Errors
+/// When QEMU can neither be talked to nor killed.
+pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
+    let process = vmm.process();
+    let gone = |patience| process.wait_end(patience).unwrap_or(false);
+    let agent_patience = Duration::from_secs(1).min(patience);
+    let asked = if patience.is_zero() {
+        Ended::PoweredOff
+    } else if agent::shut_down(&vmm.directory().agent(), agent_patience).is_ok() {
+        Ended::ByAgent
+    } else {
+        match vmm.connect(vmm::START).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ())) {
+            Ok(Ok(_)) => Ended::ByAcpi,
+            _ => Ended::PoweredOff,
+        }
+    };
+    if asked != Ended::PoweredOff && gone(patience) {
+        return Ok(asked);
+    }
+    // `quit` closes images in order; a QEMU that does not obey is killed.
+    if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
+        let _ = qmp.execute::<Value>("quit", ());
+    }
+    if !gone(Duration::from_secs(10)) {
+        vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+    }
+    Ok(Ended::PoweredOff)
+}
+
+/// Shut a VM down and remove all that Rekindle keeps of it. `patience` zero: at once.
+///
+/// *Needs:* nothing else at work on the VM. *On success:* nothing of it is left but its disks.
+/// *On failure:* what could not be removed is named; the same command again goes on.
+///
+/// # Errors
+/// [`LifeError`].
+pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended, LifeError> {
+    let held = Held::take(host, name, "stop")?;
+    let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
+        .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
+    let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
+    let ended = match held.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+        Some(vmm) => shut_down(vmm, patience)?,
+        None => Ended::Before,
+    };
+    drop(journal);
+    clean_up(host, &held.rundir, &held.state)?;
+    Ok(ended)
+}
+
+/// Processes that run with their sockets in `directory`: a QEMU that was started but not written down.
+///
+/// # Errors
+/// When `/proc` cannot be read.
+pub fn processes_of(directory: &Directory) -> io::Result<Vec<process::Process>> {
+    // The pid file's path: only the QEMU itself has it among its arguments.
+    process::with_argument_containing(&directory.pid().to_string_lossy())
+}
+
+/// Remove all that Rekindle keeps of a VM: QEMUs, taps, RAM, run directory. What is gone already is no error, so that
+/// it can be done again after it was cut off.
+///
+/// # Errors
+/// What cannot be removed.
+pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    for generation in 1..=state.generation + 1 {
+        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
+            process.kill().map_err(failed)?;
+            process.wait_end(Duration::from_secs(10)).map_err(failed)?;
+        }
+    }
+    network::remove(host, &state.hardware)?;
+    if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
+        RamDirectory::at(directory)?.remove(&ram_name(rundir))?;
+    }
+    rundir.remove().map_err(failed)?;
+    host.release_ram();
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! Taps, namespaces, bridges.
+//!
+//! Interfaces are set up with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
+//! and removed with the last VM that uses it; one that was there before stays.
+
+use crate::definition::{NetBackend, TapPlace};
+use crate::host::Host;
+use crate::rundir::RunDir;
+use crate::state::State;
+use rekindle_kernel::{netns, tap};
+use rekindle_qemu::command::{Hardware, Tap};
+use std::fs;
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Why a network cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum NetworkError {
+    /// Taps are for root.
+    #[error("network {id}: a tap needs root (CAP_NET_ADMIN); run as root, or use `kind = \"user\"`")]
+    NeedsRoot {
+        /// The network.
+        id: String,
+    },
+    /// `ip` failed.
+    #[error("`ip {command}` failed: {said}")]
+    Ip {
+        /// Its arguments.
+        command: String,
+        /// Its words.
+        said: String,
+    },
+    /// A tap cannot be had.
+    #[error("cannot open tap {ifname}; if another VM or program uses it, name another `ifname`")]
+    Tap {
+        /// The interface.
+        ifname: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn ip(arguments: &[&str]) -> Result<(), NetworkError> {
+    let command = arguments.join(" ");
+    let output = Command::new("ip").args(arguments).output().map_err(|e| {
+        let said = format!("{e}; install iproute2 (apt-get install iproute2)");
+        NetworkError::Ip { command: command.clone(), said }
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(NetworkError::Ip { command, said: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
+}
+
+/// Open the tap in its namespace.
+fn open_in(tap: &Tap, open: fn(&str) -> io::Result<OwnedFd>, ifname: &str) -> Result<OwnedFd, NetworkError> {
+    let failed = |source: io::Error| NetworkError::Tap { ifname: ifname.to_owned(), source };
+    let name = ifname.to_owned();
+    match &tap.netns {
+        Some(namespace) => netns::run_in(namespace, move || open(&name)).and_then(|fd| fd).map_err(failed),
+        None => open(ifname).map_err(failed),
+    }
+}
+
+/// Make and connect the taps of a VM.
+///
+/// On success: the taps' descriptors at the numbers that its command line names.
+///
+/// # Errors
+/// [`NetworkError`]; taps that were made are for [`remove`].
+pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
+    let mut fds = Vec::new();
+    for (index, (net, card)) in state.definition.nets.iter().zip(&state.hardware.nets).enumerate() {
+        let (NetBackend::Tap { place, .. }, rekindle_qemu::command::NetBackend::Tap(tap)) =
+            (&net.backend, &card.backend)
+        else {
+            continue;
+        };
+        if !rustix::process::geteuid().is_root() {
+            return Err(NetworkError::NeedsRoot { id: net.id.clone() });
+        }
+        if let TapPlace::Netns { netns: namespace, .. } = place {
+            make_namespace(host, namespace)?;
+        }
+        let fd = open_in(tap, tap::open, &tap.ifname)?;
+        connect(tap, place)?;
+        fds.push((fd, Tap::fd(index)));
+    }
+    Ok(fds)
+}
+
+fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
+    let ifname = tap.ifname.as_str();
+    match place {
+        TapPlace::Bridge { bridge } => ip(&["link", "set", ifname, "master", bridge, "up"]),
+        TapPlace::Netns { netns, address } => {
+            if let Some(address) = address {
+                ip(&["-n", netns, "addr", "replace", &address.to_string(), "dev", ifname])?;
+            }
+            ip(&["-n", netns, "link", "set", ifname, "up"])
+        }
+    }
+}
+
+/// The taps as another QEMU of the same VM is to get them: stand-ins to use, and the real ones to wait.
+///
+/// The real ones are duplicates out of the process that uses them now.
+///
+/// # Errors
+/// [`NetworkError::Tap`].
+pub fn duplicate(
+    hardware: &Hardware,
+    from: rekindle_kernel::process::Process,
+) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
+    let mut fds = Vec::new();
+    for (index, tap) in hardware.taps() {
+        let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
+        let real = rekindle_kernel::descriptor::take(from, Tap::fd(index)).map_err(failed)?;
+        let stand_in = open_in(tap, tap::open_transient, &format!("rk{}-{index}", std::process::id()))?;
+        fds.push((stand_in, Tap::fd(index)));
+        fds.push((real, Tap::waiting_fd(index)));
+    }
+    Ok(fds)
+}
+
+/// The taps of a VM whose QEMU has ended, opened again.
+///
+/// # Errors
+/// [`NetworkError::Tap`].
+pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
+    hardware.taps().map(|(index, tap)| Ok((open_in(tap, tap::open, &tap.ifname)?, Tap::fd(index)))).collect()
+}
+
+/// Remove the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
+///
+/// # Errors
+/// [`NetworkError::Tap`] when a tap is in use by somebody.
+pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
+    for (_, tap) in hardware.taps() {
+        let gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
+        if !gone {
+            let remove = |name: &str| tap::remove(name);
+            let name = tap.ifname.clone();
+            let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
+            match &tap.netns {
+                Some(namespace) => netns::run_in(namespace, move || remove(&name)).and_then(|done| done),
+                None => remove(&name),
+            }
+            .map_err(failed)?;
+        }
+        if let Some(namespace) = &tap.netns {
+            release_namespace(host, namespace, &hardware.name)?;
+        }
+    }
+    Ok(())
+}
+
+fn marker(host: &Host, namespace: &str) -> PathBuf {
+    host.root.join(".netns").join(namespace)
+}
+
+fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
+    let failed = |e: io::Error| NetworkError::Ip { command: format!("netns add {namespace}"), said: e.to_string() };
+    if netns::path(namespace).exists() {
+        return Ok(());
+    }
+    let marker = marker(host, namespace);
+    fs::create_dir_all(marker.parent().unwrap_or(&host.root)).map_err(failed)?;
+    fs::write(&marker, "").map_err(failed)?;
+    match ip(&["netns", "add", namespace]) {
+        // Another VM of the same namespace was faster.
+        Err(_) if netns::path(namespace).exists() => {}
+        other => other?,
+    }
+    ip(&["-n", namespace, "link", "set", "lo", "up"])
+}
+
+fn release_namespace(host: &Host, namespace: &str, of: &str) -> Result<(), NetworkError> {
+    let marker = marker(host, namespace);
+    if !marker.exists() {
+        return Ok(());
+    }
+    let others = RunDir::list(&host.root).unwrap_or_default();
+    let used = others.iter().filter(|name| *name != of).any(|name| {
+        State::read(&RunDir::new(&host.root, name))
+            .ok()
+            .flatten()
+            .is_some_and(|state| state.hardware.taps().any(|(_, tap)| tap.netns.as_deref() == Some(namespace)))
+    });
+    if used {
+        return Ok(());
+    }
+    if netns::path(namespace).exists() {
+        ip(&["netns", "del", namespace])?;
+    }
+    let _ = fs::remove_file(marker);
+    Ok(())
+}

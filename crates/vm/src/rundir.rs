@@ -1,0 +1,179 @@
+//! The run directory of one VM.
+//!
+//! ```text
+//! /run/rekindle/NAME/
+//!   lock            held by the operation in hand; says who
+//!   state.json      what runs            (docs/run-directory.md)
+//!   operation.json  the operation in hand
+//!   timeline.jsonl  what happened when
+//!   console.log     the guest's serial console, over all QEMUs
+//!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
+//! ```
+
+use rekindle_qemu::command::Directory;
+use serde::Serialize;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The run directory of one VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunDir {
+    path: PathBuf,
+    name: String,
+}
+
+impl RunDir {
+    /// That of VM `name` under `root`; it need not exist.
+    #[must_use]
+    pub fn new(root: &Path, name: &str) -> Self {
+        Self { path: root.join(name), name: name.to_owned() }
+    }
+
+    /// Names of the VMs that have a run directory under `root`.
+    ///
+    /// # Errors
+    /// When `root` cannot be read.
+    pub fn list(root: &Path) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(root)? {
+            let entry = entry?;
+            if let Ok(name) = entry.file_name().into_string()
+                && !name.starts_with('.')
+                && entry.file_type()?.is_dir()
+            {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// The VM's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it exists.
+    #[must_use]
+    pub fn exists(&self) -> bool {
+        self.path.is_dir()
+    }
+
+    /// Make it, private to this user. One that exists is no error.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn create(&self) -> io::Result<()> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.path)
+    }
+
+    /// Remove it with all that is in it.
+    ///
+    /// # Errors
+    /// When something in it cannot be removed.
+    pub fn remove(&self) -> io::Result<()> {
+        match fs::remove_dir_all(&self.path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    /// A file of the run directory.
+    #[must_use]
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// The guest's serial console.
+    #[must_use]
+    pub fn console_log(&self) -> PathBuf {
+        self.file("console.log")
+    }
+
+    /// The directory of the `generation`-th QEMU.
+    #[must_use]
+    pub fn vmm(&self, generation: u32) -> Directory {
+        Directory(self.file(&format!("vmm-{generation}")))
+    }
+
+    /// Make the directory of the `generation`-th QEMU, empty: what an earlier attempt left there is removed.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn create_vmm(&self, generation: u32) -> io::Result<Directory> {
+        let directory = self.vmm(generation);
+        match fs::remove_dir_all(&directory.0) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        DirBuilder::new().mode(0o700).create(&directory.0)?;
+        Ok(directory)
+    }
+}
+
+/// Replace the file at `path` by `content` as JSON: after a crash there is the old content or the new, never a part.
+///
+/// # Errors
+/// When it cannot be written; the old content stays.
+pub fn write_json(path: &Path, content: &impl Serialize) -> io::Result<()> {
+    let mut text = serde_json::to_vec_pretty(content)?;
+    text.push(b'\n');
+    write_atomically(path, &text)
+}
+
+/// Replace the file at `path` by `content`, as [`write_json`] does.
+///
+/// # Errors
+/// When it cannot be written; the old content stays.
+pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("new");
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    let written = file.write_all(content).and_then(|()| file.sync_data());
+    if let Err(e) = written.and_then(|()| fs::rename(&temporary, path)) {
+        let _ = fs::remove_file(&temporary);
+        return Err(e);
+    }
+    sync_directory(path.parent().unwrap_or(Path::new("/")))
+}
+
+/// Make a rename or removal in `directory` last.
+///
+/// # Errors
+/// When the directory cannot be synced.
+pub fn sync_directory(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_data()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_write_leaves_the_old_content() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state.json");
+        write_json(&path, &1).unwrap();
+        // A directory in the way of the temporary file.
+        fs::create_dir(path.with_extension("new")).unwrap();
+        assert!(write_json(&path, &2).is_err());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
+    }
+
+    #[test]
+    fn only_vms_are_listed() {
+        let root = tempfile::tempdir().unwrap();
+        RunDir::new(root.path(), "web").create().unwrap();
+        fs::create_dir(root.path().join(".ram")).unwrap();
+        fs::write(root.path().join("file"), "").unwrap();
+        assert_eq!(RunDir::list(root.path()).unwrap(), ["web"]);
+    }
+}

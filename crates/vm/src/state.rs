@@ -1,0 +1,88 @@
+//! What runs: `state.json`.
+
+use crate::definition::Definition;
+use crate::rundir::{RunDir, write_json};
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::qmp::Version;
+use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// The format that this Rekindle writes, and the newest that it reads.
+pub const FORMAT: u32 = 1;
+
+/// `state.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct State {
+    /// The format of this file.
+    pub format: u32,
+    /// The definition as it was when the VM was started, every default filled in.
+    pub definition: Definition,
+    /// The machine that the guest sees: what stays the same over every QEMU.
+    pub hardware: Hardware,
+    /// Counts the QEMUs of this VM, from 1.
+    pub generation: u32,
+    /// The QEMU that runs the guest; none while the VM is being started.
+    pub vmm: Option<Vmm>,
+    /// Its version.
+    pub version: Option<Version>,
+    /// The binary before the last upgrade: where `--rollback` goes.
+    pub previous: Option<PathBuf>,
+}
+
+impl State {
+    /// The state of the VM, if there is one.
+    ///
+    /// # Errors
+    /// When it is there but cannot be read, or was written by a newer Rekindle.
+    pub fn read(rundir: &RunDir) -> io::Result<Option<Self>> {
+        let path = path(rundir);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(io::Error::new(e.kind(), format!("{}: {e}", path.display()))),
+        };
+        #[derive(Deserialize)]
+        struct Format {
+            format: u32,
+        }
+        let odd = |e: serde_json::Error| io::Error::other(format!("{} cannot be understood: {e}", path.display()));
+        let Format { format } = serde_json::from_slice(&text).map_err(odd)?;
+        if format > FORMAT {
+            let text = format!("{} is of format {format}, written by a newer Rekindle; use that one", path.display());
+            return Err(io::Error::other(text));
+        }
+        serde_json::from_slice(&text).map(Some).map_err(odd)
+    }
+
+    /// Write it.
+    ///
+    /// # Errors
+    /// When it cannot be written; the old one stays.
+    pub fn write(&self, rundir: &RunDir) -> io::Result<()> {
+        write_json(&path(rundir), self)
+    }
+}
+
+fn path(rundir: &RunDir) -> PathBuf {
+    rundir.file("state.json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newer_format_is_named_and_nonsense_too() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        assert!(State::read(&rundir).unwrap().is_none());
+        fs::write(path(&rundir), r#"{"format": 99}"#).unwrap();
+        assert!(State::read(&rundir).unwrap_err().to_string().contains("newer Rekindle"));
+        fs::write(path(&rundir), r#"{"format": 1}"#).unwrap();
+        assert!(State::read(&rundir).unwrap_err().to_string().contains("state.json"));
+    }
+}

@@ -1,0 +1,171 @@
+//! What happened when: `timeline.jsonl`, one object a line.
+//!
+//! A span is written when it ends. Times are host clock and monotonic nanoseconds; a mark that QEMU itself stamped
+//! (`STOP`, `RESUME`) carries QEMU's time.
+
+use crate::rundir::RunDir;
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The phases that every technique has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Everything that can be done while the guest still runs.
+    Prepare,
+    /// The guest is stopped and its state saved.
+    Suspend,
+    /// What is to be renewed is renewed.
+    Renew,
+    /// The guest is let go.
+    Resume,
+    /// What is no longer needed goes.
+    Settle,
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Prepare => "prepare",
+            Self::Suspend => "suspend",
+            Self::Renew => "renew",
+            Self::Resume => "resume",
+            Self::Settle => "settle",
+        })
+    }
+}
+
+/// One line: a step that took some time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The VM.
+    pub vm: String,
+    /// The operation, e.g. `reboot vmm --how warm`.
+    pub operation: String,
+    /// Which of its phases.
+    pub phase: Phase,
+    /// Which of the phase's steps.
+    pub step: String,
+    /// When it began: host clock, microseconds since 1970.
+    pub start_host_us: u64,
+    /// When it began: monotonic clock, nanoseconds.
+    pub start_mono_ns: u64,
+    /// How long it took, in microseconds.
+    pub us: u64,
+}
+
+/// Host clock, microseconds since 1970.
+#[must_use]
+pub fn host_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::try_from(d.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// Monotonic clock, nanoseconds.
+#[must_use]
+pub fn mono_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Collects the steps of one operation in memory, so that writing them costs no time while the guest is stopped.
+#[derive(Debug)]
+pub struct Recorder {
+    vm: String,
+    operation: String,
+    entries: Vec<Entry>,
+    phase: Phase,
+    begun: (u64, u64),
+}
+
+impl Recorder {
+    /// Begin with the phase `prepare`.
+    #[must_use]
+    pub fn new(vm: &str, operation: &str) -> Self {
+        let begun = (host_us(), mono_ns());
+        Self { vm: vm.into(), operation: operation.into(), entries: Vec::new(), phase: Phase::Prepare, begun }
+    }
+
+    /// The next steps belong to `phase`, and the next one begins now.
+    pub fn phase(&mut self, phase: Phase) {
+        self.phase = phase;
+        self.begun = (host_us(), mono_ns());
+    }
+
+    /// What began with the last call ends here and was `step`; the next one begins.
+    pub fn step(&mut self, step: &str) {
+        let now = (host_us(), mono_ns());
+        self.entries.push(Entry {
+            vm: self.vm.clone(),
+            operation: self.operation.clone(),
+            phase: self.phase,
+            step: step.into(),
+            start_host_us: self.begun.0,
+            start_mono_ns: self.begun.1,
+            us: (now.1 - self.begun.1) / 1000,
+        });
+        self.begun = now;
+    }
+
+    /// The steps so far.
+    #[must_use]
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Append the steps to the VM's timeline. The operation is not undone because its timeline cannot be written.
+    pub fn write(&self, rundir: &RunDir) {
+        if let Err(e) = append(rundir, &self.entries) {
+            tracing::warn!("{}: {e}", rundir.file(FILE).display());
+        }
+    }
+}
+
+const FILE: &str = "timeline.jsonl";
+
+fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
+    let mut text = Vec::new();
+    for entry in entries {
+        serde_json::to_writer(&mut text, entry)?;
+        text.push(b'\n');
+    }
+    OpenOptions::new().create(true).append(true).mode(0o600).open(rundir.file(FILE))?.write_all(&text)
+}
+
+/// The timeline of a VM, oldest first. A last line that a crash cut short is left out.
+///
+/// # Errors
+/// When the file is there but cannot be read.
+pub fn read(rundir: &RunDir) -> io::Result<Vec<Entry>> {
+    match fs::read_to_string(rundir.file(FILE)) {
+        Ok(text) => Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_follow_one_another_without_a_gap_and_are_read_back() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let mut recorder = Recorder::new("web", "reboot vmm --how warm");
+        recorder.step("spawn");
+        recorder.step("wait");
+        recorder.phase(Phase::Suspend);
+        recorder.step("stop");
+        recorder.write(&rundir);
+        fs::write(rundir.file(FILE), fs::read_to_string(rundir.file(FILE)).unwrap() + "{\"vm\": \"we").unwrap();
+        let entries = read(&rundir).unwrap();
+        assert_eq!(entries, recorder.entries());
+        assert_eq!(entries[2].phase, Phase::Suspend);
+        assert!(entries[1].start_mono_ns >= entries[0].start_mono_ns + entries[0].us * 1000);
+    }
+}
