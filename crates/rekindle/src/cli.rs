@@ -1,0 +1,186 @@
+//! Commands and flags, declared once: help, completions and man pages come from here.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use rekindle_vm::definition::{Name, Span};
+use std::path::PathBuf;
+
+/// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 110, arg_required_else_help = true, after_help = EXIT_STATUS)]
+pub struct Cli {
+    /// Write one JSON object for machines instead of lines for people.
+    #[arg(long, global = true)]
+    pub json: bool,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXIT_STATUS: &str = "\
+Exit status: 0 done; 1 failed, and the guest is as it was; 2 wrong usage; 3 failed, and the guest needs `rekindle recover`.";
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start a VM from its definition.
+    ///
+    /// Needs: the files that the definition names; room for its RAM; root for taps.
+    /// On success: the guest boots in a QEMU that does not depend on this command.
+    /// On failure: nothing is left behind.
+    Run(Run),
+    /// List the VMs.
+    Ls,
+    /// Show a VM: what it is made of, every default filled in, and what runs it.
+    Show(Show),
+    /// Connect this terminal to a VM's serial console; leave it with Ctrl-].
+    Console(NameOnly),
+    /// Shut a VM down and remove what Rekindle keeps of it.
+    ///
+    /// Needs: nothing else at work on the VM.
+    /// On success: nothing of it is left but its disks.
+    /// On failure: what could not be removed is named; the same command goes on.
+    Stop(Stop),
+    /// Reboot something under, or in, a VM.
+    #[command(subcommand)]
+    Reboot(Reboot),
+    /// Finish or undo an operation that was cut off, or boot a guest whose QEMU has died.
+    ///
+    /// Needs: nothing else at work on the VM.
+    /// On success: exactly one QEMU runs the guest; what became of its memory is said.
+    /// On failure: nothing runs that did not before; it can be done again.
+    Recover(NameOnly),
+    /// Watch a service and tell its gaps: the longest silence a client sees.
+    Probe(Probe),
+    /// Tell what this host lacks, and the mend.
+    Doctor(Doctor),
+    /// Write shell completions to standard output.
+    #[command(hide = true)]
+    Completions(Completions),
+    /// Write the man pages into a directory.
+    #[command(hide = true)]
+    Man(Man),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Reboot {
+    /// Replace the QEMU process of VMs, under running guests.
+    ///
+    /// Needs: the VMs run; the new QEMU knows their machine type, CPU model and devices.
+    /// On success: each guest runs in a new QEMU.
+    /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
+    Vmm(RebootVmm),
+}
+
+#[derive(Debug, Args)]
+pub struct Run {
+    /// The VM's definition (TOML).
+    pub file: PathBuf,
+    /// The QEMU to use instead of the one that the definition names.
+    #[arg(long, value_name = "PATH")]
+    pub qemu: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Show {
+    /// The VM.
+    pub name: Name,
+    /// Draw what was done to it as bars over time.
+    #[arg(long)]
+    pub timeline: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct NameOnly {
+    /// The VM.
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
+pub struct Stop {
+    /// The VMs.
+    #[arg(required = true)]
+    pub names: Vec<Name>,
+    /// Pull the plug: do not ask the guest.
+    #[arg(long)]
+    pub now: bool,
+    /// How long the guest may take to shut down before the plug is pulled [default: the definition's].
+    #[arg(long, conflicts_with = "now", value_name = "TIME")]
+    pub timeout: Option<Span>,
+}
+
+/// How a VMM is replaced.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum How {
+    /// The guest's RAM stays where it is: stopped for milliseconds.
+    Warm,
+    /// The guest's RAM goes to disk and back.
+    Saved,
+    /// The guest is shut down and booted.
+    Cold,
+}
+
+#[derive(Debug, Args)]
+pub struct RebootVmm {
+    /// The VMs.
+    #[arg(required_unless_present = "all")]
+    pub names: Vec<Name>,
+    /// All VMs that run.
+    #[arg(long, conflicts_with = "names")]
+    pub all: bool,
+    /// How.
+    #[arg(long, value_enum, default_value = "warm")]
+    pub how: How,
+    /// The QEMU to run from now on [default: the one that runs].
+    #[arg(long, value_name = "PATH")]
+    pub qemu: Option<PathBuf>,
+    /// Back to the QEMU before the last upgrade.
+    #[arg(long, conflicts_with = "qemu")]
+    pub rollback: bool,
+    /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
+    #[arg(long)]
+    pub verify_memory: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Probe {
+    /// http://HOST[:PORT]/PATH (keep-alive), tcp://HOST:PORT (connects) or echo://HOST:PORT (one open connection).
+    pub url: String,
+    /// Time between requests.
+    #[arg(long, default_value = "10ms", value_name = "TIME")]
+    pub every: Span,
+    /// How long to watch [default: until interrupted].
+    #[arg(long, value_name = "TIME")]
+    pub duration: Option<Span>,
+    /// A request with no answer for this long has failed.
+    #[arg(long, default_value = "10s", value_name = "TIME")]
+    pub timeout: Span,
+    /// Connections side by side.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub connections: usize,
+    /// Width of the intervals in which throughput is counted.
+    #[arg(long, default_value = "100ms", value_name = "TIME")]
+    pub interval: Span,
+    /// Probe from inside this network namespace.
+    #[arg(long, value_name = "NAME")]
+    pub netns: Option<String>,
+    /// With --json: also one line per interval and gap as they come.
+    #[arg(long)]
+    pub follow: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// The QEMU to look at.
+    #[arg(long, default_value = "qemu-system-x86_64", value_name = "PATH")]
+    pub qemu: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct Completions {
+    /// The shell.
+    pub shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub struct Man {
+    /// The directory.
+    pub directory: PathBuf,
+}

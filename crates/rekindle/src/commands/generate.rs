@@ -1,0 +1,19 @@
+//! Shell completions and man pages, from the declared flags.
+
+use crate::cli::{Cli, Completions, Man};
+use anyhow::{Context, Result};
+use clap::CommandFactory;
+use std::io;
+use std::process::ExitCode;
+
+pub fn completions(arguments: &Completions) -> Result<ExitCode> {
+    clap_complete::generate(arguments.shell, &mut Cli::command(), "rekindle", &mut io::stdout());
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn man(arguments: &Man) -> Result<ExitCode> {
+    let directory = &arguments.directory;
+    std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+    clap_mangen::generate_to(Cli::command(), directory).with_context(|| directory.display().to_string())?;
+    Ok(ExitCode::SUCCESS)
+}

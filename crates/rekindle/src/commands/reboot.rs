@@ -1,0 +1,162 @@
+//! `rekindle reboot`.
+
+use crate::cli::{How, RebootVmm};
+use crate::output::{Output, Usage, duration, status_left};
+use anyhow::Result;
+use indicatif::{ProgressBar, ProgressStyle};
+use rekindle_reboot::vmm::{self, Options, Outcome, Report};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, Status};
+use rekindle_vm::rundir::RunDir;
+use serde::Serialize;
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// What machines are told.
+#[derive(Serialize)]
+struct Told<'a> {
+    how: vmm::How,
+    vms: Vec<One<'a>>,
+    /// From the first guest's stop to the last guest's resume.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_stop_to_last_resume_us: Option<u64>,
+}
+
+#[derive(Serialize)]
+#[serde(tag = "outcome", rename_all = "kebab-case")]
+enum One<'a> {
+    Done {
+        #[serde(flatten)]
+        report: &'a Report,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        memory_changed_bytes: Option<u64>,
+    },
+    Failed {
+        name: &'a str,
+        left: vmm::Left,
+        error: String,
+    },
+}
+
+pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let names = if arguments.all { running(&host)? } else { distinct(arguments)? };
+    let how = match arguments.how {
+        How::Warm => vmm::How::Warm,
+        How::Saved => vmm::How::Saved,
+        How::Cold => vmm::How::Cold,
+    };
+    let options = Options {
+        how,
+        qemu: arguments.qemu.clone(),
+        rollback: arguments.rollback,
+        verify_memory: arguments.verify_memory,
+    };
+    let waiting = spinner(output, format!("{how} reboot of {}", names.join(", ")));
+    let outcomes = vmm::reboot(&host, &names, &options);
+    waiting.finish_and_clear();
+    tell(output, how, &outcomes)?;
+    let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.left), |_| 0)).max();
+    Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// What is done takes as long as the guest or the disk takes: there is no amount to count down.
+fn spinner(output: &Output, message: String) -> ProgressBar {
+    if output.json() || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new_spinner().with_message(message);
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+fn running(host: &Host) -> Result<Vec<String>> {
+    let mut names = RunDir::list(&host.root)?;
+    names.retain(|name| matches!(life::status(&RunDir::new(&host.root, name)), Ok(Status::Running)));
+    if names.is_empty() {
+        return Err(Usage("--all: no VM runs".into()).into());
+    }
+    Ok(names)
+}
+
+fn distinct(arguments: &RebootVmm) -> Result<Vec<String>> {
+    let mut names: Vec<String> = Vec::new();
+    for name in arguments.names.iter().map(ToString::to_string) {
+        if names.contains(&name) {
+            return Err(Usage(format!("VM {name} is named twice")).into());
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
+
+fn tell(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
+    let done = || outcomes.iter().filter_map(|(_, outcome)| outcome.as_ref().ok());
+    let first = done().map(|report| report.stop_host_us).min();
+    let last = done().map(|report| report.resume_host_us).max();
+    let span = first.zip(last).map(|(first, last)| last.saturating_sub(first));
+    let mut text = String::new();
+    let mut vms = Vec::new();
+    for (name, outcome) in outcomes {
+        match outcome {
+            Ok(report) => {
+                text += &line(report);
+                let memory_changed_bytes = report.memory.as_ref().map(|memory| memory.ram_changed_bytes);
+                vms.push(One::Done { report, memory_changed_bytes });
+            }
+            Err(failure) => {
+                let error = format!("{:#}", anyhow::Error::msg(chain(failure)));
+                // People get errors on standard error.
+                if !output.json() {
+                    eprintln!("rekindle: {name}: {error}");
+                }
+                vms.push(One::Failed { name, left: failure.left, error });
+            }
+        }
+    }
+    if let (Some(span), true) = (span, outcomes.len() > 1) {
+        text += &format!("from the first stop to the last resume: {}\n", duration(span));
+    }
+    if output.json() || !text.is_empty() {
+        output.result(&Told { how, vms, first_stop_to_last_resume_us: span }, text)?;
+    }
+    Ok(())
+}
+
+fn line(report: &Report) -> String {
+    let version = |side: &vmm::Side| side.version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let mut line = format!(
+        "{}: stopped for {}; QEMU {} (process {}) -> QEMU {} (process {})",
+        report.name,
+        duration(report.stopped_us),
+        version(&report.from),
+        report.from.pid,
+        version(&report.to),
+        report.to.pid
+    );
+    if let Some(memory) = &report.memory {
+        let changed: Vec<_> = memory.blocks_changed.iter().filter(|(_, changed)| **changed).map(|(id, _)| id).collect();
+        line += &format!("; memory changed: {} bytes of RAM, blocks {changed:?}", memory.ram_changed_bytes);
+        if !memory.not_compared.is_empty() {
+            line += &format!(", not compared {:?}", memory.not_compared);
+        }
+    }
+    line + "\n"
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.ends_with(&more) {
+            text += &format!("\n  because: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}

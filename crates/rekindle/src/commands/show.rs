@@ -1,0 +1,141 @@
+//! `rekindle ls` and `rekindle show`.
+
+use crate::cli::Show;
+use crate::output::{Output, duration};
+use anyhow::{Context, Result};
+use comfy_table::{Table, presets};
+use rekindle_qemu::command::Start;
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, LifeError};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::{self, Entry};
+use serde_json::{Value, json};
+use std::fs;
+use std::process::ExitCode;
+
+pub fn list(output: &Output) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(["NAME", "STATUS", "QEMU", "PROCESS", "MEMORY", "MACHINE"]);
+    let mut all = Vec::new();
+    for name in RunDir::list(&host.root)? {
+        let rundir = RunDir::new(&host.root, &name);
+        let status = life::status(&rundir)?;
+        let state = match State::read(&rundir) {
+            Ok(Some(state)) => state,
+            // Just being made or removed.
+            Ok(None) => continue,
+            Err(e) => {
+                all.push(json!({"name": name, "error": e.to_string()}));
+                table.add_row([name, e.to_string()]);
+                continue;
+            }
+        };
+        let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
+        let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
+        table.add_row([
+            name.clone(),
+            status.to_string(),
+            version.clone(),
+            pid.map(|pid| pid.to_string()).unwrap_or_default(),
+            state.definition.memory.to_string(),
+            state.hardware.machine.clone(),
+        ]);
+        all.push(json!({"name": name, "status": status, "qemu_version": version, "pid": pid,
+            "memory": state.definition.memory, "machine": state.hardware.machine}));
+    }
+    let text = if all.is_empty() { "no VMs; start one: rekindle run FILE".to_owned() } else { table.trim_fmt() };
+    output.result(&all, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let name = arguments.name.as_str();
+    let rundir = RunDir::new(&host.root, name);
+    if arguments.timeline {
+        let entries = timeline::read(&rundir)?;
+        output.result(&entries, draw(&entries))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
+    let status = life::status(&rundir)?;
+    let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
+    let mut text = format!("# {name} is {status}\n");
+    if let Some(vmm) = &state.vmm {
+        let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
+        text += &format!("# QEMU {version}: {} (process {})\n", vmm.binary.display(), vmm.pid);
+        text += &format!("# sockets and log: {}\n", vmm.directory.display());
+    }
+    if let Some(previous) = &state.previous {
+        text += &format!("# --rollback goes to {}\n", previous.display());
+    }
+    let hardware = &state.hardware;
+    text += &format!("# pinned: machine {}, cpu {}, accel {}\n", hardware.machine, hardware.cpu, hardware.accel);
+    text += &format!("# RAM: {}\n\n{definition}", hardware.ram.path.display());
+    output.result(&description(&host, &state)?, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A VM for machines.
+pub fn description(host: &Host, state: &State) -> Result<Value> {
+    let rundir = RunDir::new(&host.root, &state.hardware.name);
+    let directory = rundir.vmm(state.generation);
+    Ok(json!({
+        "name": state.hardware.name,
+        "status": life::status(&rundir)?,
+        "run_directory": rundir.path(),
+        "vmm": state.vmm,
+        "qemu_version": state.version,
+        "previous": state.previous,
+        "definition": state.definition,
+        "hardware": state.hardware,
+        "command_line": state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot),
+        "running_command_line": state.vmm.as_ref().and_then(|vmm| command_line(vmm.pid)),
+    }))
+}
+
+/// What a process was really started with.
+fn command_line(pid: u32) -> Option<Vec<String>> {
+    let text = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let arguments = text.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
+    Some(arguments.collect::<Vec<_>>()).filter(|all| all.len() > 1)
+}
+
+/// Width of the bars in characters.
+const WIDTH: u64 = 48;
+
+/// The last operation as bars over time: the whole of it, then the part in which the guest is stopped.
+fn draw(entries: &[Entry]) -> String {
+    let Some(last) = entries.last() else { return "nothing has been done to this VM yet".into() };
+    // The last operation's steps follow one another without a gap.
+    let mut from = entries.len() - 1;
+    while let (Some(before), Some(now)) = (from.checked_sub(1).and_then(|n| entries.get(n)), entries.get(from)) {
+        let end = before.start_mono_ns + before.us * 1000;
+        if before.operation != now.operation || now.start_mono_ns.saturating_sub(end) > 100_000_000 {
+            break;
+        }
+        from -= 1;
+    }
+    let steps = entries.get(from..).unwrap_or_default();
+    let begin = steps.first().map_or(0, |step| step.start_mono_ns);
+    let total = (last.start_mono_ns + last.us * 1000).saturating_sub(begin).max(1);
+    let mut text = format!("{} of {}: {}\n", last.operation, last.vm, duration(total / 1000));
+    for step in steps {
+        let start = (step.start_mono_ns - begin) * WIDTH / total;
+        let end = ((step.start_mono_ns - begin + step.us * 1000) * WIDTH)
+            .div_ceil(total)
+            .clamp(start + 1, WIDTH.max(start + 1));
+        let bar = format!("{}{}", " ".repeat(start as usize), "█".repeat((end - start) as usize));
+        let bar: String = bar.chars().take(WIDTH as usize + 1).collect();
+        text += &format!(
+            "{:8} {:24} {bar:width$} {:>9}\n",
+            step.phase,
+            step.step,
+            duration(step.us),
+            width = WIDTH as usize + 1
+        );
+    }
+    text
+}

@@ -1,0 +1,35 @@
+//! `rekindle stop`.
+
+use crate::cli::Stop;
+use crate::output::Output;
+use anyhow::Result;
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, Ended};
+use std::process::ExitCode;
+use std::time::Duration;
+
+pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let patience = if arguments.now { Some(Duration::ZERO) } else { arguments.timeout.map(|span| span.as_duration()) };
+    let mut failed = None;
+    for name in &arguments.names {
+        match life::stop(&host, name.as_str(), patience) {
+            Ok(ended) => {
+                let how = match ended {
+                    Ended::ByAgent => "shut down by its agent",
+                    Ended::ByAcpi => "shut down by ACPI",
+                    Ended::PoweredOff => "powered off",
+                    Ended::Before => "had ended by itself",
+                };
+                output.result(&serde_json::json!({"name": name, "ended": ended}), format!("{name}: {how}"))?;
+            }
+            Err(e) => {
+                // The others are stopped all the same.
+                if let Some(earlier) = failed.replace(anyhow::Error::from(e)) {
+                    output.error(&earlier);
+                }
+            }
+        }
+    }
+    failed.map_or(Ok(ExitCode::SUCCESS), Err)
+}

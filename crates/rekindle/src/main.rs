@@ -1,0 +1,41 @@
+//! The command line of Rekindle. Thin: each command is a file under `commands` that calls the crate which does it.
+//!
+//! Exit status: 0 done; 1 failed and the guest is as it was; 2 wrong usage; 3 failed and the guest needs `recover`.
+
+mod cli;
+mod commands;
+mod output;
+
+use clap::Parser;
+use cli::{Cli, Command, Reboot};
+use output::Output;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    // A closed pipe (`rekindle ls | head`) ends a program quietly; it is no error to be told.
+    let cli = Cli::parse();
+    let level = tracing_subscriber::EnvFilter::try_from_env("REKINDLE_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
+    let output = Output::new(cli.json);
+    let done = match cli.command {
+        Command::Run(arguments) => commands::run::run(&output, arguments),
+        Command::Ls => commands::show::list(&output),
+        Command::Show(arguments) => commands::show::show(&output, &arguments),
+        Command::Console(arguments) => commands::console::console(&arguments),
+        Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
+        Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
+        Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
+        Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
+        Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
+        Command::Completions(arguments) => commands::generate::completions(&arguments),
+        Command::Man(arguments) => commands::generate::man(&arguments),
+    };
+    match done {
+        Ok(status) => status,
+        Err(error) => {
+            output.error(&error);
+            ExitCode::from(output::status_of(&error))
+        }
+    }
+}

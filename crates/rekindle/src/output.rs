@@ -1,0 +1,105 @@
+//! What people and machines are told.
+
+use rekindle_reboot::vmm::{Failure, Left};
+use serde::Serialize;
+use std::io::{self, IsTerminal, Write};
+
+/// Where results go.
+#[derive(Debug)]
+pub struct Output {
+    json: bool,
+}
+
+impl Output {
+    pub fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// Whether machines read.
+    pub fn json(&self) -> bool {
+        self.json
+    }
+
+    /// A result: as JSON on one line, or the text.
+    pub fn result(&self, value: &impl Serialize, text: impl AsRef<str>) -> io::Result<()> {
+        if self.json { self.line(&serde_json::to_string(value)?) } else { self.line(text.as_ref().trim_end()) }
+    }
+
+    /// One line on standard output. A reader that has gone away is no error.
+    pub fn line(&self, text: &str) -> io::Result<()> {
+        match writeln!(io::stdout(), "{text}") {
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            other => other,
+        }
+    }
+
+    /// An error with all its causes.
+    pub fn error(&self, error: &anyhow::Error) {
+        let mut text = error.to_string();
+        for cause in error.chain().skip(1) {
+            let cause = cause.to_string();
+            // Transparent layers repeat what is below them.
+            if !text.ends_with(&cause) {
+                text += &format!("\n  because: {cause}");
+            }
+        }
+        if self.json {
+            let value = serde_json::json!({ "error": text, "exit_status": status_of(error) });
+            let _ = self.line(&value.to_string());
+        }
+        let (red, plain) = if io::stderr().is_terminal() { ("\x1b[31m", "\x1b[0m") } else { ("", "") };
+        eprintln!("{red}rekindle:{plain} {text}");
+    }
+}
+
+/// The exit status for an error.
+pub fn status_of(error: &anyhow::Error) -> u8 {
+    match error.downcast_ref::<Failure>() {
+        Some(failure) => status_left(failure.left),
+        None if error.downcast_ref::<Usage>().is_some() => 2,
+        None => 1,
+    }
+}
+
+/// The exit status for what a guest is left with.
+pub fn status_left(left: Left) -> u8 {
+    match left {
+        Left::AsItWas => 1,
+        Left::NeedsRecovery => 3,
+    }
+}
+
+/// The command line asks for something that makes no sense.
+#[derive(Debug)]
+pub struct Usage(pub String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// Microseconds for people: `3.4 ms`, `1.20 s`.
+pub fn duration(us: u64) -> String {
+    match us {
+        0..1_000 => format!("{us} µs"),
+        1_000..100_000 => format!("{:.1} ms", us as f64 / 1e3),
+        100_000..1_000_000 => format!("{:.0} ms", us as f64 / 1e3),
+        _ => format!("{:.2} s", us as f64 / 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_the_unit_that_fits() {
+        assert_eq!(duration(999), "999 µs");
+        assert_eq!(duration(3_420), "3.4 ms");
+        assert_eq!(duration(123_456), "123 ms");
+        assert_eq!(duration(61_200_000), "61.20 s");
+    }
+}
