@@ -254,15 +254,31 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
     pub fn send(&mut self, command: &str, arguments: impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
-        let bad = |e: serde_json::Error| QmpError::Io { during: command.into(), source: e.into() };
-        let arguments = serde_json::to_value(arguments).map_err(bad)?;
-        let mut line = if arguments.is_null() {
-            serde_json::to_vec(&serde_json::json!({ "execute": command }))
-        } else {
-            serde_json::to_vec(&serde_json::json!({ "execute": command, "arguments": arguments }))
-        }
-        .map_err(bad)?;
-        line.push(b'\n');
+        self.write(command, &text(command, arguments)?, fds)
+    }
+
+    /// Send all of a command but the brace that closes it; [`Qmp::fire`] sends that.
+    ///
+    /// QEMU reads its monitor byte by byte, at some 5 µs each: a command of a hundred bytes takes half a millisecond
+    /// to arrive. Staged, it takes the time of one byte. Dropped without being fired it has no effect.
+    ///
+    /// # Errors
+    /// [`QmpError::Io`] when the socket fails.
+    pub fn stage(&mut self, command: &str, arguments: impl Serialize) -> Result<(), QmpError> {
+        let text = text(command, arguments)?;
+        let (_brace, most) = text.split_last().unwrap_or((&b'}', &[]));
+        self.write(command, most, &[])
+    }
+
+    /// Send the last byte of the command that was staged.
+    ///
+    /// # Errors
+    /// [`QmpError::Io`] when the socket fails.
+    pub fn fire(&mut self, command: &str) -> Result<(), QmpError> {
+        self.write(command, b"}", &[])
+    }
+
+    fn write(&mut self, command: &str, mut rest: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
         let failed = |source: rustix::io::Errno| match source {
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => QmpError::Closed { during: command.into() },
             other => QmpError::Io { during: command.into(), source: other.into() },
@@ -272,7 +288,6 @@ impl Qmp {
         if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
             return Err(QmpError::Protocol { during: command.into(), text: "too many descriptors".into() });
         }
-        let mut rest = line.as_slice();
         while !rest.is_empty() {
             let sent = sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL);
             rest = rest.get(sent.map_err(failed)?..).unwrap_or_default();
@@ -427,6 +442,18 @@ impl Qmp {
     }
 }
 
+/// A command as JSON, ending with its closing brace: QEMU needs no line end.
+fn text(command: &str, arguments: impl Serialize) -> Result<Vec<u8>, QmpError> {
+    let bad = |e: serde_json::Error| QmpError::Io { during: command.into(), source: e.into() };
+    let arguments = serde_json::to_value(arguments).map_err(bad)?;
+    if arguments.is_null() {
+        serde_json::to_vec(&serde_json::json!({ "execute": command }))
+    } else {
+        serde_json::to_vec(&serde_json::json!({ "execute": command, "arguments": arguments }))
+    }
+    .map_err(bad)
+}
+
 impl AsFd for Qmp {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
@@ -436,22 +463,23 @@ impl AsFd for Qmp {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead, BufReader, Write};
+    use std::io::Write;
     use std::thread;
 
     const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
 
-    /// A monitor that answers each line it gets with the next of `answers`.
+    /// A monitor that answers each command it gets with the next of `answers`.
     fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {
             let mut out = theirs.try_clone().unwrap();
             writeln!(out, "{GREETING}").unwrap();
-            let mut lines = BufReader::new(theirs).lines();
-            lines.next().unwrap().unwrap();
+            // As QEMU's parser, this takes a command at its closing brace, without a line end.
+            let mut commands = serde_json::Deserializer::from_reader(theirs).into_iter::<Value>();
+            commands.next().unwrap().unwrap();
             writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
             for answer in answers {
-                if lines.next().is_none() {
+                if commands.next().is_none() {
                     return;
                 }
                 // In two writes: a line may come in pieces.
@@ -461,6 +489,16 @@ mod tests {
             }
         });
         Qmp::over(ours, Duration::from_secs(10))
+    }
+
+    #[test]
+    fn a_staged_command_is_answered_when_it_is_fired() {
+        let mut qmp = monitor(&[r#"{"return": 1}"#, r#"{"return": 2}"#]).unwrap();
+        qmp.stage("first", serde_json::json!({"filename": "x"})).unwrap();
+        assert_eq!(qmp.try_reply::<u32>("first").unwrap(), None);
+        qmp.fire("first").unwrap();
+        assert_eq!(qmp.reply::<u32>("first").unwrap(), 1);
+        assert_eq!(qmp.execute::<u32>("second", ()).unwrap(), 2);
     }
 
     #[test]

@@ -3,22 +3,28 @@
 //! Both ends are pipes with this process in the middle: it sees every byte, so that it can keep the stream as well,
 //! and it never waits for a QEMU that does not move.
 
+use crate::command::Directory;
 use crate::qmp::{Qmp, QmpError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
 use rustix::io::{Errno, ioctl_fionbio};
 use rustix::pipe::fcntl_setpipe_size;
 use serde_json::{Value, json};
+use std::fs;
 use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// How long the other end of a pipe may stand still.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// Bytes that fit into a pipe: several times a device state.
 const PIPE: usize = 1 << 20;
-/// Names by which a QEMU knows the descriptors it is given.
+/// The command that saves devices without RAM. Built into QEMU for x86 also without Xen.
+pub const SAVE_DEVICES: &str = "xen-save-devices-state";
+/// Name by which a QEMU knows the descriptor that it is given.
 const FD_NAME: &str = "rekindle";
-const FD_SET: u32 = 9571;
 
 /// Why a stream did not get through.
 #[derive(Debug, thiserror::Error)]
@@ -140,21 +146,46 @@ fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Resul
 #[derive(Debug)]
 pub enum Tap {
     /// `xen-save-devices-state`: devices only.
-    Devices(PipeReader),
+    Devices(Fifo),
     /// `migrate` with `x-ignore-shared`: devices, and the RAM blocks that are not shared.
     Migration(PipeReader),
+}
+
+/// A pipe with a name: the command takes a file name, and QEMU would truncate a descriptor that it was handed, which
+/// a pipe does not allow.
+#[derive(Debug)]
+pub struct Fifo {
+    path: PathBuf,
+    reader: PipeReader,
+    /// Held so that the reader sees no end before QEMU has opened it.
+    _writer: OwnedFd,
+}
+
+impl Fifo {
+    fn make(path: PathBuf) -> io::Result<Self> {
+        // One from an attempt that was cut off may still be there.
+        let _ = fs::remove_file(&path);
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+        let reader = open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?;
+        let writer = open(&path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let _ = fcntl_setpipe_size(&writer, PIPE);
+        Ok(Self { path, reader: PipeReader::from(reader), _writer: writer })
+    }
+}
+
+impl Drop for Fifo {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
 }
 
 impl Tap {
     /// Prepare to save by `xen-save-devices-state`.
     ///
     /// # Errors
-    /// When the QEMU refuses the descriptor.
-    pub fn devices(qmp: &mut Qmp) -> Result<Self, TransferError> {
-        // One from an attempt that was given up may still be there.
-        let _ = qmp.execute::<Value>("remove-fd", json!({ "fdset-id": FD_SET }));
-        let reader = Self::hand_over(qmp, "add-fd", json!({ "fdset-id": FD_SET }))?;
-        Ok(Self::Devices(reader))
+    /// When no pipe can be made in the QEMU's directory.
+    pub fn devices(directory: &Directory) -> Result<Self, TransferError> {
+        Fifo::make(directory.0.join("state.fifo")).map(Self::Devices).map_err(TransferError::Pipe)
     }
 
     /// Prepare to save by `migrate` with `x-ignore-shared`.
@@ -165,29 +196,34 @@ impl Tap {
         set_capabilities(qmp, &[("events", true), ("x-ignore-shared", true)])?;
         // No limit: the guest is stopped meanwhile.
         qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
-        let reader = Self::hand_over(qmp, "getfd", json!({ "fdname": FD_NAME }))?;
+        let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
+        let _ = fcntl_setpipe_size(&writer, PIPE);
+        qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), writer.as_fd())?;
+        ioctl_fionbio(&reader, true).map_err(|e| TransferError::Pipe(e.into()))?;
         Ok(Self::Migration(reader))
     }
 
-    fn hand_over(qmp: &mut Qmp, command: &str, arguments: Value) -> Result<PipeReader, TransferError> {
-        let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
-        let _ = fcntl_setpipe_size(&writer, PIPE);
-        qmp.execute_with_fd::<Value>(command, arguments, writer.as_fd())?;
-        ioctl_fionbio(&reader, true).map_err(|e| TransferError::Pipe(e.into()))?;
-        Ok(reader)
+    /// Send ahead what can be sent of the command to save, on a connection that has nothing else to do.
+    ///
+    /// # Errors
+    /// When QEMU has gone.
+    pub fn stage(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
+        if let Self::Devices(fifo) = self {
+            qmp.stage(SAVE_DEVICES, json!({"filename": fifo.path}))?;
+        }
+        Ok(())
     }
 
-    /// Begin to save. Between this and [`Tap::drain`] QEMU computes; other work can be done.
+    /// Begin to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work can be done.
     ///
     /// # Errors
     /// When QEMU has gone, or refuses.
-    pub fn begin(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
+    pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), TransferError> {
         match self {
-            // `live` true and stopped before: QEMU also lets go of its disk images, so that another may have them.
-            Self::Devices(_) => {
-                let file = format!("/dev/fdset/{FD_SET}");
-                qmp.send("xen-save-devices-state", json!({"filename": file, "live": true}), &[])?;
-            }
+            // `live` is true by default: of a guest that was stopped before, QEMU also lets go of its disk images, so
+            // that another may have them.
+            Self::Devices(_) if staged => qmp.fire(SAVE_DEVICES)?,
+            Self::Devices(fifo) => qmp.send(SAVE_DEVICES, json!({"filename": fifo.path}), &[])?,
             Self::Migration(_) => {
                 qmp.drop_events();
                 qmp.execute::<Value>("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
@@ -208,10 +244,10 @@ impl Tap {
         let mut buffer = vec![0; PIPE];
         let deadline = Instant::now() + PATIENCE;
         match &mut self {
-            Self::Devices(pipe) => {
-                // QEMU keeps its end open, so the reply is the end mark, and what was written before it is in the pipe.
+            Self::Devices(Fifo { reader: pipe, .. }) => {
+                // The reply is the end mark: what was written before it is in the pipe.
                 loop {
-                    let replied = qmp.try_reply::<Value>("xen-save-devices-state")?.is_some();
+                    let replied = qmp.try_reply::<Value>(SAVE_DEVICES)?.is_some();
                     while let Some(part) = read_some(pipe, &mut buffer)? {
                         if part.is_empty() {
                             break;

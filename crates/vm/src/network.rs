@@ -7,7 +7,8 @@ use crate::definition::{NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
-use rekindle_kernel::{netns, tap};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::{descriptor, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
 use std::fs;
 use std::io;
@@ -105,25 +106,34 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     }
 }
 
-/// The taps as another QEMU of the same VM is to get them: stand-ins to use, and the real ones to wait.
-///
-/// The real ones are duplicates out of the process that uses them now.
+/// The taps of a VM as a QEMU that takes over is to get them.
+#[derive(Debug)]
+pub struct Duplicates {
+    /// Stand-ins to use at first, and the real ones to wait, at the numbers that its command line names.
+    pub fds: Vec<(OwnedFd, RawFd)>,
+    /// The stand-ins once more. To be held until the guest runs: an interface goes away with its last descriptor, and
+    /// the kernel takes some 15 ms for that.
+    pub stand_ins: Vec<OwnedFd>,
+}
+
+/// Duplicate the taps of a VM out of the QEMU that uses them now.
 ///
 /// # Errors
 /// [`NetworkError::Tap`].
-pub fn duplicate(
-    hardware: &Hardware,
-    from: rekindle_kernel::process::Process,
-) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
-    let mut fds = Vec::new();
+pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, NetworkError> {
+    let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
-        let real = rekindle_kernel::descriptor::take(from, Tap::fd(index)).map_err(failed)?;
-        let stand_in = open_in(tap, tap::open_transient, &format!("rk{}-{index}", std::process::id()))?;
-        fds.push((stand_in, Tap::fd(index)));
-        fds.push((real, Tap::waiting_fd(index)));
+        let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
+        // Many VMs may be at it at once: the name must be this process's and this tap's own.
+        let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
+        let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
+        let stand_in = open_in(tap, tap::open_transient, name.get(..15).unwrap_or(&name))?;
+        duplicates.stand_ins.push(stand_in.try_clone().map_err(failed)?);
+        duplicates.fds.push((stand_in, Tap::fd(index)));
+        duplicates.fds.push((real, Tap::waiting_fd(index)));
     }
-    Ok(fds)
+    Ok(duplicates)
 }
 
 /// The taps of a VM whose QEMU has ended, opened again.

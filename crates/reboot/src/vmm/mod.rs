@@ -359,6 +359,16 @@ fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
     qmp.wait_event("RESUME", Duration::from_secs(10), |event| (event.name == "RESUME").then_some(event.host_us))
 }
 
+/// As [`resume`], with `cont` staged before.
+fn resume_staged(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
+    if !run {
+        return Ok(rekindle_vm::timeline::host_us());
+    }
+    qmp.fire("cont")?;
+    qmp.reply::<Value>("cont")?;
+    qmp.wait_event("RESUME", Duration::from_secs(10), |event| (event.name == "RESUME").then_some(event.host_us))
+}
+
 /// Stop the guest in this QEMU, and tell when.
 fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
     if !runs {

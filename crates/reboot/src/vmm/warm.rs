@@ -6,7 +6,9 @@
 
 use super::preflight::compare_cpus;
 use super::verify::Snapshot;
-use super::{Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch};
+use super::{
+    Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, resume_staged, stop, switch,
+};
 use rekindle_kernel::descriptor;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
@@ -22,6 +24,8 @@ use rekindle_vm::network;
 use rekindle_vm::timeline::Phase;
 use serde_json::Value;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 /// A new QEMU that waits for the guest, beside the old one that still runs it.
 pub(crate) struct Prepared {
@@ -35,13 +39,19 @@ struct Ready {
     new: Vmm,
     new_qmp: Qmp,
     link: Link,
+    /// See [`network::Duplicates::stand_ins`].
+    stand_ins: Vec<OwnedFd>,
 }
 
 /// The way of the state from the old QEMU to the new one.
 struct Link {
     tap: transfer::Tap,
+    /// A second connection to the old QEMU, on which the command to save is staged; none if somebody else has it.
+    save_qmp: Option<Qmp>,
     feed: Feed,
     source: Source,
+    /// Whether `cont` is staged in the new QEMU.
+    staged_cont: bool,
 }
 
 /// Where the RAM blocks come from that are not shared.
@@ -84,10 +94,11 @@ impl Prepared {
 
     /// Stop the guest in the old QEMU and let it go on in the new one.
     pub(crate) fn switch(self) -> Result<Report, Failure> {
-        let Self { mut change, mut journal, ready: Ready { mut old_qmp, new, mut new_qmp, link } } = self;
+        let Self { mut change, mut journal, ready: Ready { mut old_qmp, new, mut new_qmp, link, stand_ins } } = self;
         let handed = hand_over(&mut change, &mut journal, link, &mut old_qmp, &new, &mut new_qmp);
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
+        drop(stand_ins);
         match handed {
             Ok(handed) => {
                 let settled = settle(&mut change, journal, &new, new_qmp, handed);
@@ -123,9 +134,9 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     let hardware = &change.held.state.hardware;
     let old = change.old.clone();
     let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
-    let fds = network::duplicate(hardware, old.process())?;
+    let taps = network::duplicate(hardware, old.process())?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
+    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, taps.fds)?;
     fault::point("warm.prepare.spawned", Some(&old), Some(&new));
     journal.operation.to = Some(new.clone());
     journal.write().map_err(&file)?;
@@ -151,14 +162,24 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
         let mut part = stream::HEADER.to_vec();
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
-        (transfer::Tap::devices(&mut old_qmp)?, Source::Memory { blocks, ahead, section })
+        (transfer::Tap::devices(&old.directory())?, Source::Memory { blocks, ahead, section })
     } else {
         (transfer::Tap::migration(&mut old_qmp)?, Source::Stream)
     };
+    let mut save_qmp = Qmp::connect(&old.directory().watch(), Duration::from_millis(100)).ok();
+    if let Some(qmp) = &mut save_qmp {
+        tap.stage(qmp)?;
+    }
+    new_qmp.drop_events();
+    // A comparison of the memory asks the new QEMU more before that.
+    let staged_cont = !change.options.verify_memory;
+    if staged_cont {
+        new_qmp.stage("cont", ())?;
+    }
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
-    let link = Link { tap, feed, source };
-    Ok(Ready { old_qmp, new, new_qmp, link })
+    let link = Link { tap, save_qmp, feed, source, staged_cont };
+    Ok(Ready { old_qmp, new, new_qmp, link, stand_ins: taps.stand_ins })
 }
 
 fn unreadable(old: &Vmm, source: io::Error) -> RebootError {
@@ -198,7 +219,7 @@ fn hand_over(
     new: &Vmm,
     new_qmp: &mut Qmp,
 ) -> Result<Handed, RebootError> {
-    let Link { tap, mut feed, source } = link;
+    let Link { tap, mut save_qmp, mut feed, source, staged_cont } = link;
     let file = change.file_error("operation.json");
     let old = change.old.clone();
     let ram = change.held.state.hardware.ram.path.clone();
@@ -219,7 +240,15 @@ fn hand_over(
     }
 
     // QEMU computes its state meanwhile.
-    tap.begin(old_qmp)?;
+    let staged = save_qmp.is_some();
+    let save_qmp = save_qmp.as_mut().unwrap_or(old_qmp);
+    tap.begin(save_qmp, staged)?;
+    // Nobody runs the guest: the new QEMU may have the taps. It idles now, and would not while it loads.
+    for (index, _) in change.held.state.hardware.taps() {
+        descriptor::replace(new.process(), Tap::waiting_fd(index), Tap::fd(index))
+            .map_err(|source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source })?;
+    }
+    points("warm.suspend.taps");
     let mut whole = Vec::with_capacity(1 << 20);
     let mut carried = None;
     if let Source::Memory { blocks, ahead, mut section } = source {
@@ -238,7 +267,7 @@ fn hand_over(
     change.recorder.step("read blocks");
     // The new QEMU has had a header already where the blocks went ahead.
     let mut skip = if carried.is_some() { stream::HEADER.len() } else { 0 };
-    tap.drain(old_qmp, |part| {
+    tap.drain(save_qmp, |part| {
         let skipped = skip.min(part.len());
         skip -= skipped;
         let part = part.get(skipped..).unwrap_or_default();
@@ -275,15 +304,14 @@ fn hand_over(
     }
 
     change.recorder.phase(Phase::Resume);
-    for (index, _) in change.held.state.hardware.taps() {
-        descriptor::replace(new.process(), Tap::waiting_fd(index), Tap::fd(index))
-            .map_err(|source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source })?;
-    }
-    points("warm.resume.taps");
     journal.operation.untouched_since_ns = handover::mark(&ram);
     journal.advance(Step::Resume).map_err(&file)?;
+    change.recorder.step("decide");
     points("warm.resume.journalled");
-    let resumed = resume(new_qmp, change.running)?;
+    let resumed = match staged_cont {
+        true => resume_staged(new_qmp, change.running)?,
+        false => resume(new_qmp, change.running)?,
+    };
     change.recorder.step("resume");
     Ok(Handed { stopped, resumed, memory })
 }

@@ -113,7 +113,10 @@ fn draw(entries: &[Entry]) -> String {
     let mut from = entries.len() - 1;
     while let (Some(before), Some(now)) = (from.checked_sub(1).and_then(|n| entries.get(n)), entries.get(from)) {
         let end = before.start_mono_ns + before.us * 1000;
-        if before.operation != now.operation || now.start_mono_ns.saturating_sub(end) > 100_000_000 {
+        if before.operation != now.operation
+            || before.phase > now.phase
+            || now.start_mono_ns.saturating_sub(end) > 1_000_000_000
+        {
             break;
         }
         from -= 1;
