@@ -166,13 +166,17 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     } else {
         (transfer::Tap::migration(&mut old_qmp)?, Source::Stream)
     };
-    let mut save_qmp = Qmp::connect(&old.directory().watch(), Duration::from_millis(100)).ok();
+    let mut save_qmp = match source {
+        Source::Memory { .. } => Qmp::connect(&old.directory().watch(), Duration::from_millis(100)).ok(),
+        // A descriptor that was handed to one monitor is not known to another.
+        Source::Stream => None,
+    };
     if let Some(qmp) = &mut save_qmp {
         tap.stage(qmp)?;
     }
     new_qmp.drop_events();
     // A comparison of the memory asks the new QEMU more before that.
-    let staged_cont = !change.options.verify_memory;
+    let staged_cont = change.running && !change.options.verify_memory;
     if staged_cont {
         new_qmp.stage("cont", ())?;
     }
