@@ -1,0 +1,29 @@
+# Rekindle. `make help` lists what there is.
+
+.PHONY: help build demo test lint unit guests lab bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo             start a guest, replace QEMU 7.2 by 10.0 under it; warm, saved and cold side by side'
+	@echo 'make test             the whole check'
+	@echo 'make build            target/release/rekindle'
+	@echo 'make bench TOPIC=vmm  measure against the peers (QUICK=1: within 8 minutes)'
+	@echo 'make lint | unit | guests | lab   parts of make test'
+
+build:
+	cargo build --release --locked
+
+demo:
+	scripts/demo
+
+test:
+	scripts/test
+
+lint unit guests lab:
+	scripts/test $@
+
+bench:
+	scripts/bench "$(TOPIC)"
+
+clean:
+	cargo clean
