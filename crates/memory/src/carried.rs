@@ -7,28 +7,41 @@ use rekindle_kernel::memory::{self, PAGE_SIZE, PageMap};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::Blocks;
-use std::collections::BTreeMap;
 use std::io;
 
 /// One page.
 pub type Page = [u8; PAGE_SIZE];
 
-/// A block without its content: name and bytes in use.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One block with its content.
+#[derive(Debug, Clone)]
 pub struct Block {
     /// QEMU's name for it.
     pub id: String,
     /// Bytes in use.
     pub used: u64,
-    pages: BTreeMap<u64, Box<Page>>,
+    /// Runs of populated pages by byte offset, ascending and apart. What is between them is zero.
+    runs: Vec<(u64, Vec<u8>)>,
 }
 
 impl Block {
-    /// The pages that are not all zero, by byte offset.
+    /// The pages that are not all zero, by byte offset, ascending.
     pub fn pages(&self) -> impl Iterator<Item = (u64, &Page)> {
-        self.pages.iter().map(|(&offset, page)| (offset, &**page))
+        self.runs
+            .iter()
+            .flat_map(|(start, bytes)| (*start..).step_by(PAGE_SIZE).zip(bytes.as_chunks::<PAGE_SIZE>().0))
+            .filter(|(_, page)| **page != ZERO)
     }
 }
+
+impl PartialEq for Block {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.id, self.used) == (&other.id, other.used) && self.pages().eq(other.pages())
+    }
+}
+
+impl Eq for Block {}
+
+const ZERO: Page = [0; PAGE_SIZE];
 
 /// The content of all RAM blocks but the main RAM, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -52,18 +65,13 @@ impl Carried {
                 let text = format!("this QEMU does not tell where its RAM block {} is", block.id);
                 return Err(io::Error::new(io::ErrorKind::Unsupported, text));
             };
-            let mut pages = BTreeMap::new();
+            let mut runs = Vec::new();
             for run in map.populated(address, block.used)? {
                 let mut bytes = vec![0; (run.end - run.start) as usize];
                 memory::read(process, address + run.start, &mut bytes)?;
-                let (contents, _) = bytes.as_chunks::<PAGE_SIZE>();
-                for (offset, page) in (run.start..).step_by(PAGE_SIZE).zip(contents) {
-                    if page.iter().any(|&byte| byte != 0) {
-                        pages.insert(offset, Box::new(*page));
-                    }
-                }
+                runs.push((run.start, bytes));
             }
-            carried.blocks.push(Block { id: block.id.clone(), used: block.used, pages });
+            carried.blocks.push(Block { id: block.id.clone(), used: block.used, runs });
         }
         Ok(carried)
     }
@@ -73,7 +81,6 @@ impl Carried {
     /// `None` when blocks have come, gone or changed their size: then there is no patch, only a new start.
     #[must_use]
     pub fn changes_since<'a>(&'a self, older: &'a Self) -> Option<Vec<(&'a str, u64, &'a Page)>> {
-        const ZERO: &Page = &[0; PAGE_SIZE];
         if self.blocks.len() != older.blocks.len() {
             return None;
         }
@@ -82,13 +89,20 @@ impl Carried {
             if (&new.id, new.used) != (&old.id, old.used) {
                 return None;
             }
-            for (offset, page) in new.pages() {
-                if old.pages.get(&offset).is_none_or(|before| **before != *page) {
-                    changes.push((new.id.as_str(), offset, page));
+            // Both ascend: one walk along them finds what came, went and changed.
+            let mut old_pages = old.pages().peekable();
+            let mut new_pages = new.pages().peekable();
+            loop {
+                let old_at = old_pages.peek().map_or(u64::MAX, |(offset, _)| *offset);
+                let new_at = new_pages.peek().map_or(u64::MAX, |(offset, _)| *offset);
+                let before = old_pages.next_if(|(offset, _)| *offset <= new_at);
+                let after = new_pages.next_if(|(offset, _)| *offset <= old_at);
+                match (before, after) {
+                    (None, None) => break,
+                    (Some((gone, _)), None) => changes.push((new.id.as_str(), gone, &ZERO)),
+                    (Some((_, before)), Some((_, after))) if before == after => {}
+                    (_, Some((offset, after))) => changes.push((new.id.as_str(), offset, after)),
                 }
-            }
-            for offset in old.pages.keys().filter(|offset| !new.pages.contains_key(offset)) {
-                changes.push((new.id.as_str(), *offset, ZERO));
             }
         }
         Some(changes)
@@ -102,15 +116,10 @@ impl Carried {
     /// The blocks as read back from a stream.
     #[must_use]
     pub fn from_stream(blocks: Blocks) -> Self {
-        let page = |bytes: Vec<u8>| <Box<Page>>::try_from(bytes.into_boxed_slice()).ok();
         let blocks = blocks
             .into_iter()
             .filter(|(id, _)| id != MAIN_RAM)
-            .map(|(id, (used, pages))| Block {
-                id,
-                used,
-                pages: pages.into_iter().filter_map(|(offset, bytes)| Some((offset, page(bytes)?))).collect(),
-            })
+            .map(|(id, (used, pages))| Block { id, used, runs: pages.into_iter().collect() })
             .collect();
         Self { blocks }
     }
@@ -120,11 +129,11 @@ impl Carried {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::BTreeMap;
 
     fn carried(pages: &BTreeMap<u64, u8>) -> Carried {
-        let pages = pages.iter().filter(|(_, byte)| **byte != 0);
-        let pages = pages.map(|(n, byte)| (n * PAGE_SIZE as u64, Box::new([*byte; PAGE_SIZE]))).collect();
-        Carried { blocks: vec![Block { id: "vga.vram".into(), used: 1 << 20, pages }] }
+        let runs = pages.iter().map(|(n, byte)| (n * PAGE_SIZE as u64, vec![*byte; PAGE_SIZE])).collect();
+        Carried { blocks: vec![Block { id: "vga.vram".into(), used: 1 << 20, runs }] }
     }
 
     #[test]

@@ -31,7 +31,8 @@ pub const PAGE: usize = 4096;
 const SECTION_START: u8 = 1;
 const SECTION_END: u8 = 3;
 const SECTION_FOOTER: u8 = 0x7e;
-const END_OF_STREAM: u8 = 0;
+/// Section type that ends a stream: its last byte.
+pub const END_OF_STREAM: u8 = 0;
 const RAM_VERSION: u32 = 4;
 /// QEMU numbers its sections upwards from 0; ours only has to differ from them.
 const RAM_SECTION_ID: u32 = 0x7fff_0001;

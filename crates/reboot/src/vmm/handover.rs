@@ -8,14 +8,14 @@ use rekindle_qemu::transfer::{Capabilities, Feed, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::journal::SavedState;
 use rekindle_vm::network;
-use rekindle_vm::rundir::{RunDir, write_atomically};
+use rekindle_vm::rundir::RunDir;
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};
-use std::fs;
-use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// The file of a warm reboot: all of the guest but its main RAM.
@@ -30,14 +30,36 @@ pub(crate) const WARM: Capabilities<'static> =
 /// How long a load may take that has to read the guest's RAM from a disk.
 pub(crate) const LOAD: Duration = Duration::from_secs(3600);
 
-/// Keep the stream of a warm reboot.
-///
-/// # Errors
-/// When it cannot be written.
-pub(crate) fn keep(rundir: &RunDir, stream: &[u8]) -> io::Result<SavedState> {
-    let path = rundir.file(FILE);
-    write_atomically(&path, stream)?;
-    Ok(SavedState { path, bytes: stream.len() as u64, digest: xxh3_64(stream), without_ram: true })
+/// Keeps the stream of a warm reboot as it is written, part by part: what the new QEMU was sent ahead is in the file
+/// before the guest is stopped.
+pub(crate) struct Keeper {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    digest: Xxh3,
+}
+
+impl Keeper {
+    /// Begin. The file means nothing before the journal names it with its length and digest.
+    pub(crate) fn begin(rundir: &RunDir) -> Result<Self, RebootError> {
+        let path = rundir.file(FILE);
+        let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
+        let file = opened.map_err(|source| RebootError::File { path: path.clone(), source })?;
+        Ok(Self { path, file, bytes: 0, digest: Xxh3::new() })
+    }
+
+    /// The next part.
+    pub(crate) fn write(&mut self, part: &[u8]) -> Result<(), RebootError> {
+        self.digest.update(part);
+        self.bytes += part.len() as u64;
+        self.file.write_all(part).map_err(|source| RebootError::File { path: self.path.clone(), source })
+    }
+
+    /// The stream is whole: make it last.
+    pub(crate) fn finish(self) -> Result<SavedState, RebootError> {
+        self.file.sync_data().map_err(|source| RebootError::File { path: self.path.clone(), source })?;
+        Ok(SavedState { path: self.path, bytes: self.bytes, digest: self.digest.digest(), without_ram: true })
+    }
 }
 
 /// Remove the stream of a warm reboot.
@@ -147,7 +169,11 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let saved = keep(&rundir, content).unwrap();
+        let mut keeper = Keeper::begin(&rundir).unwrap();
+        for part in content.chunks(5) {
+            keeper.write(part).unwrap();
+        }
+        let saved = keeper.finish().unwrap();
         (root, saved)
     }
 

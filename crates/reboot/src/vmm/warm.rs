@@ -4,6 +4,7 @@
 //! it cannot map (firmware, ACPI tables, video memory). Then: stop, save the device state through this process into
 //! the new QEMU as it comes, continue there. RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
 
+use super::handover::Keeper;
 use super::preflight::compare_cpus;
 use super::verify::Snapshot;
 use super::{
@@ -49,6 +50,8 @@ struct Link {
     /// A second connection to the old QEMU, on which the command to save is staged; none if somebody else has it.
     save_qmp: Option<Qmp>,
     feed: Feed,
+    /// What the feed is given is kept as well.
+    keeper: Keeper,
     source: Source,
     /// Whether `cont` is staged in the new QEMU.
     staged_cont: bool,
@@ -157,11 +160,13 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     let readable = blocks.iter().all(|block| block.address.is_some());
 
     let mut feed = Feed::open(&mut new_qmp, handover::WARM)?;
+    let mut keeper = Keeper::begin(&rundir)?;
     let (tap, source) = if in_one && readable {
         let ahead = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
         let mut part = stream::HEADER.to_vec();
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
+        keeper.write(&part)?;
         (transfer::Tap::devices(&old.directory())?, Source::Memory { blocks, ahead, section })
     } else {
         (transfer::Tap::migration(&mut old_qmp)?, Source::Stream)
@@ -182,7 +187,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     }
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
-    let link = Link { tap, save_qmp, feed, source, staged_cont };
+    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont };
     Ok(Ready { old_qmp, new, new_qmp, link, stand_ins: taps.stand_ins })
 }
 
@@ -223,7 +228,7 @@ fn hand_over(
     new: &Vmm,
     new_qmp: &mut Qmp,
 ) -> Result<Handed, RebootError> {
-    let Link { tap, mut save_qmp, mut feed, source, staged_cont } = link;
+    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont } = link;
     let file = change.file_error("operation.json");
     let old = change.old.clone();
     let ram = change.held.state.hardware.ram.path.clone();
@@ -253,7 +258,7 @@ fn hand_over(
             .map_err(|source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source })?;
     }
     points("warm.suspend.taps");
-    let mut whole = Vec::with_capacity(1 << 20);
+    let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;
     if let Source::Memory { blocks, ahead, mut section } = source {
         let now = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
@@ -264,8 +269,7 @@ fn hand_over(
         }
         section.end(&mut part);
         feed.write(&part)?;
-        whole.extend(stream::HEADER);
-        put_blocks(&mut whole, &now).end(&mut whole);
+        keeper.write(&part)?;
         carried = Some(now);
     }
     change.recorder.step("read blocks");
@@ -275,17 +279,19 @@ fn hand_over(
         let skipped = skip.min(part.len());
         skip -= skipped;
         let part = part.get(skipped..).unwrap_or_default();
-        whole.extend(part);
+        devices.extend(part);
         feed.write(part)
     })?;
     drop(feed);
     change.recorder.step("save devices");
     points("warm.suspend.saved");
-    if let Err(e) = stream::check(&whole) {
-        return Err(unreadable(&old, io::Error::other(e)));
+    // While the new QEMU loads, the same state is kept for the case that both QEMUs die.
+    if devices.last() != Some(&stream::END_OF_STREAM) {
+        return Err(unreadable(&old, io::Error::other("the device state that it saved is cut short")));
     }
-    // While the new QEMU loads, the same bytes are kept for the case that both QEMUs die.
-    journal.operation.saved = Some(handover::keep(&change.held.rundir, &whole).map_err(&file)?);
+    keeper.write(&devices)?;
+    let saved = keeper.finish()?;
+    journal.operation.saved = Some(saved.clone());
     journal.advance(Step::Saved).map_err(&file)?;
     change.recorder.step("keep the state");
     points("warm.suspend.written");
@@ -297,6 +303,7 @@ fn hand_over(
     let mut memory = None;
     if let Some(pages) = before {
         if carried.is_none() {
+            let whole = handover::read(change.name(), &saved)?;
             carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
         }
         let before = Snapshot::new(pages, carried.as_ref());
