@@ -20,7 +20,6 @@ pub const POINTS: &[&str] = &[
     "warm.suspend.taps",
     "warm.suspend.saved",
     "warm.suspend.written",
-    "warm.renew.loaded",
     "warm.resume.journalled",
     "warm.resume.resumed",
     "warm.settle.journalled",

@@ -356,17 +356,12 @@ fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
     }
     qmp.drop_events();
     qmp.execute::<Value>("cont", ())?;
-    qmp.wait_event("RESUME", Duration::from_secs(10), |event| (event.name == "RESUME").then_some(event.host_us))
+    wait_resumed(qmp, Duration::from_secs(10))
 }
 
-/// As [`resume`], with `cont` staged before.
-fn resume_staged(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
-    if !run {
-        return Ok(rekindle_vm::timeline::host_us());
-    }
-    qmp.fire("cont")?;
-    qmp.reply::<Value>("cont")?;
-    qmp.wait_event("RESUME", Duration::from_secs(10), |event| (event.name == "RESUME").then_some(event.host_us))
+/// Wait for QEMU's `RESUME`, and tell when it was.
+fn wait_resumed(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
+    qmp.wait_event("RESUME", timeout, |event| (event.name == "RESUME").then_some(event.host_us))
 }
 
 /// Stop the guest in this QEMU, and tell when.

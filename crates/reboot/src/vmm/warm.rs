@@ -8,7 +8,7 @@ use super::handover::Keeper;
 use super::preflight::compare_cpus;
 use super::verify::Snapshot;
 use super::{
-    Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, resume_staged, stop, switch,
+    Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
 };
 use rekindle_kernel::descriptor;
 use rekindle_memory::carried::Carried;
@@ -296,34 +296,40 @@ fn hand_over(
     change.recorder.step("keep the state");
     points("warm.suspend.written");
 
-    change.recorder.phase(Phase::Renew);
-    wait_loaded(new_qmp, handover::LOAD)?;
-    change.recorder.step("load");
-    points("warm.renew.loaded");
     let mut memory = None;
-    if let Some(pages) = before {
-        if carried.is_none() {
-            let whole = handover::read(change.name(), &saved)?;
-            carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
+    if !staged_cont {
+        change.recorder.phase(Phase::Renew);
+        wait_loaded(new_qmp, handover::LOAD)?;
+        change.recorder.step("load");
+        if let Some(pages) = before {
+            if carried.is_none() {
+                let whole = handover::read(change.name(), &saved)?;
+                carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
+            }
+            let before = Snapshot::new(pages, carried.as_ref());
+            let blocks = ramblock::list(new_qmp)?;
+            let carried = Carried::read(new.process(), &blocks).ok();
+            let after = Snapshot::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
+            memory = Some(before.compare(&after));
+            change.recorder.step("compare memory");
         }
-        let before = Snapshot::new(pages, carried.as_ref());
-        let blocks = ramblock::list(new_qmp)?;
-        let carried = Carried::read(new.process(), &blocks).ok();
-        let after = Snapshot::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
-        memory = Some(before.compare(&after));
-        change.recorder.step("compare memory");
     }
 
+    // The new QEMU has been given everything, so this can be decided while it still loads: told to go on, it does so
+    // at the end of a load that succeeds, and a load that fails ends it before it has run the guest.
     change.recorder.phase(Phase::Resume);
     journal.operation.untouched_since_ns = handover::mark(&ram);
     journal.advance(Step::Resume).map_err(&file)?;
     change.recorder.step("decide");
     points("warm.resume.journalled");
-    let resumed = match staged_cont {
-        true => resume_staged(new_qmp, change.running)?,
-        false => resume(new_qmp, change.running)?,
+    let resumed = if staged_cont {
+        new_qmp.fire("cont")?;
+        new_qmp.reply::<Value>("cont")?;
+        wait_resumed(new_qmp, handover::LOAD)?
+    } else {
+        resume(new_qmp, change.running)?
     };
-    change.recorder.step("resume");
+    change.recorder.step(if staged_cont { "load and resume" } else { "resume" });
     Ok(Handed { stopped, resumed, memory })
 }
 
