@@ -9,6 +9,8 @@ use std::fs::OpenOptions;
 use std::path::Path;
 use std::process::Command;
 
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
 /// One thing looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
@@ -74,7 +76,16 @@ fn accel() -> Finding {
 
 fn run_directory() -> Finding {
     match Host::open() {
-        Ok(host) => finding("run directory", Level::Good, host.root.display().to_string(), ""),
+        Ok(host) => {
+            let found = host.root.display().to_string();
+            let tmpfs = rustix::fs::statfs(&host.root).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
+            if tmpfs {
+                finding("run directory", Level::Good, found, "")
+            } else {
+                let mend = "guests are stopped longer, for each synced write: set REKINDLE_RUN_DIR to one on a tmpfs";
+                finding("run directory", Level::Limited, format!("{found} is not on a tmpfs"), mend)
+            }
+        }
         Err(e) => {
             let cause = std::error::Error::source(&e).map(|e| format!(": {e}")).unwrap_or_default();
             finding("run directory", Level::Bad, format!("{e}{cause}"), "set REKINDLE_RUN_DIR to a directory of yours")

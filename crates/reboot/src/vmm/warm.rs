@@ -14,7 +14,7 @@ use rekindle_kernel::descriptor;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_qemu::transfer::{self, Feed, wait_loaded};
@@ -102,6 +102,11 @@ impl Prepared {
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
         drop(stand_ins);
+        let handed = handed.and_then(|handed| {
+            fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
+            let ended = || QmpError::Closed { during: "the first moments of the guest".into() };
+            if new.is_alive() { Ok(handed) } else { Err(ended().into()) }
+        });
         match handed {
             Ok(handed) => {
                 let settled = settle(&mut change, journal, &new, new_qmp, handed);
@@ -342,7 +347,6 @@ fn settle(
     handed: Handed,
 ) -> Result<Report, RebootError> {
     let rundir = change.held.rundir.clone();
-    fault::point("warm.resume.resumed", Some(&change.old), Some(new));
     change.recorder.phase(Phase::Settle);
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
     fault::point("warm.settle.journalled", Some(&change.old), Some(new));
