@@ -145,8 +145,10 @@ const MARK: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_789 };
 /// Mark the RAM file so that [`untouched`] can tell whether it was written to.
 ///
 /// The kernel sets a file's modification time when a page of a shared mapping is first written through a fresh page
-/// table, which is what a QEMU has that has not run its guest yet. Only tmpfs is known to do so here: `None` elsewhere,
-/// which means that nothing can be told.
+/// table, which is what a QEMU has that has not run its guest yet. Pages that the load of the device state has *read*
+/// (virtio rings) are mapped writable with their neighbours, and a write to them alone is not seen; a guest that runs
+/// writes to its stacks and per-processor data at once, which are elsewhere. Only tmpfs is known to do so: `None`
+/// elsewhere, which means that nothing can be told.
 pub(crate) fn mark(ram: &Path) -> Option<i128> {
     let tmpfs = statfs(ram).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
     let times = Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification: MARK };
@@ -154,7 +156,7 @@ pub(crate) fn mark(ram: &Path) -> Option<i128> {
         .then_some(i128::from(MARK.tv_sec) * 1_000_000_000 + i128::from(MARK.tv_nsec))
 }
 
-/// Whether the RAM file has certainly not been written to since it was marked.
+/// Whether the RAM file has not been written to since it was marked.
 pub(crate) fn untouched(ram: &PathBuf, mark: Option<i128>) -> bool {
     let time =
         |metadata: &fs::Metadata| i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec());

@@ -3,8 +3,8 @@
 //! What is alive and what is on disk decides, in this order:
 //!
 //! 1. The new QEMU runs the guest: it is finished.
-//! 2. The old QEMU is there and the guest has certainly not run in the new one: it goes on in the old one.
-//! 3. The saved state is whole and the guest has certainly not run since: a fresh QEMU is started from it.
+//! 2. The old QEMU is there and the guest has not run in the new one: it goes on in the old one.
+//! 3. The saved state is whole and the guest has not run since: a fresh QEMU is started from it.
 //! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
 
 use super::{RebootError, handover, resume, saved, switch};

@@ -102,13 +102,9 @@ impl Prepared {
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
         drop(stand_ins);
-        let handed = handed.and_then(|handed| {
-            fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
-            let ended = || QmpError::Closed { during: "the first moments of the guest".into() };
-            if new.is_alive() { Ok(handed) } else { Err(ended().into()) }
-        });
         match handed {
             Ok(handed) => {
+                fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
                 let settled = settle(&mut change, journal, &new, new_qmp, handed);
                 settled.map_err(|error| Failure::new(Left::NeedsRecovery, error))
             }
@@ -348,8 +344,14 @@ fn settle(
 ) -> Result<Report, RebootError> {
     let rundir = change.held.rundir.clone();
     change.recorder.phase(Phase::Settle);
+    // The guest was seen to go on: from here on the old state is of no use, whatever the RAM file's mark says.
+    journal.operation.untouched_since_ns = None;
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
     fault::point("warm.settle.journalled", Some(&change.old), Some(new));
+    if !new.is_alive() {
+        let said = log_tail(&new.directory(), 10);
+        return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
+    }
     let state = change.held.state.clone();
     let faults = Some(("warm.settle.old-gone", "warm.settle.recorded"));
     let state = switch::settle(&rundir, state, Some(&change.old), new, &new_qmp, journal, faults)?;
@@ -359,8 +361,8 @@ fn settle(
     Ok(change.report(new, &state, (handed.stopped, handed.resumed), handed.memory))
 }
 
-/// The new QEMU failed when it was told to let the guest go: if the guest has certainly not run in it, the old one
-/// goes on.
+/// The new QEMU failed between the decision and its `RESUME`, which was not seen: if it has not written to the guest's
+/// RAM either, the guest has not run in it, and the old one goes on.
 fn failed_at_resume(change: &Change, journal: Journal, new: &Vmm, error: RebootError) -> Failure {
     let rundir = &change.held.rundir;
     let said = log_tail(&new.directory(), 10);
