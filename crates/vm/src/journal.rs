@@ -73,6 +73,13 @@ pub struct Operation {
     pub to: Option<Vmm>,
     /// The saved state, from [`Step::Saved`] on.
     pub saved: Option<SavedState>,
+    /// Whether the guest runs, or was paused by its owner and has to stay so.
+    pub running: bool,
+    /// The guest's memory is lost, and it is being booted from its disks.
+    pub lost: bool,
+    /// The modification times of the writable disk images just before a new QEMU was let go whose RAM came from a disk:
+    /// while they are the same, the saved state and the disks belong together. `None` where that cannot be told.
+    pub disks_at_resume: Option<Vec<(PathBuf, i128)>>,
     /// The RAM file's modification time just before the new QEMU was let go, in ns since 1970: while it is the same
     /// the guest has not run in the new one.
     pub untouched_since_ns: Option<i128>,
@@ -92,6 +99,20 @@ impl Journal {
     /// # Errors
     /// When it cannot be written.
     pub fn open(rundir: &RunDir, kind: Kind, from: Option<Vmm>, generation: u32) -> io::Result<Self> {
+        Self::open_for(rundir, kind, from, generation, true)
+    }
+
+    /// As [`Journal::open`], for a guest that may be paused.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn open_for(
+        rundir: &RunDir,
+        kind: Kind,
+        from: Option<Vmm>,
+        generation: u32,
+        running: bool,
+    ) -> io::Result<Self> {
         let operation = Operation {
             kind,
             step: Step::Prepare,
@@ -100,6 +121,9 @@ impl Journal {
             generation,
             to: None,
             saved: None,
+            running,
+            lost: false,
+            disks_at_resume: None,
             untouched_since_ns: None,
         };
         let journal = Self { path: path(rundir), operation };

@@ -4,7 +4,7 @@ use crate::definition::Definition;
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
-use crate::lock::{Lock, LockError};
+use crate::lock::{self, Lock, LockError};
 use crate::network::{self, NetworkError};
 use crate::rundir::RunDir;
 use crate::state::{FORMAT, State};
@@ -140,8 +140,9 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 /// # Errors
 /// When its run directory cannot be read.
 pub fn status(rundir: &RunDir) -> io::Result<Status> {
-    let busy = Lock::acquire(rundir, "look").is_err();
-    if !busy && Journal::left_behind(rundir)?.is_some() {
+    // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
+    let left_behind = Journal::left_behind(rundir)?.is_some();
+    if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
         return Ok(Status::NeedsRecovery);
     }
     let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm) else { return Ok(Status::Ended) };
@@ -273,7 +274,7 @@ fn prepare(
         let problem = format!("memory = \"{}\" is no multiple of the {page}-byte pages of {place}", definition.memory);
         return Err(unfit(vec![problem]));
     }
-    let file = ram.file(&ram_name(rundir));
+    let file = ram.file(&unique_name(rundir));
     let hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
     let missing = hardware::missing(&hardware, &binary);
     if !missing.is_empty() {
@@ -292,9 +293,10 @@ fn prepare(
     Ok((state, ram))
 }
 
-/// The name of a VM's RAM file. Two users of one RAM directory, or one with two run roots, may both have a VM `web`:
-/// so it says which run directory it belongs to.
-fn ram_name(rundir: &RunDir) -> String {
+/// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both
+/// have a VM `web`: so it says which run directory it belongs to.
+#[must_use]
+pub fn unique_name(rundir: &RunDir) -> String {
     let digest = xxhash_rust::xxh3::xxh3_64(rundir.path().as_os_str().as_bytes());
     format!("{}-{:08x}", rundir.name(), digest as u32)
 }
@@ -305,15 +307,15 @@ fn ram_name(rundir: &RunDir) -> String {
 /// [`RamError`].
 pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
-    ram.remove(&ram_name(rundir))?;
-    ram.create(&ram_name(rundir), hardware.ram.bytes).map(drop)
+    ram.remove(&unique_name(rundir))?;
+    ram.create(&unique_name(rundir), hardware.ram.bytes).map(drop)
 }
 
 fn start(host: &Host, rundir: &RunDir, state: &State, ram: &RamDirectory) -> Result<State, LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     let journal = Journal::open(rundir, Kind::Run, None, state.generation).map_err(failed)?;
     let fds = network::create(host, state)?;
-    ram.create(&ram_name(rundir), state.hardware.ram.bytes)?;
+    ram.create(&unique_name(rundir), state.hardware.ram.bytes)?;
     let directory = rundir.create_vmm(state.generation).map_err(failed)?;
     let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot);
     let vmm = Vmm::spawn(&state.definition.qemu, &arguments, &directory, fds)?;
@@ -380,7 +382,8 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
 /// # Errors
 /// [`LifeError`].
 pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended, LifeError> {
-    let held = Held::take(host, name, "stop")?;
+    // An operation that was cut off does not matter any more: all its QEMUs are ended.
+    let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
     let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
@@ -417,7 +420,7 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     }
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
-        RamDirectory::at(directory)?.remove(&ram_name(rundir))?;
+        RamDirectory::at(directory)?.remove(&unique_name(rundir))?;
     }
     rundir.remove().map_err(failed)?;
     host.release_ram();

@@ -1,6 +1,7 @@
 //! One operation on a VM at a time, and who has it.
 
 use crate::rundir::RunDir;
+use rekindle_kernel::process::Process;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -33,13 +34,28 @@ pub enum LockError {
 #[derive(Serialize, Deserialize)]
 struct Holder {
     pid: u32,
+    started: u64,
     operation: String,
+}
+
+/// Who is at work on the VM, as far as can be seen without taking the lock: looking must not be in anybody's way.
+#[must_use]
+pub fn holder(rundir: &RunDir) -> Option<String> {
+    let holder: Holder = serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()?;
+    Process { pid: holder.pid, started: holder.started }.is_alive().then_some(holder.operation)
 }
 
 /// Held until dropped, or until the process ends: the kernel lets go of it then.
 #[derive(Debug)]
 pub struct Lock {
-    _file: File,
+    file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // So that nobody takes a process that lives on for one that is at work.
+        let _ = self.file.set_len(0);
+    }
 }
 
 impl Lock {
@@ -70,10 +86,11 @@ impl Lock {
             // on a file that nobody else sees.
             let ours = file.metadata().map_err(failed)?.ino();
             if std::fs::metadata(&path).is_ok_and(|now| now.ino() == ours) {
-                let holder = Holder { pid: std::process::id(), operation: operation.into() };
+                let Process { pid, started } = Process::current().map_err(failed)?;
+                let holder = Holder { pid, started, operation: operation.into() };
                 let text = serde_json::to_vec(&holder).map_err(|e| failed(e.into()))?;
                 file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(&text)).map_err(failed)?;
-                return Ok(Self { _file: file });
+                return Ok(Self { file });
             }
         }
     }
@@ -100,7 +117,9 @@ mod tests {
         let first = Lock::acquire(&rundir, "reboot vmm --how warm").unwrap();
         let e = Lock::acquire(&rundir, "stop").unwrap_err().to_string();
         assert!(e.contains("reboot vmm --how warm") && e.contains(&std::process::id().to_string()), "{e}");
+        assert_eq!(holder(&rundir).as_deref(), Some("reboot vmm --how warm"));
         drop(first);
+        assert_eq!(holder(&rundir), None);
         Lock::acquire(&rundir, "stop").unwrap();
     }
 

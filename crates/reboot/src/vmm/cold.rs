@@ -2,7 +2,7 @@
 
 use super::{Change, Failure, Left, RebootError, Report, resume, switch};
 use rekindle_qemu::command::Start;
-use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::timeline::{Phase, host_us};
@@ -10,10 +10,7 @@ use rekindle_vm::{life, network};
 
 /// Replace the VMM by a shutdown and a boot of the guest.
 pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
-    let generation = change.held.state.generation + 1;
-    let file = change.file_error("operation.json");
-    let opened = Journal::open(&change.held.rundir, Kind::VmmCold, Some(change.old.clone()), generation);
-    let journal = opened.map_err(|e| Failure::new(Left::AsItWas, file(e)))?;
+    let journal = change.open_journal(Kind::VmmCold).map_err(|error| Failure::new(Left::AsItWas, error))?;
     shut_down_and_boot(&mut change, journal).map_err(|error| Failure::new(Left::NeedsRecovery, error))
 }
 
@@ -47,6 +44,10 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Repor
     change.recorder.step("boot");
     fault::point("cold.resume.resumed", Some(&old), Some(&new));
     change.recorder.phase(Phase::Settle);
+    if !new.is_alive() {
+        let said = log_tail(&new.directory(), 10);
+        return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
+    }
     let state = switch::settle(&rundir, change.held.state.clone(), None, &new, &qmp, journal, None)?;
     change.recorder.step("record");
     fault::point("cold.settle.recorded", Some(&old), Some(&new));

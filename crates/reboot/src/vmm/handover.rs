@@ -1,6 +1,6 @@
 //! The state of a suspended guest as a file, and starting a QEMU from it.
 
-use super::{RebootError, resume};
+use super::RebootError;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stream;
@@ -120,13 +120,6 @@ pub(crate) fn start_from(
     }
 }
 
-/// Let a guest that was started from a stream go, with its forwarded ports.
-pub(crate) fn let_go(qmp: &mut Qmp, hardware: &Hardware, run: bool) -> Result<u64, RebootError> {
-    let at = resume(qmp, run)?;
-    forward_ports(qmp, hardware);
-    Ok(at)
-}
-
 /// Forward the ports of the user networks: a QEMU that took over was started without, because the one before held
 /// them. The guest runs; a port that somebody else took meanwhile is told and no reason to stop it.
 pub(crate) fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
@@ -158,9 +151,23 @@ pub(crate) fn mark(ram: &Path) -> Option<i128> {
 
 /// Whether the RAM file has not been written to since it was marked.
 pub(crate) fn untouched(ram: &PathBuf, mark: Option<i128>) -> bool {
-    let time =
-        |metadata: &fs::Metadata| i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec());
-    mark.is_some() && fs::metadata(ram).ok().as_ref().map(time) == mark
+    mark.is_some() && fs::metadata(ram).ok().as_ref().map(modified) == mark
+}
+
+/// The modification times of the disk images that the guest can write. `None` if one of them is no regular file: a
+/// block device has none that tells.
+pub(crate) fn disk_times(hardware: &Hardware) -> Option<Vec<(PathBuf, i128)>> {
+    let writable = hardware.disks.iter().filter(|disk| !disk.readonly);
+    writable
+        .map(|disk| {
+            let metadata = fs::metadata(&disk.path).ok().filter(fs::Metadata::is_file)?;
+            Some((disk.path.clone(), modified(&metadata)))
+        })
+        .collect()
+}
+
+fn modified(metadata: &fs::Metadata) -> i128 {
+    i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec())
 }
 
 #[cfg(test)]

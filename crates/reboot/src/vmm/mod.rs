@@ -26,6 +26,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::{Vmm, VmmError};
 use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::{Held, LifeError};
 use rekindle_vm::network::NetworkError;
 use rekindle_vm::state::State;
@@ -170,7 +171,11 @@ pub enum RebootError {
         source: Box<RebootError>,
     },
     /// The saved state is not what was written.
-    #[error("the saved state {} of {name} is damaged: {what}; it is not loaded", path.display())]
+    #[error(
+        "the saved state {} of {name} is damaged: {what}; it is not loaded, and no QEMU has the guest any more; \
+         rekindle stop {name} gives it up",
+        path.display()
+    )]
     Damaged {
         /// The VM.
         name: String,
@@ -274,13 +279,13 @@ pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> 
 /// One VM. Passes the barrier exactly once, whatever happens.
 fn one(host: &Host, name: &str, options: &Options, barrier: &Barrier) -> Result<Report, Failure> {
     let as_it_was = |error| Failure::new(Left::AsItWas, error);
-    let prepared = begin(host, name, options).and_then(|change| match options.how {
+    let prepared = begin(host, name, options).map_err(as_it_was).and_then(|change| match options.how {
         How::Warm => warm::Prepared::new(change).map(|prepared| Ready::Warm(Box::new(prepared))),
         How::Saved => Ok(Ready::Saved(Box::new(change))),
         How::Cold => Ok(Ready::Cold(Box::new(change))),
     });
     barrier.wait();
-    match prepared.map_err(as_it_was)? {
+    match prepared? {
         Ready::Warm(prepared) => prepared.switch(),
         Ready::Saved(change) => saved::reboot(*change),
         Ready::Cold(change) => cold::reboot(*change),
@@ -323,6 +328,13 @@ impl Change {
             to: Side { binary: new.binary.clone(), version: state.version.clone(), pid: new.pid },
             memory,
         }
+    }
+
+    /// Begin the operation's journal.
+    pub(crate) fn open_journal(&self, kind: Kind) -> Result<Journal, RebootError> {
+        let generation = self.held.state.generation + 1;
+        let journal = Journal::open_for(&self.held.rundir, kind, Some(self.old.clone()), generation, self.running);
+        journal.map_err(self.file_error("operation.json"))
     }
 
     pub(crate) fn file_error(&self, file: &str) -> impl Fn(io::Error) -> RebootError + use<> {

@@ -8,6 +8,7 @@
 //! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
 
 use super::{RebootError, handover, resume, saved, switch};
+use rekindle_kernel::process::Process;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
@@ -31,9 +32,11 @@ pub enum Recovered {
     Finished,
     /// The guest was started again from its saved state, with its memory.
     FromState,
+    /// A start or a cold reboot was finished: the guest was booted, as was wanted.
+    Started,
     /// The guest's memory was lost; it was booted from its disks.
     Booted,
-    /// The VM is gone, as was wanted.
+    /// The VM is gone, as was wanted, or because it had never been started.
     Removed,
 }
 
@@ -44,6 +47,7 @@ impl std::fmt::Display for Recovered {
             Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
             Self::FromState => "the guest was started again from its saved state, with its memory",
+            Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
             Self::Removed => "the VM is removed",
         })
@@ -63,7 +67,11 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let Some(journal) = journal else {
         return match held.vmm() {
             Ok(_) => Ok(Recovered::Nothing),
-            Err(_) => boot(&held, None, held.state.generation + 1),
+            Err(_) => {
+                let generation = held.state.generation + 1;
+                let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
+                lose(&held, journal.map_err(|source| file(&held, source))?)
+            }
         };
     };
     match journal.operation.kind {
@@ -72,126 +80,8 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
-        Kind::VmmCold => recover_cold(held, journal),
-        Kind::VmmWarm | Kind::VmmSaved => recover_carried(held, journal),
-    }
-}
-
-fn close(held: &Held, journal: Journal) -> Result<(), RebootError> {
-    let file = held.rundir.file("operation.json");
-    journal.close().map_err(|source| RebootError::File { path: file, source })
-}
-
-/// A start is finished if the QEMU was recorded, else undone.
-fn recover_run(host: &Host, held: Held, journal: Journal) -> Result<Recovered, RebootError> {
-    if held.vmm().is_ok() {
-        close(&held, journal)?;
-        return Ok(Recovered::Finished);
-    }
-    life::clean_up(host, &held.rundir, &held.state)?;
-    Ok(Recovered::Removed)
-}
-
-fn recover_cold(held: Held, journal: Journal) -> Result<Recovered, RebootError> {
-    let generation = journal.operation.generation;
-    // Not yet asked to shut down, or asked and still at it: it is the guest that it was.
-    let old = journal.operation.from.clone().filter(Vmm::is_alive);
-    let new = runs(&held, generation);
-    match (new, old) {
-        (Some((new, qmp)), _) => {
-            switch::settle(&held.rundir, held.state.clone(), None, &new, &qmp, journal, None)?;
-            Ok(Recovered::Finished)
-        }
-        (None, Some(_)) => {
-            switch::end_generation(&held.rundir, generation)?;
-            close(&held, journal)?;
-            Ok(Recovered::Undone)
-        }
-        (None, None) => {
-            switch::end_generation(&held.rundir, generation)?;
-            // A guest that shut itself down has lost nothing; it is booted as was wanted.
-            boot(&held, Some(journal), generation)
-        }
-    }
-}
-
-/// The QEMU of `generation` if it runs the guest.
-fn runs(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
-    let (vmm, mut qmp) = alive(held, generation)?;
-    (life::run_state(&mut qmp).ok()? == "running").then_some((vmm, qmp))
-}
-
-/// The QEMU of `generation` if it lives and answers.
-fn alive(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
-    let directory = held.rundir.vmm(generation);
-    let process = life::processes_of(&directory).ok()?.into_iter().find(|process| process.is_alive())?;
-    let binary = std::fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_else(|_| PathBuf::from("qemu"));
-    let vmm = Vmm { binary, pid: process.pid, started: process.started, directory: directory.0 };
-    let qmp = vmm.connect(Duration::from_secs(10)).ok()?;
-    Some((vmm, qmp))
-}
-
-/// A warm or saved reboot.
-fn recover_carried(held: Held, mut journal: Journal) -> Result<Recovered, RebootError> {
-    let operation = journal.operation.clone();
-    let generation = operation.generation;
-    let old = operation.from.clone().filter(Vmm::is_alive);
-    let new = alive(&held, generation);
-
-    // The decision for the new QEMU was written: it is asked whether it obeyed.
-    if operation.step >= Step::Resume
-        && let Some((new, mut qmp)) = new
-    {
-        if life::run_state(&mut qmp)? != "running" {
-            resume(&mut qmp, true)?;
-        }
-        let new = operation.to.clone().filter(|to| to.pid == new.pid).unwrap_or(new);
-        journal.advance(Step::Settle).map_err(|source| file(&held, source))?;
-        let saved = operation.saved.clone().filter(|saved| !saved.without_ram);
-        switch::settle(&held.rundir, held.state.clone(), old.as_ref(), &new, &qmp, journal, None)?;
-        handover::forward_ports(&mut qmp, &held.state.hardware);
-        if let Some(saved) = saved {
-            let _ = std::fs::remove_file(saved.path);
-        }
-        return Ok(Recovered::Finished);
-    }
-    switch::end_generation(&held.rundir, generation)?;
-
-    let ram = &held.state.hardware.ram.path;
-    let untouched = operation.step < Step::Resume || handover::untouched(ram, operation.untouched_since_ns);
-    if let Some(old) = old.filter(|_| untouched) {
-        switch::back(&held.rundir, &old, journal, true)?;
-        if let Some(saved) = operation.saved.filter(|saved| !saved.without_ram) {
-            let _ = std::fs::remove_file(saved.path);
-        }
-        return Ok(Recovered::Undone);
-    }
-    if let Some(old) = operation.from.as_ref().filter(|old| old.is_alive()) {
-        old.kill().map_err(|source| file(&held, source))?;
-    }
-    let binary = operation.to.as_ref().or(operation.from.as_ref()).map(|vmm| vmm.binary.clone());
-    let binary = binary.unwrap_or_else(|| held.state.definition.qemu.clone());
-    match &operation.saved {
-        // A state with RAM in it can be loaded as often as one likes, as long as no disk has moved on.
-        Some(saved) if untouched => {
-            let (new, mut qmp) = if saved.without_ram {
-                handover::start_from(&held.rundir, &held.state.hardware, &binary, generation, saved)?
-            } else {
-                life::renew_ram(&held.rundir, &held.state.hardware)?;
-                saved::start_from_disk(&held.rundir, &held.state.hardware, &binary, generation, saved)?
-            };
-            journal.operation.to = Some(new.clone());
-            journal.operation.untouched_since_ns = handover::mark(ram).filter(|_| saved.without_ram);
-            journal.advance(Step::Resume).map_err(|source| file(&held, source))?;
-            handover::let_go(&mut qmp, &held.state.hardware, true)?;
-            let with_ram = (!saved.without_ram).then(|| saved.path.clone());
-            switch::settle(&held.rundir, held.state.clone(), None, &new, &qmp, journal, None)?;
-            if let Some(path) = with_ram {
-                let _ = std::fs::remove_file(path);
-            }
-            Ok(Recovered::FromState)
-        }
-        _ => boot(&held, Some(journal), generation),
+        Kind::VmmCold => recover_cold(&held, journal),
+        Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
     }
 }
 
@@ -199,25 +89,152 @@ fn file(held: &Held, source: std::io::Error) -> RebootError {
     RebootError::File { path: held.rundir.path().to_owned(), source }
 }
 
-/// Boot the guest from its disks in a new QEMU with new RAM.
-fn boot(held: &Held, journal: Option<Journal>, generation: u32) -> Result<Recovered, RebootError> {
-    let journal = match journal {
-        Some(journal) => journal,
-        None => Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation)
-            .map_err(|source| file(held, source))?,
-    };
-    let shut_down_by_itself = journal.operation.kind == Kind::VmmCold && journal.operation.step >= Step::Suspend;
-    let hardware = &held.state.hardware;
-    if let Some(saved) = journal.operation.saved.as_ref().filter(|saved| !saved.without_ram) {
-        let _ = std::fs::remove_file(&saved.path);
+/// A start is finished if the QEMU was recorded, else undone.
+fn recover_run(host: &Host, held: Held, journal: Journal) -> Result<Recovered, RebootError> {
+    if held.vmm().is_ok() {
+        journal.close().map_err(|source| file(&held, source))?;
+        return Ok(Recovered::Started);
     }
+    life::clean_up(host, &held.rundir, &held.state)?;
+    Ok(Recovered::Removed)
+}
+
+/// A cold reboot, or a boot after a loss.
+fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    let generation = journal.operation.generation;
+    let lost = journal.operation.lost;
+    if let Some((new, qmp)) = alive(held, generation).filter(|_| journal.operation.step >= Step::Resume) {
+        return finish(held, journal, &new, qmp, if lost { Recovered::Booted } else { Recovered::Started });
+    }
+    switch::end_generation(&held.rundir, generation)?;
+    if lost {
+        return lose(held, journal);
+    }
+    if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
+        if journal.operation.step == Step::Prepare {
+            journal.close().map_err(|source| file(held, source))?;
+            return Ok(Recovered::Undone);
+        }
+        // It may have been asked to shut down already, and would be gone in a moment.
+        life::shut_down(old, held.state.definition.shutdown_timeout.as_duration())?;
+    }
+    // A guest that shut itself down has lost nothing; it is booted as was wanted.
+    boot(held, journal, Recovered::Started)
+}
+
+/// The QEMU of `generation` if it lives and answers.
+fn alive(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
+    let directory = held.rundir.vmm(generation);
+    let process = life::processes_of(&directory).ok()?.into_iter().find(Process::is_alive)?;
+    let binary = std::fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_else(|_| PathBuf::from("qemu"));
+    let vmm = Vmm { binary, pid: process.pid, started: process.started, directory: directory.0 };
+    let qmp = vmm.connect(Duration::from_secs(10)).ok()?;
+    Some((vmm, qmp))
+}
+
+/// A warm or saved reboot.
+fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+    let operation = journal.operation.clone();
+    let generation = operation.generation;
+    // The decision for the new QEMU was written: it is asked whether it obeyed.
+    if operation.step >= Step::Resume
+        && let Some((new, qmp)) = alive(held, generation)
+    {
+        return finish(held, journal, &new, qmp, Recovered::Finished);
+    }
+    switch::end_generation(&held.rundir, generation)?;
+
+    let ram = &held.state.hardware.ram.path;
+    let with_ram = operation.saved.as_ref().is_some_and(|saved| !saved.without_ram);
+    let has_not_run = match operation.step {
+        Step::Prepare | Step::Suspend | Step::Saved => true,
+        Step::Resume if with_ram => {
+            let times = handover::disk_times(&held.state.hardware);
+            operation.disks_at_resume.is_some() && times == operation.disks_at_resume
+        }
+        Step::Resume => handover::untouched(ram, operation.untouched_since_ns),
+        Step::Settle => false,
+    };
+    let old = operation.from.clone().filter(Vmm::is_alive);
+    match (old, operation.saved) {
+        (Some(old), saved) if has_not_run => {
+            switch::back(&held.rundir, &old, journal, operation.running)?;
+            if let Some(saved) = saved.filter(|saved| !saved.without_ram) {
+                let _ = std::fs::remove_file(saved.path);
+            }
+            Ok(Recovered::Undone)
+        }
+        (_, Some(saved)) if has_not_run => {
+            let binary = operation.to.as_ref().or(operation.from.as_ref()).map(|vmm| vmm.binary.clone());
+            let binary = binary.unwrap_or_else(|| held.state.definition.qemu.clone());
+            let hardware = &held.state.hardware;
+            let (new, qmp) = if with_ram {
+                life::renew_ram(&held.rundir, hardware)?;
+                saved::start_from_disk(&held.rundir, hardware, &binary, generation, &saved)?
+            } else {
+                handover::start_from(&held.rundir, hardware, &binary, generation, &saved)?
+            };
+            journal.operation.to = Some(new.clone());
+            journal.operation.untouched_since_ns = handover::mark(ram).filter(|_| !with_ram);
+            journal.operation.disks_at_resume = handover::disk_times(hardware).filter(|_| with_ram);
+            journal.advance(Step::Resume).map_err(|source| file(held, source))?;
+            finish(held, journal, &new, qmp, Recovered::FromState)
+        }
+        _ => lose(held, journal),
+    }
+}
+
+/// On with the new QEMU, told to go on if it was not yet.
+fn finish(
+    held: &Held,
+    mut journal: Journal,
+    new: &Vmm,
+    mut qmp: Qmp,
+    recovered: Recovered,
+) -> Result<Recovered, RebootError> {
+    let operation = journal.operation.clone();
+    if operation.running && life::run_state(&mut qmp)? != "running" {
+        resume(&mut qmp, true)?;
+    }
+    // The binary as it was named, not as the kernel resolves it.
+    let new = operation.to.filter(|to| to.pid == new.pid && to.started == new.started).unwrap_or_else(|| new.clone());
+    journal.advance(Step::Settle).map_err(|source| file(held, source))?;
+    let old = operation.from.filter(|old| old.is_alive() && old.pid != new.pid);
+    switch::settle(&held.rundir, held.state.clone(), old.as_ref(), &new, &qmp, journal, None)?;
+    handover::forward_ports(&mut qmp, &held.state.hardware);
+    if let Some(saved) = operation.saved.filter(|saved| !saved.without_ram) {
+        let _ = std::fs::remove_file(saved.path);
+    }
+    Ok(recovered)
+}
+
+/// The guest's memory is lost: that is written down first, so that a recovery which is cut off here still says it.
+fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+    if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
+        old.kill().map_err(|source| file(held, source))?;
+    }
+    if let Some(saved) = journal.operation.saved.take() {
+        let _ = std::fs::remove_file(saved.path);
+    }
+    journal.operation.kind = Kind::VmmCold;
+    journal.operation.lost = true;
+    journal.operation.running = true;
+    journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
+    boot(held, journal, Recovered::Booted)
+}
+
+/// Boot the guest from its disks in a new QEMU with new RAM.
+fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recovered, RebootError> {
+    let hardware = &held.state.hardware;
+    let generation = journal.operation.generation;
     life::renew_ram(&held.rundir, hardware)?;
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = network::reopen(hardware)?;
-    let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Boot);
+    let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);
     let binary = held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
     let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
     let qmp = vmm.connect(vmm::START)?;
-    switch::settle(&held.rundir, held.state.clone(), None, &vmm, &qmp, journal, None)?;
-    Ok(if shut_down_by_itself { Recovered::Finished } else { Recovered::Booted })
+    journal.operation.to = Some(vmm.clone());
+    journal.advance(Step::Resume).map_err(|source| file(held, source))?;
+    finish(held, journal, &vmm, qmp, recovered)
 }

@@ -24,13 +24,9 @@ pub(crate) fn directory(change: &Change) -> PathBuf {
 
 /// Replace the VMM by way of the disk.
 pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
-    let generation = change.held.state.generation + 1;
-    let file = change.file_error("operation.json");
-    let as_it_was = |error| Failure::new(Left::AsItWas, error);
     let rundir = change.held.rundir.clone();
-    let opened = Journal::open(&rundir, Kind::VmmSaved, Some(change.old.clone()), generation);
-    let mut journal = opened.map_err(|e| as_it_was(file(e)))?;
-    let path = directory(&change).join(format!("{}.state", change.name()));
+    let mut journal = change.open_journal(Kind::VmmSaved).map_err(|error| Failure::new(Left::AsItWas, error))?;
+    let path = directory(&change).join(format!("{}.state", life::unique_name(&rundir)));
     let (stopped, saved) = match suspend(&mut change, &mut journal, &path) {
         Ok(suspended) => suspended,
         Err(error) => {
@@ -89,11 +85,13 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     fault::point("saved.renew.old-gone", Some(&old), None);
     change.recorder.step("end the old QEMU");
     life::renew_ram(&rundir, &change.held.state.hardware)?;
-    let (new, mut qmp) = load(change, &journal, saved)?;
+    let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
+    let (new, mut qmp) = start_from_disk(&rundir, hardware, &change.binary.path, generation, saved)?;
     change.recorder.step("load from disk");
     fault::point("saved.renew.loaded", Some(&old), Some(&new));
     let mut journal = journal;
     change.recorder.phase(Phase::Resume);
+    journal.operation.disks_at_resume = handover::disk_times(&change.held.state.hardware);
     journal.advance(Step::Resume).map_err(change.file_error("operation.json"))?;
     fault::point("saved.resume.journalled", Some(&old), Some(&new));
     let resumed = resume(&mut qmp, change.running)?;
@@ -101,7 +99,12 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     fault::point("saved.resume.resumed", Some(&old), Some(&new));
     handover::forward_ports(&mut qmp, &change.held.state.hardware);
     change.recorder.phase(Phase::Settle);
+    journal.operation.disks_at_resume = None;
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
+    if !new.is_alive() {
+        let said = log_tail(&new.directory(), 10);
+        return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
+    }
     let state = change.held.state.clone();
     let state = switch::settle(&rundir, state, None, &new, &qmp, journal, None)?;
     let _ = fs::remove_file(&saved.path);
@@ -109,13 +112,6 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     fault::point("saved.settle.recorded", Some(&old), Some(&new));
     change.recorder.write(&rundir);
     Ok(change.report(&new, &state, (stopped, resumed), None))
-}
-
-fn load(change: &mut Change, journal: &Journal, saved: &SavedState) -> Result<(Vmm, Qmp), RebootError> {
-    let rundir = &change.held.rundir;
-    let generation = journal.operation.generation;
-    let (new, qmp) = start_from_disk(rundir, &change.held.state.hardware, &change.binary.path, generation, saved)?;
-    Ok((new, qmp))
 }
 
 /// Start a QEMU from a state that holds all of the guest's RAM; the RAM file must be new.

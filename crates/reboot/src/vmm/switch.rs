@@ -87,21 +87,27 @@ pub(crate) fn settle(
     if let Some(old) = old {
         old.kill().map_err(file)?;
     }
-    end_generation(rundir, state.generation)?;
+    let recorded = state.generation == journal.operation.generation;
+    // Recorded already, and cut off before the journal was closed: the "old" generation of the state is the new one.
+    if !recorded {
+        end_generation(rundir, state.generation)?;
+    }
     if let Some((gone, _)) = faults {
         fault::point(gone, old, Some(new));
     }
-    let _ = fs::remove_dir_all(rundir.vmm(state.generation).0);
-    let before = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
-    if before.as_ref() != Some(&new.binary) {
-        state.previous = before;
+    if !recorded {
+        let _ = fs::remove_dir_all(rundir.vmm(state.generation).0);
+        let before = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
+        if before.as_ref() != Some(&new.binary) {
+            state.previous = before;
+        }
     }
     state.generation = journal.operation.generation;
     state.vmm = Some(new.clone());
     state.version = Some(qmp.version().clone());
     state.write(rundir).map_err(file)?;
-    if let Some((_, recorded)) = faults {
-        fault::point(recorded, old, Some(new));
+    if let Some((_, point)) = faults {
+        fault::point(point, old, Some(new));
     }
     handover::forget(rundir);
     journal.close().map_err(file)?;

@@ -14,7 +14,7 @@ use rekindle_kernel::descriptor;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_qemu::transfer::{self, Feed, wait_loaded};
@@ -76,21 +76,32 @@ impl Prepared {
     /// Start the new QEMU and bring it as far as it gets while the old one runs.
     ///
     /// *On failure:* the new QEMU is gone and the old one was not touched.
-    pub(crate) fn new(mut change: Change) -> Result<Self, RebootError> {
+    pub(crate) fn new(mut change: Change) -> Result<Self, Failure> {
         let file = change.file_error("operation.json");
+        let as_it_was = |error| Failure::new(Left::AsItWas, error);
         let generation = change.held.state.generation + 1;
-        let journal = Journal::open(&change.held.rundir, Kind::VmmWarm, Some(change.old.clone()), generation);
-        let mut journal = journal.map_err(&file)?;
+        let mut journal = change.open_journal(Kind::VmmWarm).map_err(as_it_was)?;
         fault::point("warm.prepare.journalled", Some(&change.old), None);
         match get_ready(&mut change, &mut journal) {
             Ok(ready) => Ok(Self { change, journal, ready }),
             Err(error) => {
                 let rundir = &change.held.rundir;
                 let error = explain(rundir.name(), "get ready", error, &log_tail(&rundir.vmm(generation), 10));
-                switch::end_generation(rundir, generation)?;
-                let _ = std::fs::remove_dir_all(rundir.vmm(generation).0);
-                journal.close().map_err(&file)?;
-                Err(error)
+                if !change.old.is_alive() {
+                    return Err(switch::give_up(rundir, &change.old, journal, change.running, error));
+                }
+                let undone = switch::end_generation(rundir, generation).and_then(|()| {
+                    let _ = std::fs::remove_dir_all(rundir.vmm(generation).0);
+                    handover::forget(rundir);
+                    journal.close().map_err(&file)
+                });
+                match undone {
+                    Ok(()) => Err(as_it_was(error)),
+                    Err(undoing) => {
+                        tracing::error!("undoing the preparation failed: {undoing}");
+                        Err(Failure::new(Left::NeedsRecovery, error))
+                    }
+                }
             }
         }
     }
