@@ -1,0 +1,1 @@
+"""Experiments, statistics, figures and benchmarks of Rekindle."""

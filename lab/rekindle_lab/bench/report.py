@@ -1,0 +1,213 @@
+"""What every topic reports: figures with their bars as JSON for machines, and the same as a table for people."""
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rekindle_lab.stats import Comparison
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure must reach."""
+
+    limit: float
+    op: Literal["<=", "<", "=="] = "<="
+
+    def met(self, value: float) -> bool:
+        """Whether `value` reaches it."""
+        return {"<=": value <= self.limit, "<": value < self.limit, "==": value == self.limit}[self.op]
+
+    def __str__(self) -> str:
+        """As in the table of the issue."""
+        return f"{self.op} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure. `value` and `p95` are in `unit`; for a ratio both are ours over the peer's."""
+
+    id: str
+    value: float
+    unit: str
+    n: int
+    p95: float
+    bar: Bar
+    raw: str
+    of: Comparison | None = None
+    of_unit: str = ""
+    ours_is: str = ""
+    peer_is: str = ""
+    ratio_bar: Bar | None = None
+    """A second bar, for `of.ratio`, where the value itself is not that ratio."""
+    of_peer: bool = True
+    """Whether `of` sets ours against somebody else's; else it is ours against ours, and there is nobody to lose to."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further numbers for the JSON."""
+
+    @property
+    def met(self) -> bool:
+        """Whether every bar is met."""
+        ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
+        return self.bar.met(self.value) and ratio_met
+
+    def as_json(self) -> dict[str, Any]:
+        """As it stands under `figures`."""
+        out: dict[str, Any] = {
+            "value": _rounded(self.value),
+            "unit": self.unit,
+            "n": self.n,
+            "p95": _rounded(self.p95),
+            "bar": str(self.bar),
+            "met": self.met,
+            "raw": self.raw,
+        }
+        if self.of is not None:
+            out["ratio_of"] = {"ours": _rounded(self.of.ours), "peer": _rounded(self.of.peer)}
+            out |= {
+                "ratio_of_unit": self.of_unit,
+                "ours_is": self.ours_is,
+                "peer_is": self.peer_is,
+                "ratio": _rounded(self.of.ratio),
+                "ratio_ci95": [_rounded(self.of.low), _rounded(self.of.high)],
+                "permutation_p": _rounded(self.of.p),
+                "n_peer": self.of.n_peer,
+            }
+            if self.of_peer:
+                out["verdict"] = self.of.verdict
+        if self.ratio_bar is not None:
+            out["ratio_bar"] = str(self.ratio_bar)
+        return out | {key: _rounded(value) for key, value in self.extra.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+@dataclass
+class Report:
+    """Everything a run of a topic found."""
+
+    topic: str
+    command: str
+    versions: dict[str, str]
+    figures: list[Figure]
+    left_out: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    plots: list[str] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Further tables: their rows, by title."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract of `make bench`."""
+        return {
+            "topic": self.topic,
+            "versions": self.versions,
+            "command": self.command,
+            "figures": {figure.id: figure.as_json() for figure in self.figures},
+            "left_out": self.left_out,
+            "errors": self.errors,
+            "plots": self.plots,
+            "tables": self.tables,
+        }
+
+    def text(self) -> str:
+        """The tables for people."""
+        parts = [table(rows, title) for title, rows in self.tables.items() if rows]
+        parts.append(table([_line(figure) for figure in self.figures], "Against the bars"))
+        for title, lines in (("Left out", self.left_out), ("Errors", self.errors)):
+            if lines:
+                parts.append(f"{title}:\n" + "\n".join(f"  {line}" for line in lines))
+        return "\n\n".join(parts)
+
+    def write(self, folder: Path) -> str:
+        """Write TOPIC.json, and give its content as one line."""
+        line = json.dumps(self.as_json())
+        (folder / f"{self.topic}.json").write_text(line + "\n")
+        return line
+
+
+def _line(figure: Figure) -> dict[str, Any]:
+    bars = str(figure.bar) + (f"; ratio {figure.ratio_bar}" if figure.ratio_bar else "")
+    line = {
+        "figure": figure.id,
+        "value": f"{figure.value:.3g} {figure.unit}".strip(),
+        "bar": bars,
+        "": "met" if figure.met else "MISSED",
+        "n": figure.n,
+        "ours": "",
+        "peer": "",
+        "ratio": "",
+        "95%": "",
+        "ours is": "",
+    }
+    if figure.of is not None:
+        line |= {
+            "ours": f"{figure.of.ours:.3g} {figure.of_unit} ({figure.ours_is})",
+            "peer": f"{figure.of.peer:.3g} {figure.of_unit} ({figure.peer_is})",
+            "ratio": f"{figure.of.ratio:.3g}",
+            "95%": f"{figure.of.low:.3g} to {figure.of.high:.3g}",
+            "ours is": figure.of.verdict if figure.of_peer else "",
+        }
+    return line
+
+
+def table(rows: list[dict[str, Any]], title: str = "") -> str:
+    """Rows as a table in plain text: numbers to the right, words to the left."""
+    if not rows:
+        return f"{title}\n  (nothing)" if title else "(nothing)"
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(key)) for key in head] for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(head, *cells, strict=True)]
+    right = [all(isinstance(row.get(key), int | float | None) for row in rows) for key in head]
+    lines = [
+        "  ".join(
+            text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [head, ["-" * width for width in widths], *cells]
+    ]
+    return "\n".join([title, *lines] if title else lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def machine_versions() -> dict[str, str]:
+    """The machine and the lab, as far as they matter to a figure."""
+    import matplotlib
+    import numpy
+    import pandas
+    import scipy
+
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "linux": platform.release(),
+        "cpu": f"{cores} x {cpu}",
+        "memory": f"{memory_kib / 2**20:.1f} GiB",
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+        "pandas": pandas.__version__,
+        "matplotlib": matplotlib.__version__,
+    }
+
+
+def qemu_version(binary: str) -> str:
+    """The first line of a QEMU's `--version`."""
+    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]

@@ -1,0 +1,216 @@
+"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+
+import json
+from collections.abc import Sequence
+
+import pandas as pd
+
+from rekindle_lab.bench.report import Bar, Figure
+from rekindle_lab.stats import compare, median, p95
+
+from .plan import size
+from .rows import HOWS
+
+HEADLINE_MIB = 512
+"""Size at which warm is set against cpr-transfer: the one with the most repetitions."""
+SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
+
+
+def pick(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
+    """The values of a column, for the rows in which the other columns are as given; those not measured left out."""
+    selected = frame
+    for key, value in where.items():
+        selected = selected[selected[key] == value]
+    return [float(value) for value in selected[column].dropna()]
+
+
+def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
+    """As `pick`, but one value for each operation, for columns that all its rows have in common."""
+    return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
+
+
+def milliseconds(values_us: Sequence[float]) -> list[float]:
+    """From microseconds."""
+    return [value / 1e3 for value in values_us]
+
+
+def figures(frame: pd.DataFrame, raw: str) -> tuple[list[Figure], list[str]]:
+    """The figures of the issue's table, and in words those for which there are no rows. `raw`: the rows' file."""
+    found: list[Figure] = []
+    absent: list[str] = []
+
+    def stopped(how: str, mib: int, case: str = "ram") -> list[float]:
+        return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=mib))
+
+    def ratio(
+        name: str, bar: Bar, ours: list[float], peer: list[float], ours_is: str, peer_is: str, of_peer: bool = True
+    ) -> None:
+        if not ours or not peer:
+            lacking = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
+            absent.append(f"figure {name}: no rows for {' and '.join(lacking)}")
+            return
+        of = compare(ours, peer)
+        tail = of.ours_p95 / of.peer_p95
+        n = min(of.n_ours, of.n_peer)
+        found.append(Figure(name, of.ratio, "", n, tail, bar, raw, of, "ms", ours_is, peer_is, of_peer=of_peer))
+
+    small = stopped("warm", HEADLINE_MIB)
+    at = size(HEADLINE_MIB)
+    ratio(
+        "warm_vs_cpr_stopped",
+        Bar(1.0),
+        small,
+        stopped("cpr-transfer", HEADLINE_MIB),
+        f"warm, {at}",
+        f"cpr-transfer, {at}",
+    )
+    ratio(
+        "warm_8g_vs_512m_stopped",
+        Bar(1.1),
+        stopped("warm", 8192, "sizes"),
+        stopped("warm", 512, "sizes"),
+        "warm, 8G",
+        "warm, 512M",
+        of_peer=False,
+    )
+    many = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=11)]
+    one = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=1)]
+    solo = [value / 1e6 for value in operations(frame, "total_us", case="solo", how="warm")]
+    if many and one:
+        of = compare(many, one)
+        found.append(
+            Figure(
+                "warm_11_vms_total",
+                of.ours,
+                "s",
+                of.n_ours,
+                of.ours_p95,
+                Bar(1.0),
+                raw,
+                of,
+                "s",
+                "11 VMs",
+                "1 VM",
+                ratio_bar=Bar(11.0, "<"),
+                of_peer=False,
+                extra={"ratio_to_one_among_all": of.ours / median(solo)} if solo else {},
+            )
+        )
+    else:
+        absent.append("figure warm_11_vms_total: no rows for 11 VMs or for one")
+    ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
+
+    rounds = pick(frame, "sessions_lost", case="losses")
+    load = frame[frame["case"] == "load"]
+    if rounds and len(load):
+        lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
+        found.append(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
+    else:
+        absent.append("figure warm_losses_50: no rows")
+
+    changed = pick(frame, "memory_changed_bytes", how="warm")
+    if changed:
+        found.append(
+            Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw)
+        )
+    else:
+        absent.append("figure warm_memory_changed: no rows")
+    return found, absent
+
+
+def label(row: "pd.Series[object]") -> str:
+    """What was rebooted, for people."""
+    what = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
+    among = {"solo": "1 of many x ", "count": f"{row['vms']} x "}.get(str(row["case"]), "")
+    turn = " (by turns)" if row["case"] == "sizes" else ""
+    return f"{among}{what}{turn}"
+
+
+def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """A line for each case and way: guest-stopped time and service gap in ms, and warm's share of the former.
+
+    The guest of a cold reboot is not stopped but shut down and booted: for that the gap tells.
+    """
+    lines: list[dict[str, object]] = []
+    keys = ["case", "guest", "memory_mib", "vms"]
+    for case in SERVICE_CASES:
+        for _, group in frame[frame["case"] == case].groupby(keys, sort=True):
+            warm = milliseconds(pick(group, "stopped_us", how="warm"))
+            for how in HOWS:
+                rows = group[group["how"] == how]
+                stopped = milliseconds(pick(rows, "stopped_us")) if how != "cold" else []
+                gap = milliseconds(pick(rows, "gap_us"))
+                if not stopped and not gap:
+                    continue
+                lines.append(
+                    {
+                        "guests": label(rows.iloc[0]),
+                        "how": how,
+                        "n": int(rows["round"].nunique()),
+                        "stopped ms": median(stopped) if stopped else None,
+                        "stopped p95": p95(stopped) if stopped else None,
+                        "warm / this": median(warm) / median(stopped) if warm and stopped and median(stopped) else None,
+                        "gap ms": median(gap) if gap else None,
+                        "gap p95": p95(gap) if gap else None,
+                        "failed": int(rows["failed"].sum()),
+                        "connections lost": int(rows["connections_lost"].sum()),
+                    }
+                )
+    return lines
+
+
+def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Warm against cpr-transfer in every case that has both: ratios of medians with their 95% interval."""
+    lines: list[dict[str, object]] = []
+    for case in SERVICE_CASES:
+        for _, group in frame[frame["case"] == case].groupby(["guest", "memory_mib", "vms"], sort=True):
+            for what, column in (("guest-stopped time", "stopped_us"), ("service gap", "gap_us")):
+                ours = milliseconds(pick(group, column, how="warm"))
+                peer = milliseconds(pick(group, column, how="cpr-transfer"))
+                if len(ours) < 2 or len(peer) < 2 or min(peer) <= 0:
+                    continue
+                of = compare(ours, peer)
+                lines.append(
+                    {
+                        "guests": label(group.iloc[0]),
+                        "what": what,
+                        "warm ms": of.ours,
+                        "cpr-transfer ms": of.peer,
+                        "ratio": of.ratio,
+                        "low": of.low,
+                        "high": of.high,
+                        "p": of.p,
+                        "warm is": of.verdict,
+                    }
+                )
+    return lines
+
+
+def tasks(frame: pd.DataFrame) -> pd.DataFrame:
+    """The tasks before and after the VMM is replaced, one row for each operation, in ms: the paper's figures 5 and 6.
+
+    `pre_ms`: from the first guest's suspension (or the order to shut down) to the last one's end. `post_ms`: from there
+    until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
+    cpr-transfer does both tasks in one step that cannot be told apart from outside, so these are missing for it; so is
+    the guest-stopped time of a cold reboot, which shuts the guest down instead.
+    """
+    keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
+    out = []
+    for key, group in frame[frame["case"].isin(SERVICE_CASES)].groupby(keys, sort=True):
+        begins, ends, answers = [], [], []
+        for _, row in group.iterrows():
+            steps = json.loads(row["steps"]) if isinstance(row["steps"], str) else []
+            suspend = [step for step in steps if step["phase"] == "suspend"]
+            begins += [step["start_host_us"] for step in suspend]
+            ends += [step["start_host_us"] + step["us"] for step in suspend]
+            answers += [row[name] for name in ("gap_end_host_us", "resume_host_us") if pd.notna(row[name])][:1]
+        line = dict(zip(keys, key, strict=True))
+        whole = line["how"] != "cpr-transfer" and begins and answers
+        line["pre_ms"] = (max(ends) - min(begins)) / 1e3 if whole else None
+        line["post_ms"] = max(0.0, (max(answers) - max(ends)) / 1e3) if whole else None
+        for column, name in (("stopped_us", "stopped_ms"), ("gap_us", "gap_ms")):
+            values = milliseconds(pick(group, column))
+            known = values and not (line["how"] == "cold" and name == "stopped_ms")
+            line[name] = median(values) if known else None
+        out.append(line)
+    return pd.DataFrame(out, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])

@@ -1,0 +1,95 @@
+"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions by way to reboot, for each size and number."""
+
+    ram: dict[int, dict[str, int]]
+    """MiB of RAM, all of it touched."""
+    sizes: int
+    """Warm reboots of the smallest and of the largest guest, in turn."""
+    count: dict[int, dict[str, int]]
+    """Number of small VMs, rebooted in parallel."""
+    debian: dict[str, int]
+    """One VM with systemd, nginx and PostgreSQL."""
+    losses: int
+    """Warm reboots in a row, under load."""
+    memory: int
+    """Warm reboots with all RAM blocks compared."""
+    breakdown: tuple[str, ...]
+    """Ways for which throughput over time is recorded, once each."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+SMALLEST_MIB, LARGEST_MIB = 512, 8192
+
+FULL = Plan(
+    ram={
+        512: {"warm": 20, "cpr-transfer": 20, "saved": 5, "cold": 3},
+        2048: {"warm": 12, "cpr-transfer": 12, "saved": 5, "cold": 3},
+        8192: {"warm": 12, "cpr-transfer": 12, "saved": 3, "cold": 2},
+    },
+    sizes=15,
+    count={n: {"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 2} for n in (1, 2, 4, 8, 11)},
+    debian={"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 3},
+    losses=50,
+    memory=5,
+    breakdown=("warm", "cpr-transfer", "saved", "cold"),
+)
+
+QUICK = Plan(
+    ram={
+        512: {"warm": 12, "cpr-transfer": 12, "saved": 1, "cold": 1},
+        2048: {"warm": 5, "cpr-transfer": 0, "saved": 2, "cold": 0},
+    },
+    sizes=8,
+    count={
+        1: {"warm": 5, "cpr-transfer": 5, "saved": 1, "cold": 0},
+        11: {"warm": 5, "cpr-transfer": 0, "saved": 1, "cold": 0},
+    },
+    debian={"warm": 0, "cpr-transfer": 0, "saved": 0, "cold": 0},
+    losses=10,
+    memory=2,
+    breakdown=("warm", "saved", "cold"),
+    budget_s=390.0,
+)
+
+
+def size(memory_mib: int) -> str:
+    """`512M`, `2G`."""
+    return f"{memory_mib // 1024}G" if memory_mib % 1024 == 0 else f"{memory_mib}M"
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines: list[str] = []
+
+    def compare(what: str, full: dict[str, int], own: dict[str, int]) -> None:
+        none = [how for how, n in full.items() if own.get(how, 0) == 0 and n]
+        fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
+        if len(none) == len(full):
+            lines.append(f"{what}: all of it")
+        elif none:
+            lines.append(f"{what}: {', '.join(none)}")
+        if fewer:
+            lines.append(f"{what}: repetitions ({', '.join(fewer)})")
+
+    for mib, full in FULL.ram.items():
+        compare(f"micro with {size(mib)}", full, plan.ram.get(mib, {}))
+    for n, full in FULL.count.items():
+        compare(f"{n} small VM{'s' if n > 1 else ''}", full, plan.count.get(n, {}))
+    compare("debian", FULL.debian, plan.debian)
+    if plan.sizes < FULL.sizes:
+        lines.append(f"smallest against largest guest: {plan.sizes} reboots of {FULL.sizes}")
+    if plan.losses < FULL.losses:
+        lines.append(f"reboots in a row under load: {plan.losses} of {FULL.losses}")
+    if plan.memory < FULL.memory:
+        lines.append(f"reboots with memory compared: {plan.memory} of {FULL.memory}")
+    missing = [how for how in FULL.breakdown if how not in plan.breakdown]
+    if missing:
+        lines.append(f"throughput over time: {', '.join(missing)}")
+    return lines

@@ -1,0 +1,115 @@
+"""The figures: the paper's 5, 6, 7 and 8, with today's peers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from rekindle_lab import style, throughput
+from rekindle_lab.records import parse
+from rekindle_lab.stats import median, p95
+
+from .analysis import tasks
+from .plan import size
+from .rows import HOWS
+
+
+def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
+    """For each way a line through the medians, with a bar up to the 95th percentile. Gives the values drawn."""
+    drawn: list[float] = []
+    for how in HOWS:
+        rows = frame[(frame["how"] == how) & frame[column].notna() & (frame[column] > 0)]
+        points = [(key, list(group[column])) for key, group in rows.groupby(x, sort=True)]
+        if not points:
+            continue
+        at = [key for key, _ in points]
+        mid = [median(values) for _, values in points]
+        tops = [p95(values) for _, values in points]
+        drawn += [*mid, *tops]
+        up = [max(0.0, top - middle) for top, middle in zip(tops, mid, strict=True)]
+        axes.errorbar(
+            at,
+            mid,
+            yerr=[[0.0] * len(up), up],
+            label=how,
+            color=style.COLOURS[how],
+            marker=style.MARKERS[how],
+            linestyle=style.LINES[how],
+            markersize=6,
+            markerfacecolor=style.COLOURS[how] if how == "warm" else "none",
+            capsize=3,
+            elinewidth=1,
+        )
+    return drawn
+
+
+def _finish(figure: plt.Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    ordered = [how for how in HOWS if how in found]
+    figure.legend([found[how] for how in ordered], ordered, loc="outside lower center", ncols=max(1, len(ordered)))
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    style.save(figure, path)
+
+
+def _tasks(frame: pd.DataFrame, x: str, xlabel: str, ticks: dict[int, str], title: str, path: Path) -> None:
+    figure, grid = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True, sharex=True)
+    panels = list(grid.flat)
+    columns = (
+        ("pre_ms", "before: suspend, save, shut down"),
+        ("post_ms", "after: resume, load, boot"),
+        ("stopped_ms", "guest stopped"),
+        ("gap_ms", "service gap that a client sees"),
+    )
+    drawn: list[float] = []
+    for axes, (column, name) in zip(panels, columns, strict=True):
+        drawn += lines(axes, frame, x, column)
+        if x == "memory_mib":
+            axes.set_xscale("log")
+            axes.minorticks_off()
+        axes.set_title(name)
+        axes.set_xticks(list(ticks), list(ticks.values()))
+    style.logarithmic_ms(panels[0], drawn)
+    for axes in grid[1]:
+        axes.set_xlabel(xlabel)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("time (median; bar to p95)")
+    _finish(figure, panels, title, path)
+
+
+def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    style.apply()
+    done: list[str] = []
+    times = tasks(frame)
+    ram = times[times["case"].isin(("ram", "sizes"))]
+    if len(ram):
+        ticks = {int(mib): size(int(mib)) for mib in sorted(ram["memory_mib"].unique())}
+        title = "One micro guest, all RAM touched"
+        _tasks(ram, "memory_mib", "guest RAM", ticks, title, folder / "vmm-ram.png")
+        done.append("vmm-ram.png")
+    count = times[times["case"] == "count"]
+    if len(count):
+        ticks = {int(n): str(int(n)) for n in sorted(count["vms"].unique())}
+        title = "Small guests rebooted in parallel"
+        _tasks(count, "vms", "number of VMs", ticks, title, folder / "vmm-count.png")
+        done.append("vmm-count.png")
+        figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
+        gaps = frame[frame["case"] == "count"].assign(gap_ms=frame["gap_us"] / 1e3)
+        style.logarithmic_ms(axes, lines(axes, gaps, "vms", "gap_ms"))
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_xlabel("number of VMs rebooted in parallel")
+        axes.set_ylabel("service gap of a VM (median; bar to p95)")
+        _finish(figure, [axes], "What a client sees", folder / "vmm-downtime.png")
+        done.append("vmm-downtime.png")
+    if records:
+        title = "nginx in debian while its VMM is replaced"
+        drawn = [parse(record) for record in records]
+        throughput.draw(drawn, folder / "vmm-breakdown.png", title=title, same_time=False)
+        done.append("vmm-breakdown.png")
+    return done

@@ -1,0 +1,54 @@
+"""The raw rows of this topic."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+HOWS = ("warm", "cpr-transfer", "saved", "cold")
+
+
+@dataclass
+class Row:
+    """What one reboot did to one VM. Names end in the unit; host times are microseconds since 1970."""
+
+    case: str
+    """`ram`, `sizes`, `count`, `solo`, `debian`, `losses`, `load`, `memory`, `breakdown`."""
+    guest: str
+    memory_mib: int
+    vms: int
+    how: str
+    round: int
+    """Rows of one case, guest, size, number and way with the same round are one operation."""
+    vm: str
+    stopped_us: int | None = None
+    stop_host_us: int | None = None
+    resume_host_us: int | None = None
+    total_us: int | None = None
+    """First stop to last resume of all VMs of the operation."""
+    command_us: int | None = None
+    """The whole command, from the caller's side."""
+    gap_us: int | None = None
+    """The client's longest silence around the reboot, and when it began and ended."""
+    gap_start_host_us: int | None = None
+    gap_end_host_us: int | None = None
+    answered: int | None = None
+    failed: int | None = None
+    connections_lost: int | None = None
+    sessions: int | None = None
+    """Open TCP and ssh sessions that were tried after the reboot, and those of them that no longer worked."""
+    sessions_lost: int | None = None
+    memory_changed_bytes: int | None = None
+    from_version: str = ""
+    to_version: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    frame = pd.read_csv(path, dtype={"case": str, "guest": str, "how": str, "vm": str, "steps": str})
+    missing = [name for name in Row.__dataclass_fields__ if name not in frame.columns]
+    if missing:
+        raise ValueError(f"{path}: not a raw file of topic vmm: no column {', '.join(missing)}")
+    return frame

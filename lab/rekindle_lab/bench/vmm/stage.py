@@ -1,0 +1,260 @@
+"""Where the measuring happens: work folders, namespaces and VMs, all taken down again, however a run ends."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab import guests, netns
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.guests import Guest
+from rekindle_lab.peers.cpr import CprVm, reboot_all
+from rekindle_lab.rekindle import MARGIN_S, Rekindle, RekindleError, failed_requests, gap_around
+
+from .rows import Row
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Client:
+    """How a client asks a guest's service while it is rebooted."""
+
+    path: str | None = None
+    """A file of nginx's; without it the guest's usual service."""
+    every: str = "1ms"
+    options: tuple[str, ...] = ()
+    margin_s: float = MARGIN_S
+
+    def url(self, guest: Guest) -> str:
+        """What it asks for."""
+        return guest.service_url if self.path is None else f"http://{guest.address}/{self.path}"
+
+
+USUAL = Client()
+LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms"), 2.0)
+"""2000 requests per second for a file of 24 KiB if the guest keeps up."""
+
+
+class NoRoomError(Exception):
+    """The machine has not enough memory or disk for a case."""
+
+
+@dataclass
+class Stage:
+    """Everything that cases share."""
+
+    root: Path
+    rekindle: Rekindle
+    qemu: str
+    rows: RowFile
+    work: Path
+    ram_dir: Path
+    disk_dir: Path
+    netns: str
+    peer_netns: str
+    began: float = field(default_factory=time.monotonic)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Reboots with the client's throughput, for figure 8."""
+    left_out: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    images: dict[str, guests.Image] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        """Tell a person how far it is."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def image(self, kind: str) -> guests.Image:
+        """The guest image, built if need be."""
+        if kind not in self.images:
+            self.images[kind] = guests.build(self.root, kind)
+        return self.images[kind]
+
+    def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
+        """A guest of ours."""
+        image = self.image(kind)
+        return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
+
+    def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
+        """Raise `NoRoomError` unless so much memory and disk is free, with a little left over."""
+        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free_mib = int(available[1]) // 1024 if available else 0
+        if free_mib < memory_mib + 1024:
+            raise NoRoomError(f"needs {memory_mib + 1024} MiB of memory, {free_mib} MiB are available")
+        disk = shutil.disk_usage(self.disk_dir).free // MIB
+        if disk < disk_mib + 1024:
+            raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
+
+    @contextmanager
+    def ours(self, guest: Guest, *, wait: bool = True) -> Iterator[Guest]:
+        """A VM of Rekindle's, ready unless one shall not `wait`; stopped at the end."""
+        definition = guest.write(self.work, self.qemu)
+        try:
+            self.rekindle.run(definition)
+            if wait:
+                guest.wait_ready()
+            yield guest
+        finally:
+            try:
+                self.rekindle.stop(guest.name)
+            except RekindleError as error:
+                self.say(f"{guest.name} is perhaps still running: {error}")
+            if guest.disk:
+                guest.disk.unlink(missing_ok=True)
+
+    @contextmanager
+    def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
+        """A guest for cpr-transfer with the hardware of `guest`, which must not have been rebooted yet.
+
+        It is ready unless one shall not `wait`.
+        """
+        shown = self.rekindle.show(guest.name)
+        twin = replace(guest, name=f"{guest.name}-peer", netns=self.peer_netns)
+        folder = self.work / twin.name
+        line = shown["command_line"]
+        text = "\n".join(line)
+        paths = {path: str(folder / "console.log") for path in re.findall(r"logfile=([^,\n]+)", text)}
+        paths |= {path: str(self.ram_dir / f"{twin.name}.ram") for path in re.findall(r"mem-path=([^,\n]+)", text)}
+        if guest.disk and twin.disk:
+            guests.copy_sparse(twin.image.folder / "disk.raw", twin.disk)
+            paths[str(guest.disk)] = str(twin.disk)
+        numbers = [int(number) for number in re.findall(r"\bfd=(\d+)", text)]
+        with ExitStack() as stack:
+            taps: dict[int, netns.Tap] = {}
+            for number in numbers:
+                tap = netns.Tap(f"rkp{os.getpid() % 100000}x{guest.index}", twin.netns, twin.host_address)
+                stack.callback(tap.close)
+                taps[number] = tap
+            vm = CprVm(self.qemu, line, folder, paths=paths, vmm_directory=shown["vmm"]["directory"], taps=taps)
+            stack.callback(vm.stop)
+            if wait:
+                twin.wait_ready()
+            yield Peer(twin, vm)
+
+    def reboot(
+        self,
+        case: str,
+        number: int,
+        who: Sequence["Guest | Peer"],
+        how: str,
+        *options: str,
+        client: Client = USUAL,
+    ) -> dict[str, Any]:
+        """Reboot guests at once with a client at each, append a row for each, and give the record of the first.
+
+        All of `who` are of one kind: ours, or peers (then `how` is cpr-transfer). `number` is the round.
+        """
+        peers = [one for one in who if isinstance(one, Peer)]
+        at = [one.guest if isinstance(one, Peer) else one for one in who]
+        targets = [(client.url(guest), guest.netns) for guest in at]
+        # A client that survives any stop; but after a boot the old connection is dead, and only a new one tells.
+        settings = (*client.options, "--timeout", "5s" if how == "cold" else "300s")
+        with self.rekindle.probes(targets, *settings, every=client.every, margin_s=client.margin_s) as probes:
+            begun = time.monotonic()
+            if peers:
+                document = handover_json(peers)
+            else:
+                document = self.rekindle.reboot([guest.name for guest in at], how, *options)
+            command_us = int((time.monotonic() - begun) * 1e6)
+            for guest in at:
+                guest.wait_ready()
+        for guest, vm, probe in zip(at, by_name(document, [guest.name for guest in at]), probes, strict=True):
+            start, end, length = gap_around(probe.report, vm.get("stop_host_us"), vm.get("resume_host_us"))
+            self.rows.append(
+                Row(
+                    case=case,
+                    guest=guest.image.kind,
+                    memory_mib=guest.memory_mib,
+                    vms=len(at),
+                    how=how,
+                    round=number,
+                    vm=guest.name,
+                    stopped_us=vm.get("stopped_us"),
+                    stop_host_us=vm.get("stop_host_us"),
+                    resume_host_us=vm.get("resume_host_us"),
+                    total_us=document.get("first_stop_to_last_resume_us"),
+                    command_us=command_us,
+                    gap_us=length,
+                    gap_start_host_us=start or None,
+                    gap_end_host_us=end or None,
+                    answered=probe.report["answered"],
+                    failed=failed_requests(probe.report),
+                    connections_lost=probe.report["connections_lost"],
+                    memory_changed_bytes=vm.get("memory_changed_bytes"),
+                    from_version=version(vm.get("from")),
+                    to_version=version(vm.get("to")),
+                    steps=vm.get("steps", []),
+                )
+            )
+        return {"how": how, "reboot": document, "probe": probes[0].report}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A guest under cpr-transfer."""
+
+    guest: Guest
+    vm: CprVm
+
+
+def version(vmm: dict[str, Any] | None) -> str:
+    """The version of a `from` or `to`, as text."""
+    given = (vmm or {}).get("version", "")
+    return ".".join(str(part) for part in given.values()) if isinstance(given, dict) else str(given)
+
+
+def by_name(document: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The VMs of a reboot's JSON in the order of `names`. Raises unless each was rebooted."""
+    vms = {vm["name"]: vm for vm in document["vms"]}
+    for name in names:
+        outcome = vms.get(name, {}).get("outcome", "not in the report")
+        if outcome != "done":
+            raise RekindleError(f"reboot of {name}: {outcome}")
+    return [vms[name] for name in names]
+
+
+def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Reboot peers, and tell it in the form of a reboot's JSON."""
+    handovers = reboot_all([peer.vm for peer in peers])
+    vms = [
+        {
+            "name": peer.guest.name,
+            "outcome": "done",
+            "stopped_us": handover.stopped_us,
+            "stop_host_us": handover.stop_host_us,
+            "resume_host_us": handover.resume_host_us,
+            "steps": handover.steps,
+        }
+        for peer, handover in zip(peers, handovers, strict=True)
+    ]
+    first = min(handover.stop_host_us for handover in handovers)
+    last = max(handover.resume_host_us for handover in handovers)
+    return {"how": "cpr-transfer", "vms": vms, "first_stop_to_last_resume_us": last - first}
+
+
+@contextmanager
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
+    """Set the stage: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
+
+    `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
+    """
+    with ExitStack() as stack:
+        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/tmp"))  # short: it holds unix sockets
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        disk.mkdir(parents=True, exist_ok=True)
+        disk_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=disk))
+        stack.callback(shutil.rmtree, disk_dir, ignore_errors=True)
+        ram_dir = work / "ram"
+        ram_dir.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-bench", ram_dir], check=True)
+        stack.callback(subprocess.run, ["umount", "-l", ram_dir], check=False)
+        names = [stack.enter_context(netns.namespace(f"rkb{os.getpid()}{end}")) for end in ("", "p")]
+        yield Stage(root, Rekindle(binary, work / "run"), qemu, rows, work, ram_dir, disk_dir, names[0], names[1])

@@ -1,0 +1,153 @@
+"""The guests of experiments: images from `guest/build`, VM definitions, and whether a guest is ready."""
+
+import json
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab import netns
+
+COMMAND_PORT = 7000
+READY_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Image:
+    """A guest image. Kinds: `micro` and `debian`."""
+
+    kind: str
+    folder: Path
+
+    @property
+    def key(self) -> Path:
+        """The ssh key that debian's root lets in."""
+        return self.folder / "id_ed25519"
+
+
+def build(root: Path, kind: str) -> Image:
+    """Build the image, or take it from the cache."""
+    done = subprocess.run([root / "guest" / "build", kind], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0 or not done.stdout.strip():
+        raise RuntimeError(f"guest/build {kind}: exit status {done.returncode}")
+    return Image(kind, Path(done.stdout.strip().splitlines()[-1]))
+
+
+@dataclass(frozen=True)
+class Guest:
+    """One guest of an experiment, reached over a tap in a network namespace."""
+
+    name: str
+    image: Image
+    memory_mib: int
+    index: int
+    """Makes its network: 10.88.INDEX.0/24."""
+    touch: str | None
+    """How much memory it fills before it is ready: `all`, `400M`, or nothing."""
+    netns: str
+    ram_dir: Path
+    disk_dir: Path
+
+    @property
+    def address(self) -> str:
+        """The guest's address."""
+        return f"10.88.{self.index}.2"
+
+    @property
+    def host_address(self) -> str:
+        """The address, with prefix, of the host's end of its tap."""
+        return f"10.88.{self.index}.1/24"
+
+    @property
+    def disk(self) -> Path | None:
+        """Its own copy of the image's disk."""
+        return self.disk_dir / f"{self.name}.raw" if self.image.kind == "debian" else None
+
+    @property
+    def echo_url(self) -> str:
+        """Its echo service."""
+        return f"echo://{self.address}:7"
+
+    @property
+    def service_url(self) -> str:
+        """The service whose clients' view is measured: echo in micro, nginx in debian."""
+        return f"http://{self.address}/files/000.bin" if self.image.kind == "debian" else self.echo_url
+
+    def definition(self, qemu: str) -> str:
+        """Its VM definition in TOML, for this QEMU binary."""
+        append = f"console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
+        if self.image.kind == "debian":
+            append = f"root=/dev/vda rw {append}"
+        if self.touch:
+            append += f" rekindle.touch={self.touch}"
+        lines = [
+            f"name = {json.dumps(self.name)}",
+            f'memory = "{self.memory_mib}M"',
+            f"qemu = {json.dumps(qemu)}",
+            f"save_dir = {json.dumps(str(self.disk_dir))}",
+            'shutdown_timeout = "2m"',
+            "",
+            "[ram]",
+            f"dir = {json.dumps(str(self.ram_dir))}",
+            "",
+            "[boot]",
+            f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}",
+            f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}",
+            f"append = {json.dumps(append)}",
+            "",
+        ]
+        if self.disk:
+            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", ""]
+        lines += [
+            "[[net]]",
+            'kind = "tap"',
+            f"netns = {json.dumps(self.netns)}",
+            f"address = {json.dumps(self.host_address)}",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def write(self, folder: Path, qemu: str) -> Path:
+        """Write the definition, and copy the disk; gives the definition's path."""
+        if self.disk:
+            copy_sparse(self.image.folder / "disk.raw", self.disk)
+        path = folder / f"{self.name}.toml"
+        path.write_text(self.definition(qemu))
+        return path
+
+    def command(self, line: str, deadline: float = READY_DEADLINE_S) -> str:
+        """Send a line to its command port and give the reply, for at most `deadline` seconds."""
+        with netns.connect(self.netns, self.address, COMMAND_PORT, deadline) as connection:
+            connection.settimeout(deadline)
+            connection.sendall(line.encode() + b"\n")
+            reply = b""
+            while not reply.endswith(b"\n"):
+                data = connection.recv(4096)
+                if not data:
+                    raise ConnectionError(f"{self.name}: command port closed after {reply!r}")
+                reply += data
+            return reply.decode().strip()
+
+    def wait_ready(self, deadline: float = READY_DEADLINE_S) -> None:
+        """Wait until its services answer, touched memory included, for at most `deadline` seconds."""
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                reply = self.command("uptime", max(end - time.monotonic(), 1.0))
+                break
+            except (ConnectionError, TimeoutError) as error:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{self.name}: not ready within {deadline:g} s") from error
+                time.sleep(0.1)
+        if not reply.startswith("ok"):
+            raise RuntimeError(f"{self.name}: uptime: {reply}")
+        for port in (80, 22) if self.image.kind == "debian" else ():
+            netns.connect(self.netns, self.address, port, max(end - time.monotonic(), 1.0)).close()
+
+
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copy a disk image; holes stay holes, and a file system that can share blocks does."""
+    if shutil.which("cp") is None:
+        raise RuntimeError("no cp in PATH")
+    subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(target)], check=True)

@@ -1,0 +1,96 @@
+"""Network namespaces and taps for guests and their clients. Needs root and iproute2."""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF = 0x400454CA
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[str]:
+    """A network namespace of this name, loopback up, removed at the end together with the taps in it."""
+    _ip("netns", "add", name)
+    try:
+        _ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        _ip("netns", "del", name)
+
+
+class Tap:
+    """A tap with virtio-net headers in a network namespace. It is there for as long as `fd` or a copy is open."""
+
+    def __init__(self, ifname: str, netns: str, address: str) -> None:
+        """Make it with the host's own `address` ("10.0.0.1/24") on it. The descriptor is inheritable."""
+        self.ifname = ifname
+        self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        try:
+            flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+            fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH22x", ifname.encode(), flags))
+            os.set_inheritable(self.fd, True)
+            _ip("link", "set", ifname, "netns", netns)
+            _ip("-n", netns, "address", "add", address, "dev", ifname)
+            _ip("-n", netns, "link", "set", ifname, "up")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor; the interface goes with the last copy of it."""
+        os.close(self.fd)
+
+
+def inside(netns: str, function: Callable[[], T]) -> T:
+    """Run `function` in a network namespace, on a thread of its own, and give its result."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with Path("/run/netns", netns).open("rb") as handle:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
+                    number = ctypes.get_errno()
+                    raise OSError(number, f"setns to {netns}: {os.strerror(number)}")
+            outcome.append(function())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def connect(netns: str, address: str, port: int, timeout: float, interval: float = 0.1) -> socket.socket:
+    """A TCP connection made in `netns`, tried every `interval` seconds for at most `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return inside(netns, lambda: socket.create_connection((address, port), timeout=2.0))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{address}:{port} does not answer within {timeout:g} s: {error}") from error
+            time.sleep(interval)

@@ -1,0 +1,1 @@
+"""What Rekindle is compared with: real programs, driven as their own documentation says."""

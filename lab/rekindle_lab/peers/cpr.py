@@ -1,0 +1,255 @@
+"""QEMU's own `cpr-transfer` (QEMU 10 and later): the peer of a warm VMM reboot.
+
+It is set up as QEMU's documentation says (docs/devel/migration/CPR.rst, example 2), with the hardware of the Rekindle
+VM that it is compared with, and given every advantage that we know of:
+
+- RAM is a shared file on the same tmpfs as ours, and `aux-ram-share=on` keeps the small blocks in place too: nothing is
+  copied.
+- Both channels are unix sockets, and no capability is set.
+- The new QEMU is started, connected to and ready *before* the old one stops the guest: `-incoming defer`, then
+  `migrate-incoming` is what triggers the stop. (Measured: as fast as giving the channel on the command line, and the
+  new QEMU's RESUME event is always seen.)
+- `suppress-vmdesc=on`: without it the guest is stopped for 1 ms longer.
+- The tap is handed to both QEMUs as a descriptor, as a user of `cpr-transfer` has to do it in QEMU 10.
+
+Guest-stopped time runs from the old QEMU's STOP event to the new one's RESUME event, by the host clock, as for ours.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab.netns import Tap
+from rekindle_lab.qmp import Qmp, QmpError
+
+START_DEADLINE_S = 60.0
+
+
+class PeerError(Exception):
+    """The peer did not start or did not hand its guest over. The text has what QEMU said."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """One replacement of a QEMU by cpr-transfer. Times of the host clock are microseconds since 1970."""
+
+    command_host_us: int
+    """When the new QEMU was started."""
+    stop_host_us: int
+    resume_host_us: int
+    downtime_ms: int | None
+    """QEMU's own figure."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """As in the JSON of a reboot: phase, step, start_host_us, us."""
+
+    @property
+    def stopped_us(self) -> int:
+        """Guest-stopped time in microseconds."""
+        return self.resume_host_us - self.stop_host_us
+
+
+def host_us() -> int:
+    """The host clock, microseconds since 1970."""
+    return time.time_ns() // 1000
+
+
+def arguments(
+    command_line: Sequence[str],
+    *,
+    paths: dict[str, str],
+    tap_fds: dict[int, int],
+    incoming: Path | None,
+) -> list[str]:
+    """The peer's command line, from that of the equivalent Rekindle VM's first QEMU.
+
+    Every path that is a key of `paths` becomes its value, also as a prefix; descriptor numbers of taps become those of
+    `tap_fds`. Only what serves Rekindle's own hand-over is taken out, and what `cpr-transfer` asks for put in.
+    `incoming`: the cpr channel's socket for a QEMU that takes over; `None` for the one that boots the guest.
+    """
+    given = list(command_line)
+    if given and not given[0].startswith("-"):
+        given.pop(0)  # the binary
+    out: list[str] = []
+    index = 0
+    while index < len(given):
+        option = given[index]
+        value = given[index + 1] if index + 1 < len(given) and not given[index + 1].startswith("-") else None
+        index += 1 if value is None else 2
+        if option in ("-S", "-incoming") or (option == "-global" and value == "migration.send-configuration=off"):
+            continue
+        if option == "-machine" and value is not None:
+            value += ",aux-ram-share=on"
+        if option == "-netdev" and value is not None:
+            value = re.sub(r"\bfd=(\d+)", lambda m: f"fd={tap_fds[int(m[1])]}", value)
+        if value is not None:
+            value = _replace(value, paths)
+        out += [option] if value is None else [option, value]
+    if incoming is not None:
+        out += ["-incoming", "defer", "-incoming", json.dumps(_channel("cpr", incoming))]
+    return out
+
+
+def _replace(text: str, paths: dict[str, str]) -> str:
+    if not paths:
+        return text
+    longest_first = sorted(paths, key=len, reverse=True)
+    return re.sub("|".join(re.escape(path) for path in longest_first), lambda m: paths[m[0]], text)
+
+
+def _channel(kind: str, path: Path) -> dict[str, Any]:
+    return {"channel-type": kind, "addr": {"transport": "socket", "type": "unix", "path": str(path)}}
+
+
+class CprVm:
+    """A guest that was started for `cpr-transfer`, with the hardware of a Rekindle VM."""
+
+    def __init__(
+        self,
+        binary: str,
+        command_line: Sequence[str],
+        folder: Path,
+        *,
+        paths: dict[str, str],
+        vmm_directory: str,
+        taps: dict[int, Tap],
+    ) -> None:
+        """Start the guest.
+
+        `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU; `paths` maps its RAM
+        file, console log and disks to ones of the peer's own; `taps` has a tap for each descriptor in the command line.
+        `folder` is made, and holds sockets and logs.
+        """
+        self._binary = binary
+        self._command_line = list(command_line)
+        self._folder = folder
+        self._paths = paths
+        self._vmm_directory = vmm_directory
+        self._taps = taps
+        self._generation = 0
+        folder.mkdir(parents=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = self._spawn(incoming=None)
+            self._qmp = self._connect(self._process)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def _directory(self) -> Path:
+        return self._folder / str(self._generation)
+
+    def _spawn(self, incoming: Path | None) -> subprocess.Popen[bytes]:
+        self._directory.mkdir()
+        given = arguments(
+            self._command_line,
+            paths={**self._paths, self._vmm_directory: str(self._directory)},
+            tap_fds={number: tap.fd for number, tap in self._taps.items()},
+            incoming=incoming,
+        )
+        with (self._directory / "qemu.log").open("wb") as log:
+            return subprocess.Popen(
+                [self._binary, *given],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[tap.fd for tap in self._taps.values()],
+                start_new_session=True,
+            )
+
+    def _connect(self, process: subprocess.Popen[bytes]) -> Qmp:
+        try:
+            return Qmp(self._directory / "qmp.sock", START_DEADLINE_S, alive=lambda: process.poll() is None)
+        except QmpError as error:
+            raise PeerError(f"{self._binary}: {error}; it said: {self._said()}") from error
+
+    def _said(self) -> str:
+        try:
+            return (self._directory / "qemu.log").read_text(errors="replace").strip() or "(nothing)"
+        except OSError:
+            return "(nothing)"
+
+    def reboot(self) -> Handover:
+        """Replace the QEMU. On failure the peer is of no more use and should be stopped."""
+        if self._process is None:
+            raise PeerError("the peer is not running")
+        old, old_qmp = self._process, self._qmp
+        begun = host_us()
+        self._generation += 1
+        main, cpr = self._directory / "main.sock", self._directory / "cpr.sock"
+        old_qmp.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
+        old_qmp.forget_events()
+        self._next = self._spawn(incoming=cpr)
+        self._hand_descriptors(old_qmp, [_channel("main", main), _channel("cpr", cpr)], cpr)
+        new_qmp = self._connect(self._next)
+        triggered = host_us()
+        new_qmp.execute("migrate-incoming", {"channels": [_channel("main", main)]})
+        try:
+            resumed = new_qmp.wait_event("RESUME")
+            stopped = old_qmp.wait_event("STOP")
+        except QmpError as error:
+            raise PeerError(f"cpr-transfer: {error}; the new QEMU said: {self._said()}") from error
+        downtime = old_qmp.execute("query-migrate").get("downtime")
+        settle = host_us()
+        old_qmp.close()
+        old.kill()
+        old.wait()
+        self._process, self._qmp, self._next = self._next, new_qmp, None
+        spans = [
+            ("prepare", "start", begun, triggered),
+            ("prepare", "trigger", triggered, stopped.host_us),
+            ("suspend", "hand-over", stopped.host_us, resumed.host_us),
+            ("settle", "end-old", settle, host_us()),
+        ]
+        return Handover(
+            command_host_us=begun,
+            stop_host_us=stopped.host_us,
+            resume_host_us=resumed.host_us,
+            downtime_ms=downtime,
+            steps=[{"phase": p, "step": s, "start_host_us": a, "us": b - a} for p, s, a, b in spans],
+        )
+
+    def _hand_descriptors(self, old: Qmp, channels: list[dict[str, Any]], cpr: Path) -> None:
+        """Issue `migrate`, again until the new QEMU listens: its socket file is there a little earlier."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        assert self._next is not None
+        while True:
+            try:
+                if cpr.exists():
+                    old.execute("migrate", {"channels": channels})
+                    return
+            except QmpError as error:
+                if "Failed to connect" not in str(error):
+                    raise PeerError(f"cpr-transfer: {error}") from error
+            if self._next.poll() is not None or time.monotonic() > deadline:
+                raise PeerError(f"the new QEMU does not listen at {cpr}; it said: {self._said()}")
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        """End its QEMUs and remove its files. The taps stay open: they belong to the caller."""
+        for process in (self._next, self._process):
+            if process is not None:
+                process.kill()
+                process.wait()
+        self._next = self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._paths.values():
+            if os.path.lexists(path) and not Path(path).is_dir():
+                Path(path).unlink()
+
+
+def reboot_all(peers: Sequence[CprVm]) -> list[Handover]:
+    """Replace the QEMUs of several guests at once."""
+    if len(peers) == 1:
+        return [peers[0].reboot()]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return [future.result() for future in [pool.submit(peer.reboot) for peer in peers]]

@@ -1,0 +1,121 @@
+"""A small QMP client: commands in turn, and events with QEMU's own time stamps (microseconds of the host's clock)."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class QmpError(Exception):
+    """A command was refused, or QEMU does not answer. The text names the socket and the command."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event as QEMU sent it. `host_us`: microseconds since 1970 by the host's clock."""
+
+    name: str
+    data: dict[str, Any]
+    host_us: int
+
+
+class Qmp:
+    """One connection to one QEMU. Events that arrive while a command runs are kept until asked for."""
+
+    def __init__(self, path: Path, timeout: float = 60.0, alive: Callable[[], bool] = lambda: True) -> None:
+        """Connect to `path`, waiting at most `timeout` seconds (for a reply too), and only while `alive`."""
+        self.path = path
+        self.timeout = timeout
+        self._events: list[Event] = []
+        self._buffer = b""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX)
+            try:
+                self._socket.connect(str(path))
+                break
+            except OSError as error:
+                self._socket.close()
+                if not alive():
+                    raise QmpError(f"{path}: QEMU ended before it opened its QMP socket") from error
+                if time.monotonic() > deadline:
+                    raise QmpError(f"{path}: no QMP socket within {timeout:g} s") from error
+                time.sleep(0.002)
+        try:
+            self._message(deadline)
+            self.execute("qmp_capabilities")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. QEMU goes on."""
+        self._socket.close()
+
+    def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        """Run a command and give what it returns. Raises `QmpError` where QEMU refuses it."""
+        request = {"execute": command, "arguments": arguments or {}}
+        deadline = time.monotonic() + self.timeout
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise QmpError(f"{self.path}: {command}: {error}") from error
+        while True:
+            message = self._message(deadline)
+            if "event" in message:
+                self._keep(message)
+            elif "error" in message:
+                raise QmpError(f"{self.path}: {command}: {message['error'].get('desc', message['error'])}")
+            else:
+                return message.get("return")
+
+    def wait_event(self, name: str, timeout: float | None = None) -> Event:
+        """Take the first event called `name`, waiting at most `timeout` seconds for it. Those before it are dropped."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while True:
+            while self._events:
+                event = self._events.pop(0)
+                if event.name == name:
+                    return event
+            message = self._message(deadline, what=f"event {name}")
+            if "event" in message:
+                self._keep(message)
+
+    def forget_events(self) -> None:
+        """Drop the events that have been read and not been asked for."""
+        self._events.clear()
+
+    def _keep(self, message: dict[str, Any]) -> None:
+        stamp = message["timestamp"]
+        host_us = stamp["seconds"] * 1_000_000 + stamp["microseconds"]
+        self._events.append(Event(message["event"], message.get("data", {}), host_us))
+
+    def _message(self, deadline: float, what: str = "reply") -> dict[str, Any]:
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise QmpError(f"{self.path}: no {what} in time")
+            self._socket.settimeout(left)
+            try:
+                data = self._socket.recv(65536)
+            except TimeoutError as error:
+                raise QmpError(f"{self.path}: no {what} in time") from error
+            except OSError as error:
+                raise QmpError(f"{self.path}: {error}") from error
+            if not data:
+                raise QmpError(f"{self.path}: QEMU closed the connection")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)

@@ -1,0 +1,104 @@
+"""One reboot as a client saw it: `{"how", "reboot": JSON of the reboot, "probe": JSON of the probe's report}`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle_lab.rekindle import failed_requests, gap_around
+
+
+@dataclass(frozen=True)
+class Record:
+    """A reboot of one VM, with its client. Times in ms or s as the names say."""
+
+    how: str
+    vm: dict[str, Any]
+    probe: dict[str, Any]
+
+    @property
+    def stopped_ms(self) -> float | None:
+        """Guest-stopped time; `None` for a cold reboot, whose guest is not stopped but shut down and booted."""
+        if self.how == "cold":
+            return None
+        stopped = self.vm.get("stopped_us")
+        if stopped is None and self.stop_host_us is not None and self.resume_host_us is not None:
+            stopped = self.resume_host_us - self.stop_host_us
+        return None if stopped is None else stopped / 1e3
+
+    @property
+    def stop_host_us(self) -> int | None:
+        """When the guest stopped, by the host's clock."""
+        return self.vm.get("stop_host_us")
+
+    @property
+    def resume_host_us(self) -> int | None:
+        """When the guest (or, cold, the next one) began to run."""
+        return self.vm.get("resume_host_us")
+
+    @property
+    def gap(self) -> tuple[int, int, int]:
+        """The client's silence around the reboot: start, end (host clock), length; in microseconds."""
+        return gap_around(self.probe, self.stop_host_us, self.resume_host_us)
+
+    @property
+    def gap_ms(self) -> float:
+        """The length of that silence."""
+        return self.gap[2] / 1e3
+
+    @property
+    def lost(self) -> int:
+        """Requests that failed."""
+        return failed_requests(self.probe)
+
+    @property
+    def phases(self) -> list[tuple[str, int, int]]:
+        """The phases in their order: name, begin and end by the host's clock in microseconds."""
+        spans: dict[str, tuple[int, int]] = {}
+        for step in self.vm.get("steps", []):
+            begin, end = step["start_host_us"], step["start_host_us"] + step["us"]
+            old = spans.get(step["phase"], (begin, end))
+            spans[step["phase"]] = (min(old[0], begin), max(old[1], end))
+        return [(name, begin, end) for name, (begin, end) in spans.items()]
+
+    @property
+    def zero_host_us(self) -> int:
+        """The instant that plots count from: when the guest was stopped or, cold, told to shut down."""
+        suspend = [begin for name, begin, _ in self.phases if name == "suspend"]
+        if self.stop_host_us is not None and not (self.how == "cold" and suspend):
+            return self.stop_host_us
+        return suspend[0] if suspend else self.probe["started_unix_ns"] // 1000
+
+    def throughput(self, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Good answers per second: edges of the intervals in s from `zero_host_us` (one more), and the rates.
+
+        `merge`: so many intervals of the probe become one.
+        """
+        answered = np.array([interval["answered"] for interval in self.probe["intervals"]], dtype=float)
+        whole = (len(answered) - 1) // merge * merge  # the last one may have been cut short
+        width_s = self.probe["interval_ms"] * merge / 1e3
+        rates = answered[:whole].reshape(-1, merge).sum(axis=1) / width_s
+        offset_s = (self.probe["started_unix_ns"] / 1e3 - self.zero_host_us) / 1e6
+        return offset_s + width_s * np.arange(len(rates) + 1), rates
+
+
+def parse(document: dict[str, Any]) -> Record:
+    """A record from its JSON. Raises `ValueError` that names what is missing."""
+    try:
+        vms = document["reboot"]["vms"]
+        probe = document["probe"]
+        for key in ("started_unix_ns", "interval_ms", "intervals", "gaps", "longest_gap_us", "failed"):
+            probe[key]
+        return Record(document["how"], vms[0], probe)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"not a record of a reboot with its probe: {error!r} is missing or of another kind") from error
+
+
+def load(path: Path) -> Record:
+    """A record from a file."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

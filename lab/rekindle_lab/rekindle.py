@@ -1,0 +1,161 @@
+"""The `rekindle` command as the lab uses it: every call with `--json`, in a run directory of the experiment's own."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMMAND_DEADLINE_S = 900.0
+MARGIN_S = 0.4
+"""How long a probe runs undisturbed before and after what it watches, so that its gap stands alone."""
+
+
+class RekindleError(Exception):
+    """A command failed. The text has the command, its exit status and what it said."""
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The JSON object on the last line that is not empty."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError("no output")
+    value = json.loads(lines[-1])
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: {lines[-1][:200]}")
+    return value
+
+
+@dataclass
+class Probe:
+    """A client that runs beside a reboot. `report` is there once it has been stopped."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rekindle:
+    """One binary with one run directory."""
+
+    binary: Path
+    run_dir: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of its commands."""
+        return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir)}
+
+    def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
+        """Run a command and give its JSON."""
+        command = [str(self.binary), *arguments, "--json"]
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=False,
+        )
+        said = (done.stderr.strip() or done.stdout.strip())[-2000:]
+        if done.returncode not in ok:
+            raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {done.returncode}: {said}")
+        try:
+            return last_json(done.stdout)
+        except ValueError as error:
+            raise RekindleError(f"rekindle {' '.join(arguments)}: no JSON ({error}): {said}") from error
+
+    def version(self) -> str:
+        """What `--version` says."""
+        done = subprocess.run([str(self.binary), "--version"], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def run(self, definition: Path) -> None:
+        """Start a VM."""
+        self.call("run", str(definition))
+
+    def stop(self, name: str) -> None:
+        """End a VM at once, also where an operation on it was cut short."""
+        try:
+            self.call("stop", name, "--now")
+        except RekindleError:
+            self.call("recover", name, ok=range(256))
+            self.call("stop", name, "--now")
+
+    def show(self, name: str) -> dict[str, Any]:
+        """What `show` knows of a VM."""
+        return self.call("show", name)
+
+    def reboot(self, names: Sequence[str], how: str, *options: str) -> dict[str, Any]:
+        """Replace the VMM of VMs, in parallel."""
+        return self.call("reboot", "vmm", *names, "--how", how, *options)
+
+    @contextmanager
+    def probes(
+        self, targets: Sequence[tuple[str, str]], *options: str, every: str = "1ms", margin_s: float = MARGIN_S
+    ) -> Iterator[list[Probe]]:
+        """Probe each `(URL, network namespace)` while the body runs; the reports are in the results afterwards.
+
+        The probes run undisturbed for `margin_s` seconds before the body and after it.
+        """
+        probes = [Probe() for _ in targets]
+        running: list[subprocess.Popen[str]] = []
+        try:
+            for url, netns in targets:
+                command = [str(self.binary), "probe", url, "--every", every, "--netns", netns, *options, "--json"]
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        env=self.environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+            time.sleep(margin_s)
+            yield probes
+            time.sleep(margin_s)
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            for (url, _), probe, process in zip(targets, probes, running, strict=True):
+                out, err = process.communicate(timeout=30)
+                try:
+                    probe.report = last_json(out)
+                except ValueError as error:
+                    said = err.strip()[-2000:]
+                    raise RekindleError(f"rekindle probe {url}: no report ({error}): {said}") from error
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+
+
+def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us: int | None) -> tuple[int, int, int]:
+    """The silence that goes with a guest that was stopped from one host time to the other (microseconds since 1970).
+
+    Gives `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps that
+    time. Where none was long enough to count as a gap, or the times are not known, it is the longest silence of all,
+    with a start and end of 0 if that is not listed.
+    """
+    gaps = [(gap["start_unix_ns"] // 1000, gap["length_us"]) for gap in report["gaps"]]
+    if stop_host_us is not None and resume_host_us is not None:
+        around = [gap for gap in gaps if gap[0] < resume_host_us and gap[0] + gap[1] > stop_host_us]
+        if around:
+            gaps = around
+    if not gaps:
+        return 0, 0, int(report["longest_gap_us"])
+    start, length = max(gaps, key=lambda gap: gap[1])
+    return start, start + length, length
+
+
+def failed_requests(report: dict[str, Any]) -> int:
+    """All failed requests of a probe's report."""
+    return sum(report["failed"].values())

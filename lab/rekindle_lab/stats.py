@@ -1,0 +1,118 @@
+"""Statistics for timings: few samples, long tails, shared machines. So medians, resampling and no normal curves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+SEED = 20100401
+"""Resampling starts from here, so that one raw file always gives one result."""
+RESAMPLES = 9999
+
+
+def _sample(values: Sequence[float]) -> np.ndarray:
+    array = np.asarray(values, dtype=float)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError("a sample needs at least one value")
+    if not np.isfinite(array).all():
+        raise ValueError("a sample holds a value that is not a finite number")
+    return array
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, in the unit of the values."""
+    return float(np.median(_sample(values)))
+
+
+def p95(values: Sequence[float]) -> float:
+    """The 95th percentile (between two values by linear interpolation), in the unit of the values."""
+    return float(np.quantile(_sample(values), 0.95))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% bootstrap interval of the median, in the unit of the values. One value is its own interval."""
+    sample = _sample(values)
+    if sample.size < 2 or np.ptp(sample) == 0:
+        return float(sample[0]), float(sample[0])
+    return _interval((sample,), lambda x, axis: np.median(x, axis=axis))
+
+
+def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
+    """The 95% bootstrap interval of median(ours) / median(peer), without a unit. The samples are independent."""
+    a, b = _sample(ours), _sample(peer)
+    if (b <= 0).any():
+        raise ValueError("a ratio needs a peer with positive values only")
+    if np.ptp(a) == 0 and np.ptp(b) == 0:
+        ratio = float(a[0] / b[0])
+        return ratio, ratio
+    return _interval((a, b), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis))
+
+
+def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float, float]:
+    result = stats.bootstrap(
+        samples,
+        statistic,
+        n_resamples=RESAMPLES,
+        vectorized=True,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
+    """How probable so great a difference of medians is if both come from one distribution; two-sided, 0 to 1."""
+    a, b = _sample(ours), _sample(peer)
+    if a.size < 2 or b.size < 2:
+        return 1.0
+    result = stats.permutation_test(
+        (a, b),
+        lambda x, y, axis: np.median(x, axis=axis) - np.median(y, axis=axis),
+        permutation_type="independent",
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        rng=np.random.default_rng(SEED),
+    )
+    return float(result.pvalue)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against a peer, lower being better. Medians and p95 are in the unit of the samples, ratios have none."""
+
+    ours: float
+    peer: float
+    ours_p95: float
+    peer_p95: float
+    n_ours: int
+    n_peer: int
+    ratio: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, or `no clear difference`: the interval holds 1, or chance would do it once in 20 times."""
+        if self.p >= 0.05 or self.low <= 1.0 <= self.high:
+            return "no clear difference"
+        return "better" if self.ratio < 1.0 else "worse"
+
+
+def compare(ours: Sequence[float], peer: Sequence[float]) -> Comparison:
+    """Compare two samples of durations in one unit."""
+    a, b = median(ours), median(peer)
+    low, high = ratio_interval(ours, peer)
+    return Comparison(
+        ours=a,
+        peer=b,
+        ours_p95=p95(ours),
+        peer_p95=p95(peer),
+        n_ours=len(ours),
+        n_peer=len(peer),
+        ratio=a / b,
+        low=low,
+        high=high,
+        p=permutation_p(ours, peer),
+    )

@@ -1,0 +1,55 @@
+"""Made-up data for tests, in the forms that the real commands give."""
+
+START_US = 1_800_000_000_000_000
+
+
+def steps(spans):
+    """`spans`: (phase, step, begin, length), in ms from START_US."""
+    return [
+        {"phase": phase, "step": step, "start_host_us": START_US + int(begin * 1000), "us": int(length * 1000)}
+        for phase, step, begin, length in spans
+    ]
+
+
+def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
+    """A probe of `seconds` that answers `rate` requests per second but for `gap_ms` from `stop_ms` on."""
+    width_ms = 100
+    intervals = []
+    for start in range(0, seconds * 1000, width_ms):
+        silent = max(0, min(start + width_ms, stop_ms + gap_ms) - max(start, stop_ms))
+        answered = round(rate * (width_ms - silent) / 1000)
+        intervals.append({"start_ms": start, "answered": answered, "failed": 0, "bytes": answered * 100})
+    spans = [
+        ("prepare", "start", stop_ms - 200, 200),
+        ("suspend", "save", stop_ms, (resume_ms - stop_ms) / 2),
+        ("renew", "load", (resume_ms + stop_ms) / 2, (resume_ms - stop_ms) / 2),
+        ("resume", "cont", resume_ms, 1),
+        ("settle", "end-old", resume_ms + 1, 20),
+    ]
+    return {
+        "how": how,
+        "reboot": {
+            "how": how,
+            "vms": [
+                {
+                    "name": "web",
+                    "outcome": "done",
+                    "stopped_us": int((resume_ms - stop_ms) * 1000),
+                    "stop_host_us": START_US + int(stop_ms * 1000),
+                    "resume_host_us": START_US + int(resume_ms * 1000),
+                    "steps": steps(spans),
+                }
+            ],
+        },
+        "probe": {
+            "started_unix_ns": START_US * 1000,
+            "elapsed_us": seconds * 1_000_000,
+            "interval_ms": width_ms,
+            "intervals": intervals,
+            "answered": sum(interval["answered"] for interval in intervals),
+            "failed": {"timeouts": 0, "resets": failed, "refused": 0, "unreachable": 0, "wrong_content": 0},
+            "connections_lost": 0,
+            "longest_gap_us": int(gap_ms * 1000),
+            "gaps": [{"start_unix_ns": (START_US + int(stop_ms * 1000)) * 1000, "length_us": int(gap_ms * 1000)}],
+        },
+    }

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+import typer
+from made_up import START_US, record
+from typer.testing import CliRunner
+
+from rekindle_lab import demo
+from rekindle_lab.records import load, parse
+
+app = typer.Typer()
+app.command()(demo.main)
+
+
+def write(folder, *records):
+    paths = []
+    for one in records:
+        path = folder / f"{one['how']}.json"
+        path.write_text(json.dumps(one))
+        paths.append(str(path))
+    return paths
+
+
+def test_draws_three_panels_and_prints_the_table(tmp_path):
+    files = write(
+        tmp_path,
+        record("warm", 3000, 3005, 14),
+        record("saved", 3000, 4200, 1300),
+        record("cold", 2500, 4000, 5600, failed=7),
+    )
+    out = tmp_path / "demo.png"
+    result = CliRunner().invoke(app, ["--out", str(out), *files])
+    assert result.exit_code == 0, result.output
+    lines = [line.split("  ") for line in result.output.splitlines()]
+    rows = {cells[0].strip(): [cell.strip() for cell in cells if cell.strip()] for cells in lines}
+    assert rows["warm"] == ["warm", "5 ms", "14 ms", "0"]
+    assert rows["saved"] == ["saved", "1.2 s", "1.3 s", "0"]
+    assert rows["cold"] == ["cold", "- (shut down, booted)", "5.6 s", "7"]
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path):
+    bad = record("warm", 3000, 3005, 14)
+    del bad["probe"]["gaps"]
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "x.png"), *write(tmp_path, bad)])
+    assert result.exit_code == 1
+    assert "warm.json" in result.output and "gaps" in result.output
+
+
+def test_the_gap_is_the_one_at_the_stop_not_the_longest_of_the_run():
+    document = record("warm", 3000, 3005, 14)
+    document["probe"]["gaps"].insert(0, {"start_unix_ns": (START_US + 500_000) * 1000, "length_us": 99_000})
+    assert parse(document).gap_ms == 14
+
+
+def test_throughput_counts_from_the_stop():
+    edges, rates = parse(record("saved", 3000, 4200, 1300)).throughput()
+    assert edges[0] == pytest.approx(-3.0)
+    assert rates[0] == 800
+    assert rates[31] == 0  # from 3.1 s of the probe on, so 0.1 s after the stop
+
+
+def test_no_record_without_vms(tmp_path):
+    path = tmp_path / "empty.json"
+    path.write_text(json.dumps({"how": "warm", "reboot": {"vms": []}, "probe": {}}))
+    with pytest.raises(ValueError, match="not a record"):
+        load(path)

@@ -1,0 +1,95 @@
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from rekindle_lab.peers.cpr import arguments
+from rekindle_lab.qmp import Qmp, QmpError
+
+OURS = [
+    "/usr/bin/qemu-system-x86_64",
+    *("-name", "guest=web,debug-threads=on", "-nodefaults", "-pidfile", "/run/a/1/qemu.pid"),
+    *("-machine", "pc-q35-10.0,memory-backend=ram,suppress-vmdesc=on"),
+    *("-global", "migration.send-configuration=off", "-global", "ICH9-LPC.disable_s3=1"),
+    *("-object", "memory-backend-file,id=ram,size=512,mem-path=/ram/web.ram,share=on,prealloc=off"),
+    *("-chardev", "socket,id=console,path=/run/a/1/console.sock,server=on,wait=off,logfile=/run/a/console.log"),
+    *("-append", "console=ttyS0 quiet"),
+    *("-blockdev", '{"driver": "file", "filename": "/disks/web.raw"}'),
+    *("-netdev", "tap,id=net0,fd=40,vhost=off", "-device", '{"driver": "virtio-net-pci", "netdev": "net0"}'),
+    *("-incoming", "defer", "-S"),
+]
+PATHS = {"/run/a/1": "/peer/3", "/run/a/console.log": "/peer/log", "/ram/web.ram": "/ram/p", "/disks/web.raw": "/d/p"}
+
+
+def test_the_peer_has_our_hardware_and_its_own_files():
+    out = arguments(OURS, paths=PATHS, tap_fds={40: 7}, incoming=None)
+    text = " ".join(out)
+    assert out[0] == "-name"
+    assert "pc-q35-10.0,memory-backend=ram,suppress-vmdesc=on,aux-ram-share=on" in out
+    assert "memory-backend-file,id=ram,size=512,mem-path=/ram/p,share=on,prealloc=off" in out
+    assert "path=/peer/3/console.sock" in text and "logfile=/peer/log" in text
+    assert '"filename": "/d/p"' in text
+    assert "tap,id=net0,fd=7,vhost=off" in out
+    assert "ICH9-LPC.disable_s3=1" in out
+    assert "console=ttyS0 quiet" in out
+    for ours_only in ("send-configuration", "-incoming", "-S", "/run/a", "/ram/web.ram", "/disks"):
+        assert ours_only not in text
+
+
+def test_the_one_that_takes_over_waits_at_the_cpr_channel():
+    out = arguments(OURS, paths=PATHS, tap_fds={40: 7}, incoming=Path("/peer/3/cpr.sock"))
+    assert out[-4:-1] == ["-incoming", "defer", "-incoming"]
+    channel = json.loads(out[-1])
+    assert channel["channel-type"] == "cpr"
+    assert channel["addr"]["path"] == "/peer/3/cpr.sock"
+
+
+class FakeQemu:
+    """Answers QMP on a unix socket with what it is told to."""
+
+    def __init__(self, path, *replies):
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.replies = list(replies)
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        connection, _ = self.listener.accept()
+        with connection, connection.makefile("rw") as stream:
+            stream.write('{"QMP": {}}\n')
+            stream.flush()
+            for reply in ['{"return": {}}', *self.replies]:
+                stream.readline()
+                stream.write(reply + "\n")
+                stream.flush()
+
+
+STOP = '{"event": "STOP", "timestamp": {"seconds": 12, "microseconds": 34}}'
+
+
+def test_events_keep_qemus_own_time(tmp_path):
+    FakeQemu(tmp_path / "s", f'{STOP}\n{{"return": {{"status": "paused"}}}}')
+    with Qmp(tmp_path / "s", 5) as qmp:
+        assert qmp.execute("query-status") == {"status": "paused"}
+        event = qmp.wait_event("STOP", 1)
+        assert (event.name, event.host_us) == ("STOP", 12_000_034)
+
+
+def test_a_refusal_names_command_and_reason(tmp_path):
+    FakeQemu(tmp_path / "s", '{"error": {"class": "GenericError", "desc": "no such thing"}}')
+    with Qmp(tmp_path / "s", 5) as qmp, pytest.raises(QmpError, match="migrate: no such thing"):
+        qmp.execute("migrate")
+
+
+def test_a_closed_connection_and_a_dead_qemu_are_errors(tmp_path):
+    FakeQemu(tmp_path / "s")
+    with Qmp(tmp_path / "s", 5) as qmp, pytest.raises(QmpError):
+        qmp.wait_event("RESUME", 5)
+    with pytest.raises(QmpError, match="ended"):
+        Qmp(tmp_path / "none", 5, alive=lambda: False)
+    with pytest.raises(QmpError, match="no QMP socket within"):
+        Qmp(tmp_path / "none", 0.05)

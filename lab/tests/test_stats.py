@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from rekindle_lab import stats
+
+
+def test_median_and_p95_are_the_known_ones():
+    values = list(range(1, 22))
+    assert stats.median(values) == 11
+    assert stats.p95(values) == 20
+    assert stats.median([4.0, 1.0]) == 2.5
+    assert stats.p95([7.0]) == 7.0
+
+
+@pytest.mark.parametrize("bad", [[], [1.0, float("nan")], [float("inf")]])
+def test_no_sample_is_refused(bad):
+    with pytest.raises(ValueError):
+        stats.median(bad)
+
+
+def test_a_ratio_of_constants_is_exact():
+    assert stats.ratio_interval([3.0] * 5, [2.0] * 5) == (1.5, 1.5)
+
+
+def test_a_ratio_to_zero_is_refused():
+    with pytest.raises(ValueError, match="positive"):
+        stats.ratio_interval([1.0, 2.0], [0.0, 1.0])
+
+
+def test_the_interval_holds_the_ratio_that_made_the_samples():
+    generator = np.random.default_rng(1)
+    hits = 0
+    for _ in range(40):
+        ours = generator.lognormal(0.0, 0.3, 15) * 2
+        peer = generator.lognormal(0.0, 0.3, 15)
+        low, high = stats.ratio_interval(ours, peer)
+        assert low < high
+        hits += low <= 2.0 <= high
+    assert hits >= 34  # 95% of 40 are 38
+
+
+def test_one_raw_file_gives_one_result():
+    ours, peer = [5.1, 4.8, 5.6, 5.0], [6.0, 6.4, 5.8, 7.0]
+    assert stats.ratio_interval(ours, peer) == stats.ratio_interval(ours, peer)
+    assert stats.permutation_p(ours, peer) == stats.permutation_p(ours, peer)
+
+
+def test_permutation_p_tells_apart_what_differs_and_only_that():
+    low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
+    high = [value + 2 for value in low]
+    assert stats.permutation_p(low, high) < 0.01
+    assert stats.permutation_p(low, [value + 0.01 for value in reversed(low)]) > 0.3
+    assert stats.permutation_p([1.0], high) == 1.0
+
+
+def test_verdicts():
+    low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
+    high = [value * 1.5 for value in low]
+    assert stats.compare(low, high).verdict == "better"
+    assert stats.compare(high, low).verdict == "worse"
+    assert stats.compare(low, list(reversed(low))).verdict == "no clear difference"
+    losing = stats.compare(high, low)
+    assert losing.ratio == pytest.approx(1.5)
+    assert losing.low > 1
+
+
+def test_median_interval_of_one_value_is_that_value():
+    assert stats.median_interval([4.2]) == (4.2, 4.2)
