@@ -3,7 +3,7 @@
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
 //! process ([`memory`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
-//! ([`tap`]) and network namespaces ([`netns`]).
+//! ([`tap`]), frames ([`packet`]) and network namespaces ([`netns`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -13,6 +13,7 @@
 pub mod descriptor;
 pub mod memory;
 pub mod netns;
+pub mod packet;
 pub mod process;
 pub mod spawn;
 pub mod tap;

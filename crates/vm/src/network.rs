@@ -7,6 +7,7 @@ use crate::definition::{NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
+use rekindle_kernel::packet::Capture;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::{descriptor, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
@@ -56,14 +57,40 @@ fn ip(arguments: &[&str]) -> Result<(), NetworkError> {
     Err(NetworkError::Ip { command, said: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
 }
 
-/// Open the tap in its namespace.
-fn open_in(tap: &Tap, open: fn(&str) -> io::Result<OwnedFd>, ifname: &str) -> Result<OwnedFd, NetworkError> {
+/// Do something with an interface in the namespace of the tap.
+fn in_namespace<T: Send + 'static>(
+    tap: &Tap,
+    ifname: &str,
+    work: fn(&str) -> io::Result<T>,
+) -> Result<T, NetworkError> {
     let failed = |source: io::Error| NetworkError::Tap { ifname: ifname.to_owned(), source };
     let name = ifname.to_owned();
     match &tap.netns {
-        Some(namespace) => netns::run_in(namespace, move || open(&name)).and_then(|fd| fd).map_err(failed),
-        None => open(ifname).map_err(failed),
+        Some(namespace) => netns::run_in(namespace, move || work(&name)).and_then(|done| done).map_err(failed),
+        None => work(ifname).map_err(failed),
     }
+}
+
+/// Send the frames once more that a stopped QEMU may have taken out of its tap: QEMU takes one after its guest has
+/// stopped, which nobody would get, and a TCP client would wait 200 ms before it sends it again.
+///
+/// Which one it took cannot be seen. The first after the stop is sent again, and those shortly before it, which a
+/// busy QEMU may not have read yet; one that did arrive arrives twice, as frames may. `true` if there was one.
+pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
+    /// How far QEMU's main loop may lag behind.
+    const LAG_US: u64 = 2_000;
+    let frames = capture.frames().unwrap_or_else(|e| {
+        tracing::debug!("{e}");
+        Vec::new()
+    });
+    let (before, after): (Vec<_>, Vec<_>) = frames.into_iter().partition(|frame| frame.host_us < stopped_host_us);
+    let late = before.iter().filter(|frame| frame.host_us + LAG_US >= stopped_host_us);
+    for frame in late.chain(after.first()) {
+        if let Err(e) = capture.send(frame) {
+            tracing::debug!("a frame could not be sent again: {e}");
+        }
+    }
+    !after.is_empty()
 }
 
 /// Make and connect the taps of a VM.
@@ -86,7 +113,7 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
         if let TapPlace::Netns { netns: namespace, .. } = place {
             make_namespace(host, namespace)?;
         }
-        let fd = open_in(tap, tap::open, &tap.ifname)?;
+        let fd = in_namespace(tap, &tap.ifname, tap::open)?;
         connect(tap, place)?;
         fds.push((fd, Tap::fd(index)));
     }
@@ -111,6 +138,8 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
 pub struct Duplicates {
     /// Stand-ins to use at first, and the real ones to wait, at the numbers that its command line names.
     pub fds: Vec<(OwnedFd, RawFd)>,
+    /// What the host sends into the taps from now on.
+    pub captures: Vec<Capture>,
     /// The stand-ins once more. To be held until the guest runs: an interface goes away with its last descriptor, and
     /// the kernel takes some 15 ms for that.
     pub stand_ins: Vec<OwnedFd>,
@@ -121,14 +150,15 @@ pub struct Duplicates {
 /// # Errors
 /// [`NetworkError::Tap`].
 pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, NetworkError> {
-    let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
+    let mut duplicates = Duplicates { fds: Vec::new(), captures: Vec::new(), stand_ins: Vec::new() };
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
         let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
         // Many VMs may be at it at once: the name must be this process's and this tap's own.
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
-        let stand_in = open_in(tap, tap::open_transient, name.get(..15).unwrap_or(&name))?;
+        let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), tap::open_transient)?;
+        duplicates.captures.push(in_namespace(tap, &tap.ifname, Capture::open)?);
         duplicates.stand_ins.push(stand_in.try_clone().map_err(failed)?);
         duplicates.fds.push((stand_in, Tap::fd(index)));
         duplicates.fds.push((real, Tap::waiting_fd(index)));
@@ -141,7 +171,7 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
 /// # Errors
 /// [`NetworkError::Tap`].
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
-    hardware.taps().map(|(index, tap)| Ok((open_in(tap, tap::open, &tap.ifname)?, Tap::fd(index)))).collect()
+    hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
 }
 
 /// Remove the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
@@ -152,14 +182,7 @@ pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
         let gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
         if !gone {
-            let remove = |name: &str| tap::remove(name);
-            let name = tap.ifname.clone();
-            let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
-            match &tap.netns {
-                Some(namespace) => netns::run_in(namespace, move || remove(&name)).and_then(|done| done),
-                None => remove(&name),
-            }
-            .map_err(failed)?;
+            in_namespace(tap, &tap.ifname, tap::remove)?;
         }
         if let Some(namespace) = &tap.netns {
             release_namespace(host, namespace, &hardware.name)?;

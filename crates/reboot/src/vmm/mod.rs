@@ -33,9 +33,10 @@ use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry, Recorder};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::HashMap;
 use std::io;
-use std::path::PathBuf;
-use std::sync::Barrier;
+use std::path::{Path, PathBuf};
+use std::sync::{Barrier, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -250,16 +251,16 @@ pub type Outcome = (String, Result<Report, Failure>);
 /// *On failure:* per VM, as [`Failure::left`] says. The others are not held up.
 ///
 /// Nobody is stopped before everybody has been prepared, so that the time in which guests are stopped has no
-/// preparation in it.
+/// preparation in it, and guests are handed over as many at a time as there are processors.
 #[must_use]
 pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> {
-    let barrier = Barrier::new(names.len());
+    let together = Together { barrier: Barrier::new(names.len()), gate: Gate::new(), binaries: Mutex::default() };
     thread::scope(|scope| {
         let workers: Vec<_> = names
             .iter()
             .map(|name| {
-                let barrier = &barrier;
-                (name, scope.spawn(move || one(host, name, options, barrier)))
+                let together = &together;
+                (name, scope.spawn(move || one(host, name, options, together)))
             })
             .collect();
         workers
@@ -276,17 +277,68 @@ pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> 
     })
 }
 
+/// What the VMs of one reboot share.
+struct Together {
+    /// Nobody is stopped before everybody is prepared.
+    barrier: Barrier,
+    /// How many are switched at a time.
+    gate: Gate,
+    /// What the binaries can do, asked once each.
+    binaries: Mutex<HashMap<PathBuf, Binary>>,
+}
+
+impl Together {
+    fn probe(&self, path: &Path) -> Result<Binary, BinaryError> {
+        // Held while asking: the others would ask the same.
+        let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(binary) = binaries.get(path) {
+            return Ok(binary.clone());
+        }
+        let binary = Binary::probe(path)?;
+        binaries.insert(path.to_owned(), binary.clone());
+        Ok(binary)
+    }
+}
+
+/// Lets as many through at a time as there are processors: handing a guest over is computing from end to end, and
+/// more at once would all be stopped for longer without being done sooner.
+struct Gate {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+impl Gate {
+    fn new() -> Self {
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        Self { free: Mutex::new(processors), freed: Condvar::new() }
+    }
+
+    fn pass<T>(&self, work: impl FnOnce() -> T) -> T {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+        drop(free);
+        let done = work();
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.freed.notify_one();
+        done
+    }
+}
+
 /// One VM. Passes the barrier exactly once, whatever happens.
-fn one(host: &Host, name: &str, options: &Options, barrier: &Barrier) -> Result<Report, Failure> {
+fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Report, Failure> {
     let as_it_was = |error| Failure::new(Left::AsItWas, error);
-    let prepared = begin(host, name, options).map_err(as_it_was).and_then(|change| match options.how {
+    let prepared = begin(host, name, options, together).map_err(as_it_was).and_then(|change| match options.how {
         How::Warm => warm::Prepared::new(change).map(|prepared| Ready::Warm(Box::new(prepared))),
         How::Saved => Ok(Ready::Saved(Box::new(change))),
         How::Cold => Ok(Ready::Cold(Box::new(change))),
     });
-    barrier.wait();
+    together.barrier.wait();
     match prepared? {
-        Ready::Warm(prepared) => prepared.switch(),
+        Ready::Warm(prepared) => {
+            let switched = together.gate.pass(|| prepared.hand_over())?;
+            switched.settle()
+        }
         Ready::Saved(change) => saved::reboot(*change),
         Ready::Cold(change) => cold::reboot(*change),
     }
@@ -343,7 +395,7 @@ impl Change {
     }
 }
 
-fn begin(host: &Host, name: &str, options: &Options) -> Result<Change, RebootError> {
+fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Change, RebootError> {
     let operation = format!("reboot vmm --how {}", options.how);
     let recorder = Recorder::new(name, &operation);
     let held = Held::take(host, name, &operation)?;
@@ -353,7 +405,7 @@ fn begin(host: &Host, name: &str, options: &Options) -> Result<Change, RebootErr
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
         (None, false) => old.binary.clone(),
     };
-    let binary = Binary::probe(&path)?;
+    let binary = together.probe(&path)?;
     let options = options.clone();
     let mut change = Change { host: host.clone(), held, old, binary, options, recorder, running: true };
     change.running = preflight::check(&change)?;

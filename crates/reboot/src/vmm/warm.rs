@@ -11,6 +11,7 @@ use super::{
     Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
 };
 use rekindle_kernel::descriptor;
+use rekindle_kernel::packet::Capture;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
@@ -40,6 +41,8 @@ struct Ready {
     new: Vmm,
     new_qmp: Qmp,
     link: Link,
+    /// See [`network::Duplicates::captures`].
+    captures: Vec<Capture>,
     /// See [`network::Duplicates::stand_ins`].
     stand_ins: Vec<OwnedFd>,
 }
@@ -107,17 +110,20 @@ impl Prepared {
     }
 
     /// Stop the guest in the old QEMU and let it go on in the new one.
-    pub(crate) fn switch(self) -> Result<Report, Failure> {
-        let Self { mut change, mut journal, ready: Ready { mut old_qmp, new, mut new_qmp, link, stand_ins } } = self;
+    pub(crate) fn hand_over(self) -> Result<Switched, Failure> {
+        let Self { mut change, mut journal, ready } = self;
+        let Ready { mut old_qmp, new, mut new_qmp, link, captures, stand_ins } = ready;
+        for capture in &captures {
+            // What has passed until here is of no interest.
+            let _ = capture.frames();
+        }
         let handed = hand_over(&mut change, &mut journal, link, &mut old_qmp, &new, &mut new_qmp);
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
-        drop(stand_ins);
         match handed {
             Ok(handed) => {
                 fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
-                let settled = settle(&mut change, journal, &new, new_qmp, handed);
-                settled.map_err(|error| Failure::new(Left::NeedsRecovery, error))
+                Ok(Switched { change, journal, new, new_qmp, handed, captures, _stand_ins: stand_ins })
             }
             Err(error) => {
                 let rundir = &change.held.rundir;
@@ -129,6 +135,26 @@ impl Prepared {
                 })
             }
         }
+    }
+}
+
+/// The new QEMU runs the guest; the old one is still there, stopped.
+pub(crate) struct Switched {
+    change: Change,
+    journal: Journal,
+    new: Vmm,
+    new_qmp: Qmp,
+    handed: Handed,
+    captures: Vec<Capture>,
+    _stand_ins: Vec<OwnedFd>,
+}
+
+impl Switched {
+    /// The old QEMU goes, the new one is recorded.
+    pub(crate) fn settle(self) -> Result<Report, Failure> {
+        let Self { mut change, journal, new, new_qmp, handed, captures, .. } = self;
+        settle(&mut change, journal, &new, new_qmp, handed, &captures)
+            .map_err(|error| Failure::new(Left::NeedsRecovery, error))
     }
 }
 
@@ -200,7 +226,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
     let link = Link { tap, save_qmp, feed, keeper, source, staged_cont };
-    Ok(Ready { old_qmp, new, new_qmp, link, stand_ins: taps.stand_ins })
+    Ok(Ready { old_qmp, new, new_qmp, link, captures: taps.captures, stand_ins: taps.stand_ins })
 }
 
 fn unreadable(old: &Vmm, source: io::Error) -> RebootError {
@@ -352,9 +378,12 @@ fn settle(
     new: &Vmm,
     mut new_qmp: Qmp,
     handed: Handed,
+    captures: &[Capture],
 ) -> Result<Report, RebootError> {
     let rundir = change.held.rundir.clone();
     change.recorder.phase(Phase::Settle);
+    let mut waiting: Vec<_> = captures.iter().collect();
+    waiting.retain(|capture| !network::send_again(capture, handed.stopped));
     // The guest was seen to go on: from here on the old state is of no use, whatever the RAM file's mark says.
     journal.operation.untouched_since_ns = None;
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
@@ -366,6 +395,8 @@ fn settle(
     let state = change.held.state.clone();
     let faults = Some(("warm.settle.old-gone", "warm.settle.recorded"));
     let state = switch::settle(&rundir, state, Some(&change.old), new, &new_qmp, journal, faults)?;
+    // Nothing had come into these before: the old QEMU may have taken the first until it ended.
+    waiting.retain(|capture| !network::send_again(capture, handed.stopped));
     handover::forward_ports(&mut new_qmp, &state.hardware);
     change.recorder.step("end the old QEMU");
     change.recorder.write(&rundir);

@@ -247,7 +247,8 @@ def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Ite
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """
     with ExitStack() as stack:
-        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/tmp"))  # short: it holds unix sockets
+        # On a tmpfs, as run directories are; and short: it holds unix sockets.
+        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         disk.mkdir(parents=True, exist_ok=True)
         disk_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=disk))

@@ -1,0 +1,183 @@
+//! Frames on their way into a network interface: seen as they pass, and sent once more.
+
+use std::io;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+/// `struct virtio_net_hdr`, which goes before each frame so that checksums and segmentation that were left to the
+/// interface stay left to it.
+const VNET_HDR: usize = 10;
+/// Bytes that one frame can have with segmentation left to the interface.
+const LARGEST: usize = 65536 + 64 + VNET_HDR;
+/// Room for frames between two looks.
+const BUFFER: libc::c_int = 8 << 20;
+
+/// One frame with its header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// When it passed: microseconds of the host's clock since 1970.
+    pub host_us: u64,
+    bytes: Vec<u8>,
+}
+
+/// A look at what the host sends into an interface. Frames are kept from its opening on.
+#[derive(Debug)]
+pub struct Capture {
+    socket: OwnedFd,
+}
+
+impl Capture {
+    /// Look at the interface `name` in the network namespace of the calling thread. Needs `CAP_NET_RAW`.
+    ///
+    /// # Errors
+    /// When there is no such interface, or it may not be looked at.
+    pub fn open(name: &str) -> io::Result<Self> {
+        let named = |e: io::Error| io::Error::new(e.kind(), format!("frames into {name}: {e}"));
+        let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+        // Protocol 0: nothing is received before the bind below names interface and protocol.
+        // SAFETY: socket() takes no pointers; a descriptor that it returns is ours alone.
+        let fd = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
+        if fd < 0 {
+            return Err(named(io::Error::last_os_error()));
+        }
+        // SAFETY: `fd` was just made by socket() and nobody else has it.
+        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+        let capture = Self { socket };
+        capture.set(libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1).map_err(named)?;
+        capture.set(libc::SOL_SOCKET, libc::SO_TIMESTAMPNS, 1).map_err(named)?;
+        if capture.set(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, BUFFER).is_err() {
+            capture.set(libc::SOL_SOCKET, libc::SO_RCVBUF, BUFFER).map_err(named)?;
+        }
+        let index = rustix::net::netdevice::name_to_index(&capture.socket, name).map_err(|e| named(e.into()))?;
+        // SAFETY: sockaddr_ll is plain integers, for which zeroes are valid.
+        let mut address: libc::sockaddr_ll = unsafe { MaybeUninit::zeroed().assume_init() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
+        address.sll_ifindex = index as i32;
+        // SAFETY: `address` is a whole sockaddr_ll, its length is given, and it lives through the call.
+        let bound = unsafe {
+            libc::bind(
+                capture.socket.as_raw_fd(),
+                (&raw const address).cast(),
+                size_of::<libc::sockaddr_ll>() as libc::socklen_t,
+            )
+        };
+        if bound == 0 { Ok(capture) } else { Err(named(io::Error::last_os_error())) }
+    }
+
+    fn set(&self, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+        // SAFETY: the option takes an int; pointer and length describe `value`, which lives through the call.
+        let done = unsafe {
+            libc::setsockopt(
+                self.socket.as_raw_fd(),
+                level,
+                option,
+                (&raw const value).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// The frames that the host has sent into the interface since the last call, in order. Frames that came out of it
+    /// are left out.
+    ///
+    /// # Errors
+    /// When the interface has gone.
+    pub fn frames(&self) -> io::Result<Vec<Frame>> {
+        let mut frames = Vec::new();
+        let mut buffer = vec![0u8; LARGEST];
+        while let Some((outgoing, at, len)) = self.receive(&mut buffer)? {
+            if outgoing && len > VNET_HDR {
+                let bytes = buffer.get(..len.min(LARGEST)).unwrap_or_default().to_vec();
+                frames.push(Frame { host_us: u64::try_from(at.as_micros()).unwrap_or(u64::MAX), bytes });
+            }
+        }
+        Ok(frames)
+    }
+
+    /// One frame: whether the host sent it, when, and its length.
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<Option<(bool, Duration, usize)>> {
+        let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        // Aligned as control messages must be.
+        let mut control = [0u64; 16];
+        // SAFETY: sockaddr_ll and msghdr are plain integers and pointers, for which zeroes are valid.
+        let (mut address, mut message): (libc::sockaddr_ll, libc::msghdr) =
+            unsafe { (MaybeUninit::zeroed().assume_init(), MaybeUninit::zeroed().assume_init()) };
+        message.msg_name = (&raw mut address).cast();
+        message.msg_namelen = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&control);
+        // SAFETY: every pointer in `message` is to a local that lives through the call, with its true length.
+        let len = unsafe { libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, 0) };
+        if len < 0 {
+            let e = io::Error::last_os_error();
+            return if e.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(e) };
+        }
+        let mut at = Duration::ZERO;
+        // SAFETY: the CMSG functions walk `control`, which the kernel has filled as `msg_controllen` says; a timestamp
+        // message holds a timespec, read unaligned.
+        unsafe {
+            let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+            while !header.is_null() {
+                if ((*header).cmsg_level, (*header).cmsg_type) == (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS) {
+                    let time = libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned();
+                    at = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
+                }
+                header = libc::CMSG_NXTHDR(&raw const message, header);
+            }
+        }
+        Ok(Some((address.sll_pkttype == libc::PACKET_OUTGOING, at, len as usize)))
+    }
+
+    /// Send a frame into the interface once more.
+    ///
+    /// # Errors
+    /// When the interface is down or has gone.
+    pub fn send(&self, frame: &Frame) -> io::Result<()> {
+        rustix::net::send(&self.socket, &frame.bytes, rustix::net::SendFlags::empty())?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::process::Command;
+
+    #[test]
+    fn a_frame_into_a_tap_is_seen_and_can_be_sent_once_more() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("needs root: not run");
+            return;
+        }
+        let name = format!("rkp{}", std::process::id());
+        let tap = crate::tap::open_transient(&name).unwrap();
+        let ip = |arguments: &str| {
+            let arguments = arguments.replace("DEV", &name);
+            assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
+        };
+        ip("addr add 198.51.100.1/30 dev DEV");
+        ip("link set DEV up");
+        ip("neigh add 198.51.100.2 lladdr 02:00:00:00:00:01 dev DEV");
+        let capture = Capture::open(&name).unwrap();
+        let mark = b"once and once more";
+        std::net::UdpSocket::bind("198.51.100.1:0").unwrap().send_to(mark, "198.51.100.2:9").unwrap();
+        let has_mark = |bytes: &[u8]| bytes.windows(mark.len()).any(|part| part == mark);
+        let frames = capture.frames().unwrap();
+        let frame = frames.iter().find(|frame| has_mark(&frame.bytes)).unwrap();
+        assert!(frame.host_us > 1_700_000_000_000_000, "{}", frame.host_us);
+        capture.send(frame).unwrap();
+        let mut tap = std::fs::File::from(tap);
+        let mut buffer = vec![0; 4096];
+        let mut seen = 0;
+        while let Ok(n) = tap.read(&mut buffer) {
+            seen += usize::from(has_mark(&buffer[..n]));
+        }
+        assert_eq!(seen, 2);
+    }
+}
