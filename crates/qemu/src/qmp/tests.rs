@@ -1,0 +1,88 @@
+//! The client against a monitor made up for the purpose.
+
+use super::*;
+use std::io::Write;
+use std::thread;
+
+const GREETING: &str =
+    r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
+
+/// A monitor that answers each command it gets with the next of `answers`.
+fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || {
+        let mut out = theirs.try_clone().unwrap();
+        writeln!(out, "{GREETING}").unwrap();
+        // As QEMU's parser, this takes a command at its closing brace, without a line end.
+        let mut commands = serde_json::Deserializer::from_reader(theirs).into_iter::<Value>();
+        commands.next().unwrap().unwrap();
+        writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
+        for answer in answers {
+            if commands.next().is_none() {
+                return;
+            }
+            // In two writes: a line may come in pieces.
+            let (a, b) = answer.split_at(answer.len() / 2);
+            out.write_all(a.as_bytes()).unwrap();
+            writeln!(out, "{b}").unwrap();
+        }
+    });
+    Qmp::over(ours, Duration::from_secs(10))
+}
+
+#[test]
+fn a_staged_command_is_answered_when_it_is_fired() {
+    let mut qmp = monitor(&[r#"{"return": 1}"#, r#"{"return": 2}"#]).unwrap();
+    qmp.stage("first", serde_json::json!({"filename": "x"})).unwrap();
+    assert_eq!(qmp.try_reply::<u32>("first").unwrap(), None);
+    qmp.fire("first").unwrap();
+    assert_eq!(qmp.reply::<u32>("first").unwrap(), 1);
+    assert_eq!(qmp.execute::<u32>("second", ()).unwrap(), 2);
+}
+
+#[test]
+fn events_between_are_kept_with_their_time() {
+    let mut qmp = monitor(&[concat!(
+        r#"{"timestamp": {"seconds": 7, "microseconds": 5}, "event": "STOP"}"#,
+        "\n",
+        r#"{"return": {"status": "paused"}}"#
+    )])
+    .unwrap();
+    assert_eq!(qmp.version().to_string(), "10.0.2");
+    let status: Value = qmp.execute("query-status", ()).unwrap();
+    assert_eq!(status["status"], "paused");
+    let stop = qmp.wait_event("STOP", Duration::ZERO, |e| (e.name == "STOP").then_some(e.host_us)).unwrap();
+    assert_eq!(stop, 7_000_005);
+}
+
+#[test]
+fn a_refusal_carries_qemus_words() {
+    let mut qmp = monitor(&[r#"{"error": {"class": "CommandNotFound", "desc": "no such thing"}}"#]).unwrap();
+    let e = qmp.execute::<Value>("xyz", ()).unwrap_err();
+    assert_eq!(e.to_string(), "QEMU refused `xyz`: no such thing");
+}
+
+#[test]
+fn a_closed_socket_is_told_with_the_command() {
+    let mut qmp = monitor(&[]).unwrap();
+    let e = qmp.execute::<Value>("quit", ()).unwrap_err();
+    assert!(matches!(&e, QmpError::Closed { during } if during == "quit"), "{e}");
+}
+
+#[test]
+fn nonsense_is_shown() {
+    let mut qmp = monitor(&["nonsense"]).unwrap();
+    let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+    assert!(e.to_string().contains("nonsense"), "{e}");
+}
+
+#[test]
+fn a_busy_socket_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp.sock");
+    let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
+    assert!(e.to_string().contains("qmp.sock"), "{e}");
+    let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
+    assert!(matches!(e, QmpError::NoGreeting { .. }), "{e}");
+}
