@@ -1,5 +1,6 @@
 //! Starting a process that outlives its starter.
 
+use rustix::process::Signal;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -18,6 +19,18 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
+/// Let `command` end when the thread that starts it ends, however that comes about.
+pub fn die_with_starter(command: &mut Command) -> &mut Command {
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; prctl is one, and the closure touches no
+    // memory of the parent.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(io::Error::from)?;
+            Ok(())
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -31,5 +44,12 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(session, child.id());
+    }
+
+    #[test]
+    fn a_child_ends_with_the_thread_that_started_it() {
+        let start = || die_with_starter(Command::new("sleep").arg("1000")).spawn().unwrap();
+        let mut child = std::thread::spawn(start).join().unwrap();
+        assert!(!child.wait().unwrap().success());
     }
 }

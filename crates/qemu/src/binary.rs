@@ -1,6 +1,7 @@
 //! What a QEMU binary can do: asked from the binary itself, before anything depends on it.
 
 use crate::qmp::{Qmp, QmpError, Version};
+use rekindle_kernel::spawn::die_with_starter;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -83,14 +84,16 @@ impl Binary {
         let run = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
         let (ours, theirs) = UnixStream::pair().map_err(run)?;
         let theirs_too = theirs.try_clone().map_err(run)?;
-        let child = Command::new(path)
+        let mut command = Command::new(path);
+        command
             .args(["-machine", "none", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S"])
             .args(["-qmp", "stdio"])
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::from(OwnedFd::from(theirs_too)))
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(run)?;
+            .stderr(Stdio::piped());
+        let child = die_with_starter(&mut command).spawn().map_err(run)?;
+        // Or else our copies of its end would hide that it has gone.
+        drop(command);
         let answers = Qmp::over(ours, GREETING).and_then(|qmp| Self::ask(path, qmp));
         let output = end(child);
         answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })

@@ -17,9 +17,10 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Why something could not be done with a VM.
@@ -110,6 +111,8 @@ pub enum Status {
     Silent,
     /// QEMU has ended.
     Ended,
+    /// An operation is at work that has neither QEMU running the guest at this moment.
+    Busy(String),
     /// An operation was cut off.
     NeedsRecovery,
 }
@@ -121,6 +124,7 @@ impl std::fmt::Display for Status {
             Self::Stopped(why) => f.pad(&format!("stopped ({why})")),
             Self::Silent => f.pad("silent"),
             Self::Ended => f.pad("ended"),
+            Self::Busy(operation) => f.pad(&format!("busy ({operation})")),
             Self::NeedsRecovery => f.pad("needs recovery"),
         }
     }
@@ -145,10 +149,10 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
     if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
         return Ok(Status::NeedsRecovery);
     }
-    let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm) else { return Ok(Status::Ended) };
-    if !vmm.is_alive() {
-        return Ok(Status::Ended);
-    }
+    let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm).filter(Vmm::is_alive) else {
+        // Between the end of an old QEMU and the record of the new one there is none.
+        return Ok(lock::holder(rundir).map_or(Status::Ended, Status::Busy));
+    };
     let answer = Qmp::connect(&vmm.directory().watch(), Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
     Ok(match answer {
         Ok(state) if state == "running" => Status::Running,
@@ -301,6 +305,13 @@ pub fn unique_name(rundir: &RunDir) -> String {
     format!("{}-{:08x}", rundir.name(), digest as u32)
 }
 
+/// Where a saved reboot of a VM writes the guest's RAM.
+#[must_use]
+pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> PathBuf {
+    let directory = definition.save_dir.as_ref().unwrap_or(&host.save_dir);
+    directory.join(format!("{}.state", unique_name(rundir)))
+}
+
 /// Give a VM a new, empty RAM file in the place of the one it has.
 ///
 /// # Errors
@@ -421,6 +432,10 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
         RamDirectory::at(directory)?.remove(&unique_name(rundir))?;
+    }
+    match fs::remove_file(saved_path(host, rundir, &state.definition)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+        _ => {}
     }
     rundir.remove().map_err(failed)?;
     host.release_ram();

@@ -1,6 +1,7 @@
 //! What speaks against replacing a VMM, found before anything is stopped.
 
 use super::{Change, How, RebootError};
+use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::{hardware, life};
@@ -8,6 +9,7 @@ use rustix::fs::statvfs;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -49,7 +51,10 @@ pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
     }
     match change.options.how {
         How::Warm => problems.extend(ram_file(&state.hardware.ram.path, state.hardware.ram.bytes)),
-        How::Saved => problems.extend(room_to_save(change)),
+        How::Saved => {
+            problems.extend(room_to_save(change));
+            problems.extend(room_to_read(&state.hardware.ram.path));
+        }
         How::Cold => {}
     }
     for disk in &state.hardware.disks {
@@ -84,14 +89,32 @@ fn boot_files(change: &Change) -> Vec<Problem> {
     missing.map(|(path, e)| Problem(format!("{}: {e}; put it back", path.display()))).collect()
 }
 
+/// Saving reads every page of the guest's RAM, and on a tmpfs a page that was never touched is made when it is read: if
+/// there is no room for it, the old QEMU is killed.
+fn room_to_read(path: &Path) -> Option<Problem> {
+    let missing = std::fs::metadata(path).ok().map(|file| file.len().saturating_sub(file.blocks() * 512))?;
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let (free, _) = RamDirectory::at(directory).and_then(|directory| directory.room()).ok()?;
+    (missing > free).then(|| {
+        Problem(format!(
+            "saving reads all of the guest's RAM, which takes {} MiB more in {}; {} MiB are free there; use --how warm, or \
+             make room",
+            missing >> 20,
+            directory.display(),
+            free >> 20
+        ))
+    })
+}
+
 /// A saved guest takes at most its RAM on disk.
 fn room_to_save(change: &Change) -> Option<Problem> {
-    let directory = super::saved::directory(change);
+    let path = super::saved::path(change);
+    let directory = path.parent().unwrap_or(Path::new("/"));
     let bytes = change.held.state.hardware.ram.bytes;
-    if let Err(e) = std::fs::create_dir_all(&directory) {
+    if let Err(e) = std::fs::create_dir_all(directory) {
         return Some(Problem(format!("cannot save into {}: {e}; name another `save_dir`", directory.display())));
     }
-    match statvfs(&directory) {
+    match statvfs(directory) {
         Ok(stat) => {
             let free = stat.f_bavail * stat.f_frsize;
             (free < bytes).then(|| {

@@ -17,7 +17,7 @@ use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held};
 use rekindle_vm::network;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// What `recover` did.
@@ -74,15 +74,18 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             }
         };
     };
-    match journal.operation.kind {
-        Kind::Run => recover_run(host, held, journal),
+    let recovered = match journal.operation.kind {
+        Kind::Run => recover_run(host, &held, journal),
         Kind::Stop => {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
         Kind::VmmCold => recover_cold(&held, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
-    }
+    }?;
+    // Also one that was cut off before the journal named it.
+    let _ = std::fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
+    Ok(recovered)
 }
 
 fn file(held: &Held, source: std::io::Error) -> RebootError {
@@ -90,9 +93,9 @@ fn file(held: &Held, source: std::io::Error) -> RebootError {
 }
 
 /// A start is finished if the QEMU was recorded, else undone.
-fn recover_run(host: &Host, held: Held, journal: Journal) -> Result<Recovered, RebootError> {
+fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if held.vmm().is_ok() {
-        journal.close().map_err(|source| file(&held, source))?;
+        journal.close().map_err(|source| file(held, source))?;
         return Ok(Recovered::Started);
     }
     life::clean_up(host, &held.rundir, &held.state)?;
@@ -157,22 +160,29 @@ fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, Reboo
     };
     let old = operation.from.clone().filter(Vmm::is_alive);
     match (old, operation.saved) {
-        (Some(old), saved) if has_not_run => {
+        (Some(old), _) if has_not_run => {
             switch::back(&held.rundir, &old, journal, operation.running)?;
-            if let Some(saved) = saved.filter(|saved| !saved.without_ram) {
-                let _ = std::fs::remove_file(saved.path);
-            }
             Ok(Recovered::Undone)
         }
         (_, Some(saved)) if has_not_run => {
-            let binary = operation.to.as_ref().or(operation.from.as_ref()).map(|vmm| vmm.binary.clone());
-            let binary = binary.unwrap_or_else(|| held.state.definition.qemu.clone());
             let hardware = &held.state.hardware;
-            let (new, qmp) = if with_ram {
-                life::renew_ram(&held.rundir, hardware)?;
-                saved::start_from_disk(&held.rundir, hardware, &binary, generation, &saved)?
-            } else {
-                handover::start_from(&held.rundir, hardware, &binary, generation, &saved)?
+            let start = |binary: &Path| {
+                if with_ram {
+                    life::renew_ram(&held.rundir, hardware)?;
+                    saved::start_from_disk(&held.rundir, hardware, binary, generation, &saved)
+                } else {
+                    handover::start_from(&held.rundir, hardware, binary, generation, &saved)
+                }
+            };
+            let from = operation.from.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
+            let to = operation.to.as_ref().map_or(from, |vmm| &vmm.binary);
+            let (new, qmp) = match start(to) {
+                // The new binary may be what is wrong; the old one has run this guest.
+                Err(error @ (RebootError::NewFailed { .. } | RebootError::Vmm(_))) if to != from => {
+                    tracing::warn!("{error}; trying {}", from.display());
+                    start(from)?
+                }
+                started => started?,
             };
             journal.operation.to = Some(new.clone());
             journal.operation.untouched_since_ns = handover::mark(ram).filter(|_| !with_ram);
@@ -196,15 +206,16 @@ fn finish(
     if operation.running && life::run_state(&mut qmp)? != "running" {
         resume(&mut qmp, true)?;
     }
+    if !new.is_alive() {
+        let said = vmm::log_tail(&new.directory(), 10);
+        return Err(RebootError::DiedRunning { name: held.rundir.name().into(), said });
+    }
     // The binary as it was named, not as the kernel resolves it.
     let new = operation.to.filter(|to| to.pid == new.pid && to.started == new.started).unwrap_or_else(|| new.clone());
     journal.advance(Step::Settle).map_err(|source| file(held, source))?;
     let old = operation.from.filter(|old| old.is_alive() && old.pid != new.pid);
     switch::settle(&held.rundir, held.state.clone(), old.as_ref(), &new, &qmp, journal, None)?;
     handover::forward_ports(&mut qmp, &held.state.hardware);
-    if let Some(saved) = operation.saved.filter(|saved| !saved.without_ram) {
-        let _ = std::fs::remove_file(saved.path);
-    }
     Ok(recovered)
 }
 

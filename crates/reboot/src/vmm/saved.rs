@@ -18,15 +18,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Where this VM's RAM is saved.
-pub(crate) fn directory(change: &Change) -> PathBuf {
-    change.held.state.definition.save_dir.clone().unwrap_or_else(|| change.host.save_dir.clone())
+pub(crate) fn path(change: &Change) -> PathBuf {
+    life::saved_path(&change.host, &change.held.rundir, &change.held.state.definition)
 }
 
 /// Replace the VMM by way of the disk.
 pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
     let rundir = change.held.rundir.clone();
     let mut journal = change.open_journal(Kind::VmmSaved).map_err(|error| Failure::new(Left::AsItWas, error))?;
-    let path = directory(&change).join(format!("{}.state", life::unique_name(&rundir)));
+    let path = path(&change);
     let (stopped, saved) = match suspend(&mut change, &mut journal, &path) {
         Ok(suspended) => suspended,
         Err(error) => {

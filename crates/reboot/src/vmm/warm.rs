@@ -16,7 +16,7 @@ use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::ramblock::{self, RamBlock};
+use rekindle_qemu::ramblock::{self, MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_qemu::transfer::{self, Feed, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
@@ -190,6 +190,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     let blocks = ramblock::list(&mut old_qmp)?;
     let new_blocks = ramblock::list(&mut new_qmp)?;
     problems.extend(compare_blocks(&blocks, &new_blocks));
+    problems.extend(compare_ram(&blocks, &new_blocks));
     if !problems.is_empty() {
         return Err(RebootError::Preflight { name: rundir.name().into(), problems });
     }
@@ -245,6 +246,14 @@ fn compare_blocks(old: &[RamBlock], new: &[RamBlock]) -> Vec<Problem> {
             }),
         )
         .collect()
+}
+
+/// Other blocks can be resized; the main RAM, which both map, must be of one size.
+fn compare_ram(old: &[RamBlock], new: &[RamBlock]) -> Option<Problem> {
+    let size = |blocks: &[RamBlock]| blocks.iter().find(|block| block.id == MAIN_RAM).map(|block| block.used);
+    let (old, new) = (size(old)?, size(new)?);
+    (old != new)
+        .then(|| Problem(format!("the new QEMU has {new} bytes of RAM, the guest {old}: it is not the same machine")))
 }
 
 fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {

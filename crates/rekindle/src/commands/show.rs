@@ -21,11 +21,11 @@ pub fn list(output: &Output) -> Result<ExitCode> {
     let mut all = Vec::new();
     for name in RunDir::list(&host.root)? {
         let rundir = RunDir::new(&host.root, &name);
-        let status = life::status(&rundir)?;
-        let state = match State::read(&rundir) {
-            Ok(Some(state)) => state,
+        let looked = State::read(&rundir).and_then(|state| Ok((state, life::status(&rundir)?)));
+        let (state, status) = match looked {
+            Ok((Some(state), status)) => (state, status),
             // Just being made or removed.
-            Ok(None) => continue,
+            Ok((None, _)) => continue,
             Err(e) => {
                 all.push(json!({"name": name, "error": e.to_string()}));
                 table.add_row([name, e.to_string()]);
@@ -99,8 +99,9 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
 /// What a process was really started with.
 fn command_line(pid: u32) -> Option<Vec<String>> {
     let text = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let arguments = text.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
-    Some(arguments.collect::<Vec<_>>()).filter(|all| all.len() > 1)
+    let arguments =
+        text.strip_suffix(&[0])?.split(|&byte| byte == 0).map(|part| String::from_utf8_lossy(part).into_owned());
+    Some(arguments.collect::<Vec<_>>())
 }
 
 /// Width of the bars in characters.
