@@ -30,11 +30,11 @@ SMALLEST_MIB, LARGEST_MIB = 512, 8192
 FULL = Plan(
     ram={
         512: {"warm": 20, "cpr-transfer": 20, "saved": 5, "cold": 3},
-        2048: {"warm": 12, "cpr-transfer": 12, "saved": 5, "cold": 3},
-        8192: {"warm": 12, "cpr-transfer": 12, "saved": 3, "cold": 2},
+        2048: {"warm": 12, "cpr-transfer": 12, "saved": 5, "cold": 2},
+        8192: {"warm": 12, "cpr-transfer": 12, "saved": 2, "cold": 1},
     },
     sizes=15,
-    count={n: {"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 2} for n in (1, 2, 4, 8, 11)},
+    count={n: {"warm": 10, "cpr-transfer": 10, "saved": 2, "cold": 1} for n in (1, 2, 4, 8, 11)},
     debian={"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 3},
     losses=50,
     memory=5,
