@@ -6,6 +6,7 @@ use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
 use serde::Serialize;
 use std::fs::OpenOptions;
+use std::io;
 use std::path::Path;
 use std::process::Command;
 
@@ -106,7 +107,9 @@ fn taps() -> Finding {
         Ok(_) if root => finding("taps", Level::Good, "/dev/net/tun opens", ""),
         Ok(_) => finding("taps", Level::Limited, "not root", "run as root for `kind = \"tap\"`; `user` works"),
         Err(e) => {
-            finding("taps", Level::Limited, format!("/dev/net/tun: {e}"), "modprobe tun; `kind = \"user\"` works")
+            let denied = e.kind() == io::ErrorKind::PermissionDenied;
+            let mend = if denied { "run as root for `kind = \"tap\"`" } else { "modprobe tun" };
+            finding("taps", Level::Limited, format!("/dev/net/tun: {e}"), format!("{mend}; `kind = \"user\"` works"))
         }
     }
 }

@@ -18,7 +18,8 @@ use rekindle_vm::life::{self, Held};
 use rekindle_vm::network;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// What `recover` did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -203,7 +204,14 @@ fn finish(
     recovered: Recovered,
 ) -> Result<Recovered, RebootError> {
     let operation = journal.operation.clone();
-    if operation.running && life::run_state(&mut qmp)? != "running" {
+    // What told it to go on may have died while it loads: it goes on by itself then, or stays paused.
+    let deadline = Instant::now() + handover::LOAD;
+    let mut run_state = life::run_state(&mut qmp)?;
+    while run_state == "inmigrate" && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(10));
+        run_state = life::run_state(&mut qmp)?;
+    }
+    if operation.running && run_state != "running" {
         resume(&mut qmp, true)?;
     }
     if !new.is_alive() {

@@ -219,8 +219,10 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
         tap.stage(qmp)?;
     }
     new_qmp.drop_events();
-    // A comparison of the memory asks the new QEMU more before that.
-    let staged_cont = change.running && !change.options.verify_memory;
+    // Not with a stream of `migrate`: it says that the guest was stopped, which overrules a `cont` during the load. And a
+    // comparison of the memory asks the new QEMU more before that.
+    let early = matches!(source, Source::Memory { .. }) && !change.options.verify_memory;
+    let staged_cont = early && change.running;
     if staged_cont {
         new_qmp.stage("cont", ())?;
     }
@@ -372,7 +374,7 @@ fn hand_over(
     let resumed = if staged_cont {
         new_qmp.fire("cont")?;
         new_qmp.reply::<Value>("cont")?;
-        wait_resumed(new_qmp, handover::LOAD)?
+        wait_resumed(new_qmp, Duration::from_secs(60))?
     } else {
         resume(new_qmp, change.running)?
     };
