@@ -1,0 +1,140 @@
+//! Eyes on QEMUs that trust nobody's records: processes, their run states over time, and what the guests print.
+
+use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::Qmp;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// A QEMU process of a VM.
+#[derive(Debug, Clone)]
+pub struct Qemu {
+    /// The process.
+    pub process: Process,
+    /// Where its sockets are.
+    pub directory: PathBuf,
+}
+
+impl Qemu {
+    /// Its run state, if it tells.
+    pub fn run_state(&self) -> Option<String> {
+        self.run_state_within(Duration::from_secs(2))
+    }
+
+    fn run_state_within(&self, patience: Duration) -> Option<String> {
+        let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), patience).ok()?;
+        let status: Value = qmp.execute("query-status", ()).ok()?;
+        status["status"].as_str().map(str::to_owned)
+    }
+
+    fn runs(&self) -> bool {
+        self.run_state_within(Duration::from_millis(30)).as_deref() == Some("running")
+    }
+}
+
+/// The QEMUs with their sockets below `root`, by their command lines.
+pub fn qemus(root: &Path) -> Vec<Qemu> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Ok(line) = fs::read(entry.path().join("cmdline")) else { continue };
+        let arguments: Vec<_> = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect();
+        let file = arguments.iter().zip(arguments.iter().skip(1)).find(|(option, _)| *option == "-pidfile");
+        let Some(file) = file.map(|(_, file)| PathBuf::from(&**file)).filter(|file| file.starts_with(root)) else {
+            continue;
+        };
+        if let Ok(process) = Process::of(pid)
+            && process.is_alive()
+            && let Some(directory) = file.parent()
+        {
+            found.push(Qemu { process, directory: directory.to_owned() });
+        }
+    }
+    found.sort_by_key(|qemu| qemu.directory.clone());
+    found
+}
+
+/// Looks, all the time, for two QEMUs that run one guest.
+pub struct Watch {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<(u64, Vec<String>)>>,
+}
+
+impl Watch {
+    /// Begin to look at all VMs below `root`.
+    pub fn begin(root: &Path) -> Self {
+        let end = Arc::new(AtomicBool::new(false));
+        let (ended, root) = (Arc::clone(&end), root.to_owned());
+        let thread = thread::spawn(move || {
+            let (mut looks, mut seen) = (0, Vec::new());
+            // At least once, also when it is ended at once.
+            loop {
+                looks += 1;
+                seen.extend(two_at_once(&root));
+                if ended.load(Ordering::Relaxed) {
+                    return (looks, seen);
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        Self { end, thread: Some(thread) }
+    }
+
+    /// End it: no VM was run by two QEMUs.
+    #[track_caller]
+    pub fn end(mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        let (looks, seen) = self.thread.take().expect("ended once").join().expect("the watch does not panic");
+        assert!(looks > 0, "nobody looked");
+        assert!(seen.is_empty(), "two QEMUs ran one guest: {seen:?}");
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Two QEMUs of one VM that run at the same moment. They are asked one after the other, and the guest may pass from one
+/// to the other in between; but a QEMU that ran before another was seen running, and still runs after that, ran beside it.
+fn two_at_once(root: &Path) -> Option<String> {
+    let mut by_vm: BTreeMap<PathBuf, Vec<Qemu>> = BTreeMap::new();
+    for qemu in qemus(root) {
+        by_vm.entry(qemu.directory.parent()?.to_owned()).or_default().push(qemu);
+    }
+    by_vm.values().find_map(|all| {
+        let running: Vec<_> = all.iter().filter(|qemu| qemu.runs()).collect();
+        let (first, rest) = running.split_first()?;
+        (!rest.is_empty() && first.runs()).then(|| format!("{first:?} beside {rest:?}"))
+    })
+}
+
+/// That each tick of a guest was printed once: a guest that ran in two QEMUs, or was set back, prints one twice.
+#[track_caller]
+pub fn ticks_once(console: &Path) {
+    let text = fs::read(console).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let mut seen = BTreeSet::new();
+    for line in text.lines().map(str::trim_end) {
+        if line.ends_with("rekindle-micro ready") {
+            seen.clear();
+        }
+        // "tick N UPTIME": the time tells a whole line from two that ran into one another.
+        let words: Vec<_> = line.split(' ').collect();
+        if let ["tick", number, time] = words.as_slice()
+            && let (Ok(number), Ok(_)) = (number.parse::<u64>(), time.parse::<f64>())
+        {
+            assert!(
+                seen.insert(number),
+                "{}: tick {number} was printed twice by one boot of the guest",
+                console.display()
+            );
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! A place for one test: run directory, RAM, network namespace; all of it goes at the end, also after a panic.
+
+use super::vm::Vm;
+use super::{DEADLINE, eyes};
+use rekindle_kernel::process;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The repository.
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// What the tests need beside this crate.
+struct Tools {
+    new: PathBuf,
+    old: PathBuf,
+    micro: PathBuf,
+}
+
+fn tools() -> &'static Tools {
+    static TOOLS: OnceLock<Tools> = OnceLock::new();
+    TOOLS.get_or_init(|| {
+        let mut known: BTreeMap<String, String> = BTreeMap::new();
+        for name in ["QEMU_NEW", "QEMU_OLD", "REKINDLE_TEST_MICRO"] {
+            known.extend(std::env::var(name).ok().filter(|value| !value.is_empty()).map(|value| (name.into(), value)));
+        }
+        if !known.contains_key("QEMU_NEW") || !known.contains_key("QEMU_OLD") {
+            let text = script("scripts/setup", &["--print-env"]);
+            let pairs = text.lines().filter_map(|line| line.split_once('='));
+            for (name, value) in pairs {
+                known.entry(name.into()).or_insert_with(|| value.into());
+            }
+        }
+        let micro = known.remove("REKINDLE_TEST_MICRO");
+        let micro = micro.unwrap_or_else(|| script("guest/build", &["micro"]).lines().last().unwrap_or("").into());
+        let path = |name: &str| PathBuf::from(known.get(name).map_or("", String::as_str));
+        let tools = Tools { new: path("QEMU_NEW"), old: path("QEMU_OLD"), micro: micro.into() };
+        for file in [&tools.new, &tools.old, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
+            assert!(file.exists(), "{} is not there; run: scripts/setup && guest/build micro", file.display());
+        }
+        tools
+    })
+}
+
+fn script(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(repository().join(name)).args(arguments).output();
+    let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
+    assert!(output.status.success(), "{name} failed; run: scripts/setup\n{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// The newer QEMU.
+pub fn qemu_new() -> &'static Path {
+    &tools().new
+}
+
+/// QEMU 7.2.
+pub fn qemu_old() -> &'static Path {
+    &tools().old
+}
+
+/// A place for one test.
+pub struct Lab {
+    directory: tempfile::TempDir,
+    /// The network namespace for its taps.
+    pub namespace: String,
+    subnets: AtomicU32,
+}
+
+impl Lab {
+    /// A new one. Needs root: the tests run guests that are reached over taps.
+    pub fn new() -> Self {
+        let root = rustix::process::geteuid().is_root();
+        assert!(root, "the tests with guests need root, for taps and network namespaces; run: sudo make test");
+        Self::without_root()
+    }
+
+    /// A new one for VMs without taps.
+    pub fn without_root() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        tools();
+        let made = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm");
+        let directory = made.expect("a directory in /dev/shm");
+        fs::create_dir(directory.path().join("saved")).expect("a directory");
+        let namespace = format!("rkt{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        Self { directory, namespace, subnets: AtomicU32::new(0) }
+    }
+
+    /// A file of the test's own.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Where the run directories of its VMs are.
+    pub fn run_root(&self) -> PathBuf {
+        self.path("run")
+    }
+
+    /// Where saved states go.
+    pub fn save_dir(&self) -> PathBuf {
+        self.path("saved")
+    }
+
+    /// The image's kernel and RAM disk.
+    pub fn image(&self) -> (PathBuf, PathBuf) {
+        (tools().micro.join("vmlinuz"), tools().micro.join("initrd"))
+    }
+
+    /// A number that no other VM of this lab has, from 1.
+    pub fn next_subnet(&self) -> u32 {
+        self.subnets.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Define a VM.
+    pub fn vm(&self, name: &str) -> Vm<'_> {
+        Vm::new(self, name)
+    }
+
+    /// `rekindle` in this lab, not yet started.
+    pub fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
+        command.env("REKINDLE_HOST_CONFIG", self.path("host.toml"));
+        command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// Run `rekindle` with these arguments, whatever comes of it.
+    pub fn rekindle<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Done {
+        self.finish(self.command(arguments))
+    }
+
+    /// Run a command whatever comes of it, but not for ever.
+    pub fn finish(&self, mut command: Command) -> Done {
+        let what = format!("{command:?}");
+        let child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
+        self.wait(child, what)
+    }
+
+    /// Wait for a command that was started with its output piped.
+    pub fn wait(&self, mut child: Child, what: String) -> Done {
+        let collect = |pipe: Option<Box<dyn Read + Send>>| {
+            thread::spawn(move || {
+                let mut text = Vec::new();
+                if let Some(mut pipe) = pipe {
+                    let _ = pipe.read_to_end(&mut text);
+                }
+                String::from_utf8_lossy(&text).into_owned()
+            })
+        };
+        let stdout = collect(child.stdout.take().map(|pipe| Box::new(pipe) as _));
+        let stderr = collect(child.stderr.take().map(|pipe| Box::new(pipe) as _));
+        let begun = Instant::now();
+        let mut late = false;
+        let status = loop {
+            if let Some(status) = child.try_wait().expect("a child can be waited for") {
+                break status;
+            }
+            if !late && begun.elapsed() > DEADLINE {
+                late = true;
+                let _ = child.kill();
+            }
+            thread::sleep(Duration::from_millis(2));
+        };
+        let output = |reader: thread::JoinHandle<String>| reader.join().expect("a reader does not panic");
+        let done = Done {
+            what,
+            code: status.code(),
+            stdout: output(stdout),
+            stderr: output(stderr),
+            scene: self.scene(),
+            took: begun.elapsed(),
+        };
+        assert!(!late, "not within {DEADLINE:?}: {done}");
+        done
+    }
+
+    /// What is to be seen of the VMs: for messages.
+    pub fn scene(&self) -> String {
+        let mut text = String::new();
+        let tail = |path: &Path, lines: usize| {
+            let content = fs::read(path).map(|all| String::from_utf8_lossy(&all).into_owned()).unwrap_or_default();
+            let all: Vec<_> = content.lines().filter(|line| !line.starts_with("tick ")).collect();
+            all.iter()
+                .skip(all.len().saturating_sub(lines))
+                .fold(String::new(), |text, line| text + "    " + line + "\n")
+        };
+        for vm in entries(&self.run_root()) {
+            for path in entries(&vm) {
+                let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+                let shown = match name.as_str() {
+                    "operation.json" => tail(&path, 60),
+                    "console.log" => tail(&path, 8),
+                    _ if name.starts_with("vmm-") => tail(&path.join("qemu.log"), 12),
+                    _ => continue,
+                };
+                text += &format!("  {}:\n{shown}", path.display());
+            }
+        }
+        for qemu in eyes::qemus(&self.run_root()) {
+            text += &format!("  QEMU {} in {}: {:?}\n", qemu.process.pid, qemu.directory.display(), qemu.run_state());
+        }
+        text
+    }
+
+    /// The interfaces in the namespace, but for `lo`.
+    pub fn interfaces(&self) -> Vec<String> {
+        let output = Command::new("ip").args(["-n", &self.namespace, "-o", "link"]).output().expect("ip runs");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let names = text.lines().filter_map(|line| line.split(": ").nth(1)).map(|name| name.trim_end().to_owned());
+        names.filter(|name| name != "lo").collect()
+    }
+
+    /// That nothing is left of any VM: no QEMU, no RAM, no mount, no namespace, no run directory.
+    pub fn assert_empty(&self) {
+        let left: Vec<_> = eyes::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
+        assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.scene());
+        let root = self.run_root();
+        let left: Vec<_> = entries(&root).into_iter().filter(|path| !path.ends_with(".netns")).collect();
+        assert!(left.is_empty(), "left in {}: {left:?}", root.display());
+        assert!(entries(&root.join(".netns")).is_empty(), "namespaces are left: {:?}", entries(&root.join(".netns")));
+        let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
+        assert!(!mounts.contains(&*root.to_string_lossy()), "a mount is left in {}", root.display());
+        assert!(!rekindle_kernel::netns::path(&self.namespace).exists(), "namespace {} is left", self.namespace);
+    }
+
+    /// End what is left, by force.
+    fn clean_up(&self) {
+        // Only processes that have this test's own directory among their arguments.
+        let mark = self.directory.path().to_string_lossy().into_owned();
+        for process in process::with_argument_containing(&mark).unwrap_or_default() {
+            let _ = process.kill();
+            let _ = process.wait_end(Duration::from_secs(10));
+        }
+        let quiet = |program: &str, arguments: &[&OsStr]| {
+            let _ = Command::new(program).args(arguments).stderr(Stdio::null()).status();
+        };
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        for mount in mounts.lines().filter_map(|line| line.split(' ').nth(1)).filter(|path| path.starts_with(&mark)) {
+            quiet("umount", &[OsStr::new("-l"), OsStr::new(mount)]);
+        }
+        if rekindle_kernel::netns::path(&self.namespace).exists() {
+            quiet("ip", &[OsStr::new("netns"), OsStr::new("del"), OsStr::new(&self.namespace)]);
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        let names =
+            entries(&self.run_root()).into_iter().filter_map(|path| path.file_name()?.to_str().map(str::to_owned));
+        let names: Vec<_> = names.filter(|name| !name.starts_with('.')).collect();
+        if !names.is_empty() {
+            let stopped = self.command(["stop", "--now"].into_iter().chain(names.iter().map(String::as_str))).output();
+            if let (Ok(output), true) = (stopped, thread::panicking()) {
+                eprintln!("{}", String::from_utf8_lossy(&output.stderr));
+            }
+        }
+        self.clean_up();
+    }
+}
+
+/// The paths in a directory, sorted; none if it is not there.
+pub fn entries(directory: &Path) -> Vec<PathBuf> {
+    let read = fs::read_dir(directory).into_iter().flatten();
+    let mut paths: Vec<_> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    paths.sort();
+    paths
+}
+
+/// A `rekindle` that has ended.
+pub struct Done {
+    what: String,
+    /// Its exit status; none if a signal ended it.
+    pub code: Option<i32>,
+    /// What it wrote.
+    pub stdout: String,
+    /// What it wrote to standard error.
+    pub stderr: String,
+    scene: String,
+    /// How long it took.
+    pub took: Duration,
+}
+
+impl std::fmt::Display for Done {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { what, code, stdout, stderr, scene, took } = self;
+        write!(
+            f,
+            "{what}\nexit status {code:?} after {took:?}\nstdout:\n{stdout}\nstderr:\n{stderr}\nafterwards:\n{scene}"
+        )
+    }
+}
+
+impl Done {
+    /// That it ended with this exit status.
+    #[track_caller]
+    pub fn status(self, code: i32) -> Self {
+        assert!(self.code == Some(code), "exit status {code} was expected of {self}");
+        self
+    }
+
+    /// That it succeeded.
+    #[track_caller]
+    pub fn ok(self) -> Self {
+        self.status(0)
+    }
+
+    /// That all of `words` are in what it wrote.
+    #[track_caller]
+    pub fn says(self, words: &[&str]) -> Self {
+        let text = format!("{}{}", self.stdout, self.stderr);
+        for word in words {
+            assert!(text.contains(word), "{word:?} was expected in what was said by {self}");
+        }
+        self
+    }
+
+    /// Its standard output as JSON.
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("no JSON ({e}) from {self}"))
+    }
+}

@@ -1,0 +1,135 @@
+//! Definitions of VMs for tests.
+
+use super::guest::Guest;
+use super::lab::Lab;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+/// How a VM is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Net {
+    /// A tap in the lab's namespace.
+    Tap,
+    /// QEMU's own network, with this port of the host forwarded to the guest's port 7000.
+    User(u16),
+    /// Not at all.
+    None,
+}
+
+/// A VM with the micro guest, as it is going to be defined.
+pub struct Vm<'a> {
+    lab: &'a Lab,
+    name: String,
+    subnet: u32,
+    memory: String,
+    append: String,
+    keys: String,
+    sections: String,
+    net: Net,
+}
+
+impl<'a> Vm<'a> {
+    pub(super) fn new(lab: &'a Lab, name: &str) -> Self {
+        Self {
+            lab,
+            name: name.into(),
+            subnet: lab.next_subnet(),
+            memory: "128M".into(),
+            append: String::new(),
+            keys: String::new(),
+            sections: String::new(),
+            net: Net::Tap,
+        }
+    }
+
+    /// Its memory.
+    pub fn memory(mut self, memory: &str) -> Self {
+        self.memory = memory.into();
+        self
+    }
+
+    /// More on the guest's kernel command line.
+    pub fn append(mut self, text: &str) -> Self {
+        self.append += &format!(" {text}");
+        self
+    }
+
+    /// A line above the sections.
+    pub fn key(mut self, line: &str) -> Self {
+        self.keys += &format!("{line}\n");
+        self
+    }
+
+    /// A section.
+    pub fn section(mut self, text: &str) -> Self {
+        self.sections += &format!("{text}\n");
+        self
+    }
+
+    /// How it is reached.
+    pub fn net(mut self, net: Net) -> Self {
+        self.net = net;
+        self
+    }
+
+    fn text(&self) -> String {
+        let Self { name, subnet, memory, append, keys, sections, .. } = self;
+        let (kernel, initrd) = self.lab.image();
+        let address = match self.net {
+            Net::Tap => format!(" rekindle.ip=10.79.{subnet}.2/24"),
+            Net::User(_) | Net::None => String::new(),
+        };
+        let net = match self.net {
+            Net::Tap => {
+                let namespace = &self.lab.namespace;
+                format!("[[net]]\nkind = \"tap\"\nnetns = \"{namespace}\"\naddress = \"10.79.{subnet}.1/24\"\n")
+            }
+            Net::User(port) => format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n"),
+            Net::None => String::new(),
+        };
+        let save_dir =
+            if keys.contains("save_dir") { String::new() } else { format!("save_dir = {:?}\n", self.lab.save_dir()) };
+        format!(
+            "name = \"{name}\"\nmemory = \"{memory}\"\n{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
+             append = \"console=ttyS0 quiet rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
+        )
+    }
+
+    /// Write the definition.
+    pub fn write(&self) -> PathBuf {
+        let path = self.lab.path(&format!("{}.toml", self.name));
+        fs::write(&path, self.text()).expect("a definition can be written");
+        path
+    }
+
+    /// Where the guest's port 7000 is.
+    pub fn guest(&self) -> Guest<'a> {
+        let (namespace, address) = match self.net {
+            Net::Tap => {
+                let subnet = u8::try_from(self.subnet).expect("few VMs");
+                (Some(self.lab.namespace.clone()), IpAddr::from(Ipv4Addr::new(10, 79, subnet, 2)))
+            }
+            Net::User(_) | Net::None => (None, Ipv4Addr::LOCALHOST.into()),
+        };
+        let port = if let Net::User(port) = self.net { port } else { 7000 };
+        Guest::new(self.lab, &self.name, namespace, SocketAddr::new(address, port))
+    }
+
+    /// Write the definition and start the VM, with more arguments for `rekindle run`; does not wait for the guest.
+    #[track_caller]
+    pub fn start(self, arguments: &[&str]) -> Guest<'a> {
+        let path = self.write();
+        let all = ["run", path.to_str().expect("text")].into_iter().chain(arguments.iter().copied());
+        self.lab.rekindle(all).ok();
+        self.guest()
+    }
+
+    /// As [`Vm::start`], and wait until the guest is up.
+    #[track_caller]
+    pub fn boot(self, arguments: &[&str]) -> Guest<'a> {
+        let guest = self.start(arguments);
+        guest.wait_ready();
+        guest
+    }
+}

@@ -1,0 +1,362 @@
+//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new.
+//!
+//! After each, what was promised must hold: the guest runs, or `rekindle recover` makes it run with its memory, or the
+//! loss is one of those that cannot be avoided (a QEMU dies that alone has the guest's state), and is said plainly.
+//! Never do two QEMUs run one guest. The table below says for each point and death which of these it has to be.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Done, Guest, Lab, Watch, ticks_once};
+use rekindle_vm::fault::POINTS;
+use std::thread;
+use std::time::Duration;
+
+/// What has to come of a death.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    /// There is nobody to die: not tried.
+    Nobody,
+    /// The reboot succeeds all the same; the memory is kept (warm, saved) or new (cold).
+    Done,
+    /// Exit status 1: the guest goes on in the old QEMU.
+    AsItWas,
+    /// Rekindle was killed or gave up (exit status 3), and `recover` says `undone`.
+    Undone,
+    /// The same, and `recover` says `finished`.
+    Finished,
+    /// The same, and `recover` starts the guest from its saved state.
+    FromState,
+    /// There was nothing left to do for `recover`.
+    Nothing,
+    /// Exit status 3: the memory is lost, which both the reboot and `recover` say; `recover` boots the guest.
+    Lost,
+    /// The QEMU died after the last look at it, so exit status 0 is possible; then `ls` and `recover` tell.
+    LostLate,
+    /// Cold: the guest is booted by `recover`. Its memory is gone as was wanted.
+    Booted,
+    /// As [`Outcome::Booted`]; as with [`Outcome::LostLate`], exit status 0 is possible.
+    BootedLate,
+}
+
+use Outcome::{
+    AsItWas, Booted, BootedLate, Done as Success, Finished, FromState, Lost, LostLate, Nobody, Nothing, Undone,
+};
+
+/// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
+const TABLE: &[(&str, [Outcome; 3])] = &[
+    // The old QEMU still runs the guest: its death is the guest's.
+    ("warm.prepare.journalled", [Undone, Lost, Nobody]),
+    ("warm.prepare.spawned", [Undone, Lost, AsItWas]),
+    ("warm.prepare.recorded", [Undone, Lost, AsItWas]),
+    ("warm.prepare.ready", [Undone, Lost, AsItWas]),
+    ("warm.suspend.journalled", [Undone, Lost, AsItWas]),
+    ("warm.suspend.stopped", [Undone, Lost, AsItWas]),
+    ("warm.suspend.taps", [Undone, Lost, AsItWas]),
+    // From here on the state is whole outside the old QEMU.
+    ("warm.suspend.saved", [Undone, Success, AsItWas]),
+    ("warm.suspend.written", [Undone, Success, AsItWas]),
+    // From here on only the new QEMU may run the guest, unless it certainly has not.
+    ("warm.resume.journalled", [Finished, Success, AsItWas]),
+    ("warm.resume.resumed", [Finished, Success, Lost]),
+    ("warm.settle.journalled", [Finished, Success, Lost]),
+    ("warm.settle.old-gone", [Finished, Nobody, LostLate]),
+    ("warm.settle.recorded", [Finished, Nobody, LostLate]),
+    ("saved.suspend.journalled", [Undone, Lost, Nobody]),
+    ("saved.suspend.stopped", [Undone, Lost, Nobody]),
+    ("saved.suspend.saved", [Undone, Success, Nobody]),
+    ("saved.renew.old-gone", [FromState, Nobody, Nobody]),
+    ("saved.renew.spawned", [FromState, Nobody, FromState]),
+    ("saved.renew.loaded", [FromState, Nobody, FromState]),
+    ("saved.resume.journalled", [Finished, Nobody, FromState]),
+    ("saved.resume.resumed", [Finished, Nobody, Lost]),
+    ("saved.settle.recorded", [Nothing, Nobody, LostLate]),
+    // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
+    ("cold.suspend.journalled", [Booted, Success, Nobody]),
+    ("cold.suspend.off", [Booted, Nobody, Nobody]),
+    ("cold.renew.spawned", [Booted, Nobody, Booted]),
+    ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
+    ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),
+];
+
+const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];
+
+#[test]
+fn every_point_is_in_the_table() {
+    let listed: Vec<_> = TABLE.iter().map(|(point, _)| *point).collect();
+    assert_eq!(listed, POINTS, "the table has to say what must come of each fault point");
+}
+
+#[test]
+fn warm_reboot_with_every_death_while_it_prepares_and_suspends() {
+    walk("warm-early", |point| point.starts_with("warm.") && !is_late(point));
+}
+
+#[test]
+fn warm_reboot_with_every_death_while_it_resumes_and_settles() {
+    walk("warm-late", |point| point.starts_with("warm.") && is_late(point));
+}
+
+#[test]
+fn saved_reboot_with_every_death() {
+    walk("saved", |point| point.starts_with("saved."));
+}
+
+#[test]
+fn cold_reboot_with_every_death() {
+    walk("cold", |point| point.starts_with("cold."));
+}
+
+fn is_late(point: &str) -> bool {
+    !point.contains(".prepare.") && !point.contains(".suspend.")
+}
+
+/// One guest, `name`, goes through all points that are wanted. What is wrong is collected, so that one point does not
+/// hide another.
+fn walk(name: &str, wanted: impl Fn(&str) -> bool) {
+    let lab = Lab::new();
+    let guest = lab.vm(name).boot(&[]);
+    let mut tried = 0;
+    let mut wrong = Vec::new();
+    for (point, outcomes) in TABLE.iter().filter(|(point, _)| wanted(point)) {
+        let how = point.split('.').next().unwrap();
+        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != Nobody) {
+            tried += 1;
+            let fault = format!("{point}:{action}");
+            let one = thread::scope(|scope| scope.spawn(|| Case::begin(&guest, how, &fault).run(*outcome)).join());
+            if let Err(panic) = one {
+                let text = panic.downcast_ref::<String>().cloned();
+                let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default();
+                wrong.push(format!("==== {fault}, which has to end as {outcome:?}:\n{text}\n"));
+                make_it_run(&guest);
+            }
+        }
+    }
+    assert!(tried > 0, "no fault was tried");
+    assert!(wrong.is_empty(), "{} of {tried} faults end wrongly:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// After a case that failed: a fresh guest for the next one.
+fn make_it_run(guest: &Guest<'_>) {
+    let _ = guest.rekindle(&["recover"]);
+    if guest.rekindle(&["stop", "--now"]).code != Some(0) {
+        for qemu in guest.qemus() {
+            let _ = qemu.process.kill();
+        }
+        let _ = std::fs::remove_file(guest.file("operation.json"));
+        let _ = guest.rekindle(&["stop", "--now"]);
+    }
+    let _ = std::fs::remove_dir_all(guest.lab.save_dir());
+    std::fs::create_dir(guest.lab.save_dir()).unwrap();
+    let definition = guest.lab.path(&format!("{}.toml", guest.name));
+    guest.lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    guest.wait_ready();
+}
+
+/// One death at one point.
+struct Case<'a> {
+    guest: &'a Guest<'a>,
+    how: &'a str,
+    fault: &'a str,
+    boot: String,
+    old: u32,
+}
+
+impl<'a> Case<'a> {
+    fn begin(guest: &'a Guest<'a>, how: &'a str, fault: &'a str) -> Self {
+        if guest.try_ask("verify").is_ok_and(|reply| reply == "ok 0") {
+            guest.touch("16M");
+        }
+        guest.verify();
+        Self { guest, how, fault, boot: guest.boot_id(), old: guest.only_qemu().process.pid }
+    }
+
+    fn run(&self, outcome: Outcome) {
+        let Self { guest, how, .. } = self;
+        let watch = Watch::begin(&guest.lab.run_root());
+        let mut command = guest.lab.command(["reboot", "vmm", &guest.name, "--how", how]);
+        command.env("REKINDLE_FAULT", self.fault);
+        let done = guest.lab.finish(command);
+        watch.end();
+        assert!(guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count() <= 1);
+        let watch = Watch::begin(&guest.lab.run_root());
+        match outcome {
+            Nobody => unreachable!("not tried"),
+            Success => self.went_through(done),
+            AsItWas => self.as_it_was(done),
+            Lost => self.lost(&done.status(3).says(&["lost", "rekindle recover"])),
+            LostLate if done.code == Some(3) => self.lost(&done.says(&["lost", "rekindle recover"])),
+            LostLate => self.lost(&done.ok()),
+            Undone => {
+                self.needs_recovery(done).says(&["undone", "with its memory"]);
+                assert_eq!(guest.only_qemu().process.pid, self.old, "it has to run where it ran before");
+                self.kept();
+            }
+            Finished => {
+                self.needs_recovery(done).says(&["finished", "with its memory"]);
+                assert_ne!(guest.only_qemu().process.pid, self.old, "it has to run in the new QEMU");
+                self.kept();
+            }
+            FromState => {
+                self.needs_recovery(done).says(&["from its saved state, with its memory"]);
+                self.kept();
+            }
+            Nothing => {
+                assert_eq!(done.code, None, "{done}");
+                assert_eq!(guest.status(), "running");
+                guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+                self.as_wanted();
+            }
+            Booted => self.booted(done),
+            BootedLate if done.code == Some(0) => {
+                assert_eq!(guest.status(), "ended", "{done}");
+                guest.rekindle(&["recover"]).ok();
+                self.fresh();
+            }
+            BootedLate => self.booted(done.status(3)),
+        }
+        watch.end();
+        guest.assert_sound();
+        ticks_once(&guest.file("console.log"));
+        // And it is a VM like any other again.
+        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        let boot = guest.boot_id();
+        guest.warm(&[]);
+        assert_eq!(guest.boot_id(), boot);
+        guest.assert_sound();
+    }
+
+    fn went_through(&self, done: Done) {
+        done.ok();
+        self.as_wanted();
+    }
+
+    /// As the way of rebooting promises.
+    fn as_wanted(&self) {
+        if self.how == "cold" {
+            self.fresh()
+        } else {
+            self.kept()
+        }
+        assert_ne!(self.guest.only_qemu().process.pid, self.old);
+    }
+
+    fn as_it_was(&self, done: Done) {
+        done.status(1).says(&["the guest runs as before"]);
+        assert_eq!(self.guest.only_qemu().process.pid, self.old);
+        self.kept();
+    }
+
+    /// Rekindle was killed, or says that `recover` is needed; so does `ls`; and until then nothing else is done to it.
+    fn needs_recovery(&self, done: Done) -> Done {
+        let guest = self.guest;
+        if self.fault.ends_with(":kill") {
+            assert_eq!(done.code, None, "it has to be killed: {done}");
+        } else {
+            assert_eq!(done.code, Some(3), "{done}");
+        }
+        assert_eq!(guest.status(), "needs-recovery", "{done}");
+        guest.reboot("warm", &[]).status(1).says(&["rekindle recover"]);
+        guest.rekindle(&["recover"]).ok()
+    }
+
+    fn lost(&self, done: &Done) {
+        let status = self.guest.status();
+        assert!(["needs-recovery", "ended"].contains(&status.as_str()), "{status} after {done}");
+        self.guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+        self.fresh();
+    }
+
+    fn booted(&self, done: Done) {
+        let recovered = self.needs_recovery(done);
+        assert!(!recovered.stdout.contains("with its memory"), "it was booted: {recovered}");
+        self.fresh();
+    }
+
+    fn kept(&self) {
+        self.guest.verify();
+        assert_eq!(self.guest.boot_id(), self.boot, "another boot of the guest");
+    }
+
+    fn fresh(&self) {
+        self.guest.wait_ready();
+        assert_ne!(self.guest.boot_id(), self.boot);
+    }
+}
+
+/// `recover` is killed again and again, at another moment each time, and at last left alone.
+#[test]
+fn recover_can_itself_be_killed() {
+    let lab = Lab::new();
+    let guest = lab.vm("patience").boot(&[]);
+    guest.touch("16M");
+    let boot = guest.boot_id();
+    for (how, fault) in [
+        ("warm", "warm.suspend.written:kill"),
+        ("warm", "warm.resume.journalled:kill"),
+        ("warm", "warm.settle.journalled:kill"),
+        ("saved", "saved.renew.old-gone:kill"),
+        ("saved", "saved.resume.journalled:kill"),
+    ] {
+        let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", how]);
+        command.env("REKINDLE_FAULT", fault);
+        assert_eq!(lab.finish(command).code, None, "{fault}");
+        let watch = Watch::begin(&lab.run_root());
+        for delay in [1, 3, 6, 10, 15, 25, 40, 70, 120] {
+            let mut recover = lab.command(["recover", &guest.name]).spawn().unwrap();
+            thread::sleep(Duration::from_millis(delay));
+            let _ = recover.kill();
+            recover.wait().unwrap();
+        }
+        guest.rekindle(&["recover"]).ok();
+        watch.end();
+        guest.verify();
+        assert_eq!(guest.boot_id(), boot, "{fault}");
+        guest.assert_sound();
+        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        ticks_once(&guest.file("console.log"));
+    }
+}
+
+/// Both QEMUs die with the state already saved: a fresh one takes the guest over from the file.
+#[test]
+fn both_qemus_die_after_the_state_was_saved() {
+    let lab = Lab::new();
+    let guest = lab.vm("both").boot(&[]);
+    guest.touch("16M");
+    let boot = guest.boot_id();
+    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
+    assert_eq!(lab.finish(command).code, None);
+    assert_eq!(guest.qemus().len(), 2, "{}", lab.scene());
+    for qemu in guest.qemus() {
+        qemu.process.kill().unwrap();
+        assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
+    }
+    assert_eq!(guest.status(), "needs-recovery");
+    guest.rekindle(&["recover"]).ok().says(&["from its saved state, with its memory"]);
+    guest.verify();
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
+    ticks_once(&guest.file("console.log"));
+}
+
+/// The watch would see it: two QEMUs that are both told to run one guest.
+#[test]
+#[should_panic(expected = "two QEMUs ran one guest")]
+fn the_watch_sees_two_qemus_that_run_one_guest() {
+    let lab = Lab::new();
+    let guest = lab.vm("twice").boot(&[]);
+    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
+    lab.finish(command);
+    let watch = Watch::begin(&lab.run_root());
+    for qemu in guest.qemus() {
+        let path = qemu.directory.join("qmp.sock");
+        let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        qmp.execute::<serde_json::Value>("cont", ()).unwrap();
+    }
+    thread::sleep(Duration::from_millis(500));
+    watch.end();
+}

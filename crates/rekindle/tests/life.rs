@@ -1,0 +1,272 @@
+//! The life of a VM outside a reboot: start, look, console, stop; what is refused; an ordinary user.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Lab, Net, wait_for};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+#[test]
+fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
+    let lab = Lab::new();
+    lab.rekindle(["ls"]).ok().says(&["no VMs"]);
+    let guest = lab.vm("web").start(&[]);
+    let definition = lab.path("web.toml");
+    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(&["web runs already", "rekindle stop web"]);
+    guest.wait_ready();
+    lab.rekindle(["ls"]).ok().says(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
+    let shown = guest.rekindle(&["show"]).ok();
+    // Every default is there.
+    shown.says(&[
+        "web is running",
+        "sockets and log",
+        "vcpus = 1",
+        "accel = \"auto\"",
+        "cpu = \"auto\"",
+        "qemu_args = []",
+    ]);
+    let shown = guest.rekindle(&["show"]).ok();
+    shown.says(&[
+        "shutdown_timeout = \"1m\"",
+        "vga = false",
+        "agent = true",
+        "rng = true",
+        "prealloc = false",
+        "mac = ",
+    ]);
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    assert_eq!(shown["status"], "running");
+    assert_eq!(shown["vmm"]["pid"], guest.only_qemu().process.pid);
+    let really: Vec<_> = shown["running_command_line"].as_array().unwrap().iter().skip(1).cloned().collect();
+    assert_eq!(&really, shown["command_line"].as_array().unwrap(), "what is shown is what it was started with");
+    guest.rekindle(&["show", "--timeline"]).ok().says(&["nothing has been done"]);
+    // A QEMU does not depend on who started it.
+    let session = fs::read_to_string(format!("/proc/{}/stat", guest.only_qemu().process.pid)).unwrap();
+    let fields: Vec<_> = session.rsplit(") ").next().unwrap().split(' ').collect();
+    assert_eq!(fields[3], guest.only_qemu().process.pid.to_string(), "it has a session of its own");
+    assert_eq!(lab.interfaces(), ["web-net0"]);
+
+    // Private to this user: the sockets give power over the guest, the files hold its memory.
+    for path in [guest.file(""), guest.file("vmm-1"), lab.run_root()] {
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
+    }
+    let stopped = guest.rekindle(&["stop"]).ok();
+    stopped.says(&["web: shut down by ACPI"]);
+    lab.assert_empty();
+    guest.rekindle(&["stop"]).status(1).says(&["there is no VM web"]);
+    // And again, at once.
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    guest.rekindle(&["stop", "--now"]).ok().says(&["powered off"]);
+    lab.assert_empty();
+}
+
+#[test]
+fn a_name_and_a_kernel_or_a_disk_are_enough() {
+    let lab = Lab::without_root();
+    let (kernel, _) = lab.image();
+    let disk = lab.path("disk.raw");
+    fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let kernel = format!("name = \"kernel\"\n[boot]\nkernel = {kernel:?}\n");
+    let disk = format!("name = \"disk\"\n[[disk]]\npath = {disk:?}\n");
+    for (name, text) in [("kernel", kernel), ("disk", disk)] {
+        let path = lab.path("least.toml");
+        fs::write(&path, text).unwrap();
+        let run = lab.rekindle(["--json", "run", path.to_str().unwrap()]).ok().json();
+        assert_eq!(run["definition"]["memory"], "512M", "{run:#}");
+        lab.rekindle(["show", name]).ok().says(&["is running", "memory = \"512M\"", "[devices]"]);
+        lab.rekindle(["reboot", "vmm", name]).ok();
+        lab.rekindle(["stop", "--now", name]).ok();
+    }
+    lab.assert_empty();
+}
+
+#[test]
+fn the_console_is_read_and_written_and_left() {
+    let lab = Lab::new();
+    let guest = lab.vm("talk").append("rekindle.tick=100").boot(&[]);
+    let mut child = lab.command(["console", "talk"]).stdin(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    wait_for("a tick on the console", DEADLINE, || {
+        line.clear();
+        lines.read_line(&mut line).unwrap();
+        line.starts_with("tick ").then_some(())
+    });
+    let mut input = child.stdin.take().unwrap();
+    input.write_all(b"hello\n\x1d").unwrap();
+    let status = wait_for("the console to be left", DEADLINE, || child.try_wait().unwrap());
+    assert!(status.success());
+    guest.assert_sound();
+    assert!(guest.file("console.log").exists());
+}
+
+#[test]
+fn a_vm_whose_qemu_died_is_told_and_booted_by_recover() {
+    let lab = Lab::new();
+    let guest = lab.vm("fallen").boot(&[]);
+    let boot = guest.boot_id();
+    let qemu = guest.only_qemu();
+    qemu.process.kill().unwrap();
+    assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
+    assert_eq!(guest.status(), "ended");
+    guest.reboot("warm", &[]).status(1).says(&["fallen", "has ended"]);
+    guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+    guest.wait_ready();
+    assert_ne!(guest.boot_id(), boot);
+    guest.assert_sound();
+    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    // A guest that powers itself off leaves a VM that can be started anew.
+    guest.tell("poweroff");
+    wait_for("the guest to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
+    assert_eq!(guest.status(), "ended");
+    lab.rekindle(["run", lab.path("fallen.toml").to_str().unwrap()]).ok();
+    guest.wait_ready();
+    guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn run_and_stop_can_be_killed_at_any_moment() {
+    let lab = Lab::new();
+    let definition = lab.vm("cut").write();
+    let guest = lab.vm("cut").guest();
+    for delay in [1, 4, 10, 20, 40, 60, 90, 130, 180] {
+        let mut run = lab.command(["run", definition.to_str().unwrap()]).spawn().unwrap();
+        thread::sleep(Duration::from_millis(delay));
+        let _ = run.kill();
+        run.wait().unwrap();
+        let mut stop = lab.command(["stop", "--now", "cut"]).spawn().unwrap();
+        thread::sleep(Duration::from_millis(delay / 3));
+        let _ = stop.kill();
+        stop.wait().unwrap();
+        if guest.status() != "absent" {
+            let recovered = guest.rekindle(&["recover"]).ok();
+            assert!(["running", "absent"].contains(&guest.status().as_str()), "{} after {recovered}", guest.status());
+            assert_eq!(guest.qemus().len(), usize::from(guest.status() == "running"), "{recovered}");
+        }
+        if guest.status() != "absent" {
+            guest.rekindle(&["stop", "--now"]).ok();
+        }
+        assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.scene());
+    }
+    // What a killed run had made is no obstacle to the next.
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn looking_is_never_in_the_way_of_working() {
+    let lab = Lab::without_root();
+    let guest = lab.vm("seen").net(Net::None).start(&[]);
+    let end = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !end.load(Ordering::Relaxed) {
+                    lab.rekindle(["ls"]).ok();
+                    let show = guest.rekindle(&["--json", "show"]).ok().json();
+                    // While a reboot passes the guest on, it may well be stopped; but never in need of anything.
+                    assert_ne!(show["status"], "needs-recovery");
+                    assert_ne!(show["status"], "ended");
+                }
+            });
+        }
+        let outcomes: Vec<_> = (0..15).map(|_| guest.reboot("warm", &[])).collect();
+        end.store(true, Ordering::Relaxed);
+        outcomes.into_iter().for_each(|done| drop(done.ok()));
+    });
+    guest.assert_sound();
+}
+
+#[test]
+fn doctor_tells_what_is_there_and_the_mend_for_what_is_not() {
+    let lab = Lab::without_root();
+    let found = lab.rekindle(["--json", "doctor", "--qemu", common::qemu_new().to_str().unwrap()]).ok().json();
+    let what: Vec<_> = found.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
+    for wanted in ["QEMU", "KVM", "run directory", "memory", "taps", "iproute2", "tracing"] {
+        assert!(what.contains(&wanted), "{wanted} in {what:?}");
+    }
+    let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);
+    bad.says(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
+}
+
+/// An ordinary user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. Root only, in that it
+/// becomes such a user.
+#[test]
+fn an_ordinary_user_runs_and_reboots_a_vm() {
+    let lab = Lab::new();
+    // A user that nobody has, so that nobody's VMs are met.
+    let uid = 1_900_000_000 + std::process::id();
+    let shared = format!("/dev/shm/rekindle-{uid}");
+    let _gone = Gone(shared.clone().into());
+    let here = lab.path("user");
+    fs::create_dir(&here).unwrap();
+    let open = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(lab.path("."), open.clone()).unwrap();
+    let (kernel, initrd) = lab.image();
+    for (from, to) in [(kernel, "vmlinuz"), (initrd, "initrd"), (env!("CARGO_BIN_EXE_rekindle").into(), "program")] {
+        fs::copy(&from, here.join(to)).unwrap();
+        fs::set_permissions(here.join(to), open.clone()).unwrap();
+    }
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let definition = here.join("mine.toml");
+    let text = |net: &str| {
+        format!(
+            "name = \"mine\"\nmemory = \"128M\"\nsave_dir = {here:?}\n[boot]\nkernel = \"vmlinuz\"\ninitrd = \"initrd\"\n\
+             append = \"console=ttyS0 quiet\"\n[[net]]\n{net}\n"
+        )
+    };
+    chown(&here, Some(uid), Some(uid)).unwrap();
+    let as_user = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        let ids = [format!("--reuid={uid}"), format!("--regid={uid}")];
+        command.args(ids).args(["--clear-groups", "--"]).arg(here.join("program")).args(arguments);
+        command.env_clear().env("PATH", std::env::var_os("PATH").unwrap()).env("XDG_RUNTIME_DIR", &here);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        lab.finish(command)
+    };
+    let run = ["run", definition.to_str().unwrap()];
+    fs::write(&definition, text("kind = \"tap\"\nnetns = \"rkt-user\"")).unwrap();
+    as_user(&run).status(1).says(&["needs root", "kind = \"user\""]);
+    as_user(&["doctor"]).says(&["limited taps", "run as root", "works"]);
+    fs::write(&definition, text(&format!("kind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]"))).unwrap();
+    as_user(&run).ok();
+    let ask = |command: &str| -> Option<String> {
+        let stream = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
+        stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+        writeln!(&stream, "{command}").ok()?;
+        let mut reply = String::new();
+        BufReader::new(stream).read_line(&mut reply).ok()?;
+        reply.strip_prefix("ok ").map(|rest| rest.trim().to_owned())
+    };
+    let boot = wait_for("the user's guest to be up", DEADLINE, || ask("boot-id"));
+    ask("touch 16M 3").unwrap();
+    for how in ["warm", "saved"] {
+        as_user(&["reboot", "vmm", "mine", "--how", how]).ok();
+        assert_eq!(ask("boot-id").unwrap(), boot, "after {how}");
+        assert_eq!(ask("verify").unwrap(), "4096", "after {how}");
+    }
+    as_user(&["ls"]).ok().says(&["mine", "running"]);
+    as_user(&["stop", "mine"]).ok();
+    as_user(&["ls"]).ok().says(&["no VMs"]);
+    let left: Vec<_> = common::lab::entries(shared.as_ref());
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// A directory that goes at the end.
+struct Gone(PathBuf);
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
