@@ -21,12 +21,14 @@ pub fn detach(command: &mut Command) -> &mut Command {
 
 /// Let `command` end when the thread that starts it ends, however that comes about.
 pub fn die_with_starter(command: &mut Command) -> &mut Command {
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; prctl is one, and the closure touches no
-    // memory of the parent.
+    let starter = rustix::process::getpid();
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; prctl and getppid are, and the closure
+    // touches no memory of the parent but a copied number.
     unsafe {
-        command.pre_exec(|| {
+        command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(io::Error::from)?;
-            Ok(())
+            // It may have ended before the call above.
+            if rustix::process::getppid() == Some(starter) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
         })
     }
 }
