@@ -23,51 +23,70 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     })
 }
 
-/// Make descriptor `to` of `process` mean what its descriptor `from` means, as `dup3(from, to, O_CLOEXEC)` inside it.
-///
-/// The process is stopped by ptrace for some 100 µs, from whatever state it is in: the call is made through the
-/// `syscall` instruction of its vDSO, and an interrupted system call is restarted by the kernel afterwards.
-///
-/// # Errors
-/// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
-/// it was.
-pub fn replace(process: Process, from: RawFd, to: RawFd) -> io::Result<()> {
-    // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
-    // detaches.
-    let work = move || inject(process, libc::SYS_dup3, [from as u64, to as u64, libc::O_CLOEXEC as u64]);
-    let done = thread::Builder::new().name("descriptor replace".into()).spawn(work)?.join();
-    match done {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(e)) => Err(io::Error::new(
-            e.kind(),
-            format!("cannot put descriptor {from} in the place of {to} in process {}: {e}", process.pid),
-        )),
-        Err(_) => Err(io::Error::other("the tracing thread panicked")),
+/// Puts descriptors of a process in the place of others. What takes time is done beforehand.
+#[derive(Debug, Clone, Copy)]
+pub struct Replacer {
+    process: Process,
+    instruction: u64,
+}
+
+impl Replacer {
+    /// Get ready for `process`: find the `syscall` instruction of its vDSO.
+    ///
+    /// # Errors
+    /// `PermissionDenied` without the right to trace the process; `NotFound` if it has ended.
+    pub fn new(process: Process) -> io::Result<Self> {
+        Ok(Self { process, instruction: syscall_instruction(process)? })
+    }
+
+    /// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)`
+    /// inside the process.
+    ///
+    /// The process is stopped by ptrace for some 100 µs, from whatever state it is in: the calls are made through the
+    /// `syscall` instruction of its vDSO, and an interrupted system call is restarted by the kernel afterwards.
+    ///
+    /// # Errors
+    /// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
+    /// it was, up to the pair that failed.
+    pub fn replace(self, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
+        // detaches.
+        thread::scope(|scope| {
+            thread::Builder::new()
+                .name("descriptor replace".into())
+                .spawn_scoped(scope, || inject(self.process, self.instruction, pairs))?
+                .join()
+                .unwrap_or_else(|_| Err(io::Error::other("the tracing thread panicked")))
+        })
     }
 }
 
-/// Make the main thread of `process` do one system call, and give its result.
-fn inject(process: Process, number: i64, arguments: [u64; 3]) -> io::Result<u64> {
-    let instruction = syscall_instruction(process)?;
+/// Let the main thread of `process` do the calls.
+fn inject(process: Process, instruction: u64, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
     ptrace::seize(pid, ptrace::Options::empty())?;
     let called = ptrace::interrupt(pid).map_err(io::Error::from).and_then(|()| {
-        let held_back = wait_interrupted(pid)?;
-        let result = call(pid, instruction, number, arguments);
-        let _ = ptrace::detach(pid, held_back);
-        result
+        wait_interrupted(pid)?;
+        pairs.iter().try_for_each(|&(from, to)| {
+            let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
+            call(pid, instruction, libc::SYS_dup3, arguments).map(drop).map_err(|e| {
+                let text = format!("cannot put descriptor {from} in the place of {to} in process {}: {e}", process.pid);
+                io::Error::new(e.kind(), text)
+            })
+        })
     });
-    if called.is_err() {
-        let _ = ptrace::detach(pid, None);
-    }
+    let _ = ptrace::detach(pid, None);
     called
 }
 
 /// Wait for the stop that `PTRACE_INTERRUPT` asked for. A signal that comes first is passed on.
-fn wait_interrupted(pid: Pid) -> io::Result<Option<Signal>> {
+fn wait_interrupted(pid: Pid) -> io::Result<()> {
     loop {
         match waitpid(pid, Some(WaitPidFlag::__WALL))? {
-            WaitStatus::PtraceEvent(..) => return Ok(None),
+            WaitStatus::PtraceEvent(..) => return Ok(()),
             WaitStatus::Stopped(_, signal) => ptrace::cont(pid, signal)?,
             other => return Err(io::Error::other(format!("ended while traced: {other:?}"))),
         }
@@ -160,7 +179,7 @@ mod tests {
             let mut ready = String::new();
             BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
             let process = Process::of(child.id()).unwrap();
-            replace(process, 9, 8).unwrap();
+            Replacer::new(process).unwrap().replace(&[(9, 8)]).unwrap();
             child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
             assert!(child.wait().unwrap().success());
             drop((first_out, second_out));
@@ -180,7 +199,7 @@ mod tests {
         while fs::read(format!("/proc/{}/comm", child.id())).unwrap() != b"sleep\n" {
             thread::yield_now();
         }
-        let e = replace(process, 77, 78).unwrap_err();
+        let e = Replacer::new(process).unwrap().replace(&[(77, 78)]).unwrap_err();
         assert_eq!(e.raw_os_error(), None);
         assert!(e.to_string().contains("descriptor 77"), "{e}");
         assert!(take(process, 77).is_err());

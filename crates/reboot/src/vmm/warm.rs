@@ -10,7 +10,7 @@ use super::verify::Snapshot;
 use super::{
     Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
 };
-use rekindle_kernel::descriptor;
+use rekindle_kernel::descriptor::Replacer;
 use rekindle_kernel::packet::Capture;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
@@ -58,6 +58,8 @@ struct Link {
     source: Source,
     /// Whether `cont` is staged in the new QEMU.
     staged_cont: bool,
+    /// For the new QEMU's taps; none if it has none.
+    replacer: Option<Replacer>,
 }
 
 /// Where the RAM blocks come from that are not shared.
@@ -228,7 +230,10 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     }
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
-    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont };
+    let unready = |source| RebootError::File { path: format!("/proc/{}/maps", new.pid).into(), source };
+    let has_taps = hardware.taps().next().is_some();
+    let replacer = has_taps.then(|| Replacer::new(new.process())).transpose().map_err(unready)?;
+    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, replacer };
     Ok(Ready { old_qmp, new, new_qmp, link, captures: taps.captures, stand_ins: taps.stand_ins })
 }
 
@@ -277,7 +282,7 @@ fn hand_over(
     new: &Vmm,
     new_qmp: &mut Qmp,
 ) -> Result<Handed, RebootError> {
-    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont } = link;
+    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, replacer } = link;
     let file = change.file_error("operation.json");
     let old = change.old.clone();
     let ram = change.held.state.hardware.ram.path.clone();
@@ -302,9 +307,10 @@ fn hand_over(
     let save_qmp = save_qmp.as_mut().unwrap_or(old_qmp);
     tap.begin(save_qmp, staged)?;
     // Nobody runs the guest: the new QEMU may have the taps. It idles now, and would not while it loads.
-    for (index, _) in change.held.state.hardware.taps() {
-        descriptor::replace(new.process(), Tap::waiting_fd(index), Tap::fd(index))
-            .map_err(|source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source })?;
+    let taps: Vec<_> = change.held.state.hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
+    if let Some(replacer) = replacer {
+        let failed = |source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source };
+        replacer.replace(&taps).map_err(failed)?;
     }
     points("warm.suspend.taps");
     let mut devices = Vec::with_capacity(1 << 20);
