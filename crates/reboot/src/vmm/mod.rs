@@ -325,29 +325,27 @@ impl Gate {
     }
 }
 
-/// One VM. Passes the barrier exactly once, whatever happens.
+/// One VM. Passes the barrier as often as all others do, whatever happens.
 fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Report, Failure> {
-    let as_it_was = |error| Failure::new(Left::AsItWas, error);
-    let prepared = begin(host, name, options, together).map_err(as_it_was).and_then(|change| match options.how {
-        How::Warm => warm::Prepared::new(change).map(|prepared| Ready::Warm(Box::new(prepared))),
-        How::Saved => Ok(Ready::Saved(Box::new(change))),
-        How::Cold => Ok(Ready::Cold(Box::new(change))),
-    });
-    together.barrier.wait();
-    match prepared? {
-        Ready::Warm(prepared) => {
-            let switched = together.gate.pass(|| prepared.hand_over())?;
-            switched.settle()
+    let begun = begin(host, name, options, together).map_err(|error| Failure::new(Left::AsItWas, error));
+    match options.how {
+        How::Warm => {
+            let prepared = begun.and_then(warm::Prepared::new);
+            together.barrier.wait();
+            let switched = prepared.and_then(|prepared| together.gate.pass(|| prepared.hand_over()));
+            // Ending old QEMUs takes processor time that guests which are still stopped need more.
+            together.barrier.wait();
+            switched?.settle()
         }
-        Ready::Saved(change) => saved::reboot(*change),
-        Ready::Cold(change) => cold::reboot(*change),
+        How::Saved => {
+            together.barrier.wait();
+            saved::reboot(begun?)
+        }
+        How::Cold => {
+            together.barrier.wait();
+            cold::reboot(begun?)
+        }
     }
-}
-
-enum Ready {
-    Warm(Box<warm::Prepared>),
-    Saved(Box<Change>),
-    Cold(Box<Change>),
 }
 
 /// A change of VMMs in hand, past the preflight.

@@ -67,7 +67,10 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
     let Some(journal) = journal else {
         return match held.vmm() {
-            Ok(_) => Ok(Recovered::Nothing),
+            Ok(_) => {
+                forget_saved(host, &held);
+                Ok(Recovered::Nothing)
+            }
             Err(_) => {
                 let generation = held.state.generation + 1;
                 let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
@@ -84,9 +87,14 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
         Kind::VmmCold => recover_cold(&held, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
     }?;
-    // Also one that was cut off before the journal named it.
-    let _ = std::fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
+    forget_saved(host, &held);
     Ok(recovered)
+}
+
+/// Remove a saved state that nobody needs: the guest runs. Also one that was cut off before a journal named it, or that
+/// a recovery left which was itself cut off.
+fn forget_saved(host: &Host, held: &Held) {
+    let _ = std::fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
 }
 
 fn file(held: &Held, source: std::io::Error) -> RebootError {

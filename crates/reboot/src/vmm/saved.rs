@@ -106,8 +106,9 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
         return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
     }
     let state = change.held.state.clone();
-    let state = switch::settle(&rundir, state, None, &new, &qmp, journal, None)?;
+    // The guest runs: its old state is of no use, and must not outlive the journal that names it.
     let _ = fs::remove_file(&saved.path);
+    let state = switch::settle(&rundir, state, None, &new, &qmp, journal, None)?;
     change.recorder.step("record");
     fault::point("saved.settle.recorded", Some(&old), Some(&new));
     change.recorder.write(&rundir);

@@ -125,7 +125,9 @@ impl Prepared {
         match handed {
             Ok(handed) => {
                 fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
-                Ok(Switched { change, journal, new, new_qmp, handed, captures, _stand_ins: stand_ins })
+                let mut waiting = captures;
+                waiting.retain(|capture| !network::send_again(capture, handed.stopped));
+                Ok(Switched { change, journal, new, new_qmp, handed, waiting, _stand_ins: stand_ins })
             }
             Err(error) => {
                 let rundir = &change.held.rundir;
@@ -147,15 +149,16 @@ pub(crate) struct Switched {
     new: Vmm,
     new_qmp: Qmp,
     handed: Handed,
-    captures: Vec<Capture>,
+    /// Those into which nothing has come yet: the old QEMU may still take the first frame that does.
+    waiting: Vec<Capture>,
     _stand_ins: Vec<OwnedFd>,
 }
 
 impl Switched {
     /// The old QEMU goes, the new one is recorded.
     pub(crate) fn settle(self) -> Result<Report, Failure> {
-        let Self { mut change, journal, new, new_qmp, handed, captures, .. } = self;
-        settle(&mut change, journal, &new, new_qmp, handed, &captures)
+        let Self { mut change, journal, new, new_qmp, handed, waiting, .. } = self;
+        settle(&mut change, journal, &new, new_qmp, handed, &waiting)
             .map_err(|error| Failure::new(Left::NeedsRecovery, error))
     }
 }
@@ -395,12 +398,10 @@ fn settle(
     new: &Vmm,
     mut new_qmp: Qmp,
     handed: Handed,
-    captures: &[Capture],
+    waiting: &[Capture],
 ) -> Result<Report, RebootError> {
     let rundir = change.held.rundir.clone();
     change.recorder.phase(Phase::Settle);
-    let mut waiting: Vec<_> = captures.iter().collect();
-    waiting.retain(|capture| !network::send_again(capture, handed.stopped));
     // The guest was seen to go on: from here on the old state is of no use, whatever the RAM file's mark says.
     journal.operation.untouched_since_ns = None;
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
@@ -412,8 +413,9 @@ fn settle(
     let state = change.held.state.clone();
     let faults = Some(("warm.settle.old-gone", "warm.settle.recorded"));
     let state = switch::settle(&rundir, state, Some(&change.old), new, &new_qmp, journal, faults)?;
-    // Nothing had come into these before: the old QEMU may have taken the first until it ended.
-    waiting.retain(|capture| !network::send_again(capture, handed.stopped));
+    for capture in waiting {
+        network::send_again(capture, handed.stopped);
+    }
     handover::forward_ports(&mut new_qmp, &state.hardware);
     change.recorder.step("end the old QEMU");
     change.recorder.write(&rundir);
