@@ -12,7 +12,6 @@ use output::Output;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // A closed pipe (`rekindle ls | head`) ends a program quietly; it is no error to be told.
     let cli = Cli::parse();
     let level = tracing_subscriber::EnvFilter::try_from_env("REKINDLE_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));

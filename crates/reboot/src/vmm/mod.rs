@@ -140,7 +140,7 @@ pub enum RebootError {
     },
     /// The old QEMU died before the guest's state was saved.
     #[error(
-        "the old QEMU of {name} died while its guest was being suspended: the guest's processor state, and with it its \
+        "the old QEMU of {name} died before its guest's state was saved: the guest's processor state, and with it its \
          memory, is lost; rekindle recover {name} boots it from its disks"
     )]
     Lost {
