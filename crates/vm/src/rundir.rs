@@ -81,10 +81,15 @@ impl RunDir {
     /// # Errors
     /// When something in it cannot be removed.
     pub fn remove(&self) -> io::Result<()> {
-        match fs::remove_dir_all(&self.path) {
+        let absent_is_fine = |done: io::Result<()>| match done {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),
-        }
+        };
+        // By a rename first: cut off half-way, a part of it would be taken for a VM whose operation nobody knows.
+        let aside = self.path.with_file_name(format!(".{}.removed", self.name));
+        absent_is_fine(fs::remove_dir_all(&aside))?;
+        absent_is_fine(fs::rename(&self.path, &aside))?;
+        absent_is_fine(fs::remove_dir_all(&aside))
     }
 
     /// A file of the run directory.

@@ -71,6 +71,11 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
                 forget_saved(host, &held);
                 Ok(Recovered::Nothing)
             }
+            // A start that was cut off before it began.
+            Err(_) if held.state.vmm.is_none() => {
+                life::clean_up(host, &held.rundir, &held.state)?;
+                Ok(Recovered::Removed)
+            }
             Err(_) => {
                 let generation = held.state.generation + 1;
                 let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
