@@ -193,12 +193,13 @@ mod tests {
 
     #[test]
     fn a_descriptor_that_is_not_there_is_an_error_and_the_process_lives_on() {
-        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // Right after the spawn the child may be half way through its exec: its answer shows that it is there.
+        child.stdin.as_mut().unwrap().write_all(b"there?\n").unwrap();
+        let mut answer = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut answer).unwrap();
+        assert_eq!(answer, "there?\n");
         let process = Process::of(child.id()).unwrap();
-        // Right after the spawn the child may still be this program: wait for the exec.
-        while fs::read(format!("/proc/{}/comm", child.id())).unwrap() != b"sleep\n" {
-            thread::yield_now();
-        }
         let e = Replacer::new(process).unwrap().replace(&[(77, 78)]).unwrap_err();
         assert_eq!(e.raw_os_error(), None);
         assert!(e.to_string().contains("descriptor 77"), "{e}");
