@@ -1,16 +1,11 @@
 //! File descriptors of another process: take a duplicate of one, or put one in another's place.
 
+use crate::inject::Injector;
 use crate::process::Process;
-use nix::sys::ptrace;
-use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
 use rustix::fd::OwnedFd;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
-use std::fs;
 use std::io;
 use std::os::fd::RawFd;
-use std::thread;
 
 /// A duplicate of descriptor `fd` of `process`: the same open file, so that what waits in it waits for both.
 ///
@@ -23,120 +18,19 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     })
 }
 
-/// Puts descriptors of a process in the place of others. What takes time is done beforehand.
-#[derive(Debug, Clone, Copy)]
-pub struct Replacer {
-    process: Process,
-    instruction: u64,
-}
-
-impl Replacer {
-    /// Get ready for `process`: find the `syscall` instruction of its vDSO.
-    ///
-    /// # Errors
-    /// `PermissionDenied` without the right to trace the process; `NotFound` if it has ended.
-    pub fn new(process: Process) -> io::Result<Self> {
-        Ok(Self { process, instruction: syscall_instruction(process)? })
-    }
-
-    /// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)`
-    /// inside the process.
-    ///
-    /// The process is stopped by ptrace for some 100 µs, from whatever state it is in: the calls are made through the
-    /// `syscall` instruction of its vDSO, and an interrupted system call is restarted by the kernel afterwards.
-    ///
-    /// # Errors
-    /// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
-    /// it was, up to the pair that failed.
-    pub fn replace(self, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
-        if pairs.is_empty() {
-            return Ok(());
-        }
-        // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
-        // detaches.
-        thread::scope(|scope| {
-            thread::Builder::new()
-                .name("descriptor replace".into())
-                .spawn_scoped(scope, || inject(self.process, self.instruction, pairs))?
-                .join()
-                .unwrap_or_else(|_| Err(io::Error::other("the tracing thread panicked")))
-        })
-    }
-}
-
-/// Let the main thread of `process` do the calls.
-fn inject(process: Process, instruction: u64, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
-    let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    ptrace::seize(pid, ptrace::Options::empty())?;
-    let called = ptrace::interrupt(pid).map_err(io::Error::from).and_then(|()| {
-        wait_interrupted(pid)?;
-        pairs.iter().try_for_each(|&(from, to)| {
-            let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
-            call(pid, instruction, libc::SYS_dup3, arguments).map(drop).map_err(|e| {
-                let text = format!("cannot put descriptor {from} in the place of {to} in process {}: {e}", process.pid);
-                io::Error::new(e.kind(), text)
-            })
-        })
-    });
-    let _ = ptrace::detach(pid, None);
-    called
-}
-
-/// Wait for the stop that `PTRACE_INTERRUPT` asked for. A signal that comes first is passed on.
-fn wait_interrupted(pid: Pid) -> io::Result<()> {
-    loop {
-        match waitpid(pid, Some(WaitPidFlag::__WALL))? {
-            WaitStatus::PtraceEvent(..) => return Ok(()),
-            WaitStatus::Stopped(_, signal) => ptrace::cont(pid, signal)?,
-            other => return Err(io::Error::other(format!("ended while traced: {other:?}"))),
-        }
-    }
-}
-
-/// With the thread stopped: run one system call by single step and put every register back.
-fn call(pid: Pid, instruction: u64, number: i64, arguments: [u64; 3]) -> io::Result<u64> {
-    let saved = ptrace::getregs(pid)?;
-    let mut registers = saved;
-    registers.rip = instruction;
-    registers.rax = number as u64;
-    // Not in a system call: keeps the kernel from "restarting" one with our registers.
-    registers.orig_rax = u64::MAX;
-    [registers.rdi, registers.rsi, registers.rdx] = arguments;
-    ptrace::setregs(pid, registers)?;
-    let stepped = ptrace::step(pid, None).map_err(io::Error::from).and_then(|()| {
-        loop {
-            match waitpid(pid, Some(WaitPidFlag::__WALL))? {
-                WaitStatus::Stopped(_, Signal::SIGTRAP) => break Ok(()),
-                // Another signal came before the step: let it be delivered once the registers are back.
-                WaitStatus::Stopped(_, other) => break Err(io::Error::other(format!("{other} came first; try again"))),
-                WaitStatus::PtraceEvent(..) => ptrace::step(pid, None)?,
-                other => break Err(io::Error::other(format!("ended while traced: {other:?}"))),
-            }
-        }
-    });
-    let result = ptrace::getregs(pid).map(|r| r.rax);
-    ptrace::setregs(pid, saved)?;
-    stepped?;
-    let result = result? as i64;
-    match u64::try_from(result) {
-        Ok(value) => Ok(value),
-        Err(_) => Err(io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(libc::EINVAL))),
-    }
-}
-
-/// Where the vDSO of `process` has a `syscall` instruction (`0f 05`).
-fn syscall_instruction(process: Process) -> io::Result<u64> {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-    let none =
-        || io::Error::new(io::ErrorKind::NotFound, format!("process {} has no vDSO to call through", process.pid));
-    let line = maps.lines().find(|line| line.ends_with("[vdso]")).ok_or_else(none)?;
-    let range = line.split(' ').next().and_then(|range| range.split_once('-')).ok_or_else(none)?;
-    let start = u64::from_str_radix(range.0, 16).map_err(|_| none())?;
-    let end = u64::from_str_radix(range.1, 16).map_err(|_| none())?;
-    let mut text = vec![0; (end - start) as usize];
-    crate::memory::read(process, start, &mut text)?;
-    let at = text.windows(2).position(|two| two == [0x0f, 0x05]).ok_or_else(none)?;
-    Ok(start + at as u64)
+/// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)` inside
+/// the process.
+///
+/// # Errors
+/// As for [`Injector::call`]; the process goes on as it was, up to the pair that failed.
+pub fn replace(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
+    let dup3 = |&(from, to): &(RawFd, RawFd)| (libc::SYS_dup3, [from as u64, to as u64, libc::O_CLOEXEC as u64]);
+    let calls: Vec<_> = pairs.iter().map(dup3).collect();
+    injector.call(&calls).map(drop).map_err(|(at, e)| {
+        let what = pairs.get(at).map(|(from, to)| format!("cannot put descriptor {from} in the place of {to}"));
+        let what = what.unwrap_or_else(|| "cannot replace descriptors".into());
+        io::Error::new(e.kind(), format!("{what} in process {}: {e}", injector.process().pid))
+    })
 }
 
 #[cfg(test)]
@@ -179,7 +73,7 @@ mod tests {
             let mut ready = String::new();
             BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
             let process = Process::of(child.id()).unwrap();
-            Replacer::new(process).unwrap().replace(&[(9, 8)]).unwrap();
+            replace(Injector::new(process).unwrap(), &[(9, 8)]).unwrap();
             child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
             assert!(child.wait().unwrap().success());
             drop((first_out, second_out));
@@ -200,7 +94,7 @@ mod tests {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut answer).unwrap();
         assert_eq!(answer, "there?\n");
         let process = Process::of(child.id()).unwrap();
-        let e = Replacer::new(process).unwrap().replace(&[(77, 78)]).unwrap_err();
+        let e = replace(Injector::new(process).unwrap(), &[(77, 78)]).unwrap_err();
         assert_eq!(e.raw_os_error(), None);
         assert!(e.to_string().contains("descriptor 77"), "{e}");
         assert!(take(process, 77).is_err());

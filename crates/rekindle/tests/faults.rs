@@ -357,6 +357,6 @@ fn the_watch_sees_two_qemus_that_run_one_guest() {
         let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, Duration::from_secs(5)).unwrap();
         qmp.execute::<serde_json::Value>("cont", ()).unwrap();
     }
-    thread::sleep(Duration::from_millis(500));
+    watch.wait_seen(Duration::from_secs(30));
     watch.end();
 }

@@ -20,6 +20,7 @@ mod warm;
 pub use preflight::Problem;
 pub use recover::{Recovered, recover};
 
+use rekindle_kernel::sched::First;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
@@ -332,7 +333,11 @@ fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Resul
         How::Warm => {
             let prepared = begun.and_then(warm::Prepared::new);
             together.barrier.wait();
+            // Guests that run again already are not to keep this one waiting. Without the right to it they do.
+            let mut first = First::default();
+            let _ = first.this_thread();
             let switched = prepared.and_then(|prepared| together.gate.pass(|| prepared.hand_over()));
+            drop(first);
             // Ending old QEMUs takes processor time that guests which are still stopped need more.
             together.barrier.wait();
             switched?.settle()

@@ -9,6 +9,7 @@
 
 use super::{RebootError, handover, resume, saved, switch};
 use rekindle_kernel::process::Process;
+use rekindle_kernel::sched;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
@@ -83,6 +84,10 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             }
         };
     };
+    for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
+        // A hand-over that was cut off has left its threads first; harmless, and not to stay.
+        let _ = sched::normal(vmm.process());
+    }
     let recovered = match journal.operation.kind {
         Kind::Run => recover_run(host, &held, journal),
         Kind::Stop => {

@@ -10,8 +10,11 @@ use super::verify::Snapshot;
 use super::{
     Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
 };
-use rekindle_kernel::descriptor::Replacer;
+use rekindle_kernel::descriptor;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
+use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
@@ -58,8 +61,8 @@ struct Link {
     source: Source,
     /// Whether `cont` is staged in the new QEMU.
     staged_cont: bool,
-    /// For the new QEMU's taps; none if it has none.
-    replacer: Option<Replacer>,
+    /// Into the new QEMU.
+    injector: Injector,
 }
 
 /// Where the RAM blocks come from that are not shared.
@@ -119,15 +122,17 @@ impl Prepared {
             // What has passed until here is of no interest.
             let _ = capture.frames();
         }
+        let first = go_first(&change.old, &new);
         let handed = hand_over(&mut change, &mut journal, link, &mut old_qmp, &new, &mut new_qmp);
+        drop(first);
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
         match handed {
             Ok(handed) => {
                 fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
-                let mut waiting = captures;
-                waiting.retain(|capture| !network::send_again(capture, handed.stopped));
-                Ok(Switched { change, journal, new, new_qmp, handed, waiting, _stand_ins: stand_ins })
+                let (spent, waiting) =
+                    captures.into_iter().partition(|capture| network::send_again(capture, handed.stopped));
+                Ok(Switched { change, journal, new, new_qmp, handed, waiting, _spent: spent, _stand_ins: stand_ins })
             }
             Err(error) => {
                 let rundir = &change.held.rundir;
@@ -151,6 +156,8 @@ pub(crate) struct Switched {
     handed: Handed,
     /// Those into which nothing has come yet: the old QEMU may still take the first frame that does.
     waiting: Vec<Capture>,
+    /// The others. Closing one takes the kernel many milliseconds, in which the next guest could be handed over.
+    _spent: Vec<Capture>,
     _stand_ins: Vec<OwnedFd>,
 }
 
@@ -234,9 +241,13 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
     let unready = |source| RebootError::File { path: format!("/proc/{}/maps", new.pid).into(), source };
-    let has_taps = hardware.taps().next().is_some();
-    let replacer = has_taps.then(|| Replacer::new(new.process())).transpose().map_err(unready)?;
-    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, replacer };
+    let injector = Injector::new(new.process()).map_err(unready)?;
+    // QEMU has given the freed pages of its heap back to the kernel, and would get each of them by a fault of its own
+    // while it loads.
+    if let Err(e) = populate_heap(injector) {
+        tracing::debug!("the new QEMU takes its memory page by page: {e}");
+    }
+    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, injector };
     Ok(Ready { old_qmp, new, new_qmp, link, captures: taps.captures, stand_ins: taps.stand_ins })
 }
 
@@ -276,6 +287,25 @@ fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
     section
 }
 
+/// Let those threads go before all others that the stopped guest waits for: each QEMU's main thread and the one that
+/// reads its monitor, and somewhat the guest's processors in the new QEMU, which take over their registers. Without it
+/// they wait for other guests, and for what the two QEMUs do besides.
+fn go_first(old: &Vmm, new: &Vmm) -> First {
+    let mut first = First::default();
+    let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
+    let rank_new = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
+    let asked = first.threads_of(old.process(), rank).and_then(|()| first.threads_of(new.process(), rank_new));
+    if let Err(e) = asked {
+        tracing::debug!("the hand-over is scheduled as everything else: {e}");
+    }
+    first
+}
+
+/// Whether a thread of this name is a processor of a guest.
+fn is_processor(name: &str) -> bool {
+    name.starts_with("CPU ")
+}
+
 /// From the last moment of the old QEMU to the first of the new one.
 fn hand_over(
     change: &mut Change,
@@ -285,7 +315,7 @@ fn hand_over(
     new: &Vmm,
     new_qmp: &mut Qmp,
 ) -> Result<Handed, RebootError> {
-    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, replacer } = link;
+    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, injector } = link;
     let file = change.file_error("operation.json");
     let old = change.old.clone();
     let ram = change.held.state.hardware.ram.path.clone();
@@ -295,7 +325,12 @@ fn hand_over(
     journal.advance(Step::Suspend).map_err(&file)?;
     points("warm.suspend.journalled");
     change.recorder.phase(Phase::Suspend);
+    // To be stopped, the guest's processors have to be on some of the host's. Only for that moment: were this process
+    // killed within it, they would keep all others away until `recover`.
+    let mut at_once = First::default();
+    let _ = at_once.threads_of(old.process(), |name| is_processor(name).then_some(Rank::Second));
     let stopped = stop(old_qmp, change.running)?;
+    drop(at_once);
     change.recorder.step("stop");
     points("warm.suspend.stopped");
 
@@ -311,10 +346,8 @@ fn hand_over(
     tap.begin(save_qmp, staged)?;
     // Nobody runs the guest: the new QEMU may have the taps. It idles now, and would not while it loads.
     let taps: Vec<_> = change.held.state.hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
-    if let Some(replacer) = replacer {
-        let failed = |source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source };
-        replacer.replace(&taps).map_err(failed)?;
-    }
+    let failed = |source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source };
+    descriptor::replace(injector, &taps).map_err(failed)?;
     points("warm.suspend.taps");
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A QEMU process of a VM.
 #[derive(Debug, Clone)]
@@ -30,6 +30,18 @@ impl Qemu {
         let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), patience).ok()?;
         let status: Value = qmp.execute("query-status", ()).ok()?;
         status["status"].as_str().map(str::to_owned)
+    }
+
+    /// How its threads are scheduled, each way once: (nice, policy), normally (0, 0).
+    pub fn scheduling(&self) -> Vec<(i32, u32)> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).expect("it runs").flatten();
+        let stats = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
+        // Fields 19 and 41 of proc_pid_stat(5); the name in field 2 may hold spaces and ends with the last bracket.
+        let one = |stat: String| {
+            let fields: Vec<_> = stat.rsplit(')').next()?.split_whitespace().collect();
+            Some((fields.get(19 - 3)?.parse().ok()?, fields.get(41 - 3)?.parse().ok()?))
+        };
+        stats.filter_map(one).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     fn runs(&self) -> bool {
@@ -62,6 +74,7 @@ pub fn qemus(root: &Path) -> Vec<Qemu> {
 /// Looks, all the time, for two QEMUs that run one guest.
 pub struct Watch {
     end: Arc<AtomicBool>,
+    seen: Arc<AtomicBool>,
     thread: Option<JoinHandle<(u64, Vec<String>)>>,
 }
 
@@ -69,20 +82,30 @@ impl Watch {
     /// Begin to look at all VMs below `root`.
     pub fn begin(root: &Path) -> Self {
         let end = Arc::new(AtomicBool::new(false));
-        let (ended, root) = (Arc::clone(&end), root.to_owned());
+        let has_seen = Arc::new(AtomicBool::new(false));
+        let (ended, seeing, root) = (Arc::clone(&end), Arc::clone(&has_seen), root.to_owned());
         let thread = thread::spawn(move || {
             let (mut looks, mut seen) = (0, Vec::new());
             // At least once, also when it is ended at once.
             loop {
                 looks += 1;
                 seen.extend(two_at_once(&root));
+                seeing.store(!seen.is_empty(), Ordering::Relaxed);
                 if ended.load(Ordering::Relaxed) {
                     return (looks, seen);
                 }
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        Self { end, thread: Some(thread) }
+        Self { end, seen: has_seen, thread: Some(thread) }
+    }
+
+    /// Wait until it has seen something.
+    pub fn wait_seen(&self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        while !self.seen.load(Ordering::Relaxed) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// End it: no VM was run by two QEMUs.

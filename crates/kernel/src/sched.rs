@@ -1,0 +1,183 @@
+//! Scheduling: let a few threads go before all others for a moment.
+
+use crate::process::Process;
+use std::fs;
+use std::io;
+
+/// How far a thread goes before others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rank {
+    /// Before everything (`SCHED_RR`, priority 2): for one that computes for some milliseconds.
+    First,
+    /// Before everything but those (`SCHED_RR`, priority 1): for one that is about to be stopped.
+    Second,
+    /// Before what has no rank (nice -19): for one that might compute for ever, were it left like that.
+    Third,
+}
+
+/// Nice value of those that are third. Not -20, which an owner might choose.
+const THIRD: libc::c_int = -19;
+
+/// Name by which the main thread of a process is asked for.
+pub const MAIN: &str = "main";
+
+/// How a thread was scheduled.
+#[derive(Debug, Clone, Copy)]
+struct Before {
+    thread: libc::pid_t,
+    policy: libc::c_int,
+    nice: libc::c_int,
+}
+
+/// Threads that go before others until this is dropped; then each is scheduled as before.
+///
+/// What a thread of another process creates meanwhile is scheduled normally (`SCHED_RESET_ON_FORK`). If this process is
+/// killed in between, the threads stay as they are: [`normal`] mends that.
+#[derive(Debug, Default)]
+pub struct First {
+    before: Vec<Before>,
+}
+
+impl First {
+    /// Put this thread first, and the threads that it creates meanwhile.
+    ///
+    /// # Errors
+    /// `PermissionDenied` without `CAP_SYS_NICE`.
+    pub fn this_thread(&mut self) -> io::Result<()> {
+        self.add(0, 0, Rank::First)
+    }
+
+    /// Give those threads of `process` a rank to which `rank` gives one, by their names.
+    ///
+    /// # Errors
+    /// `PermissionDenied` without `CAP_SYS_NICE`; `NotFound` if it has ended.
+    pub fn threads_of(&mut self, process: Process, rank: impl Fn(&str) -> Option<Rank>) -> io::Result<()> {
+        for (thread, name) in threads(process)? {
+            if let Some(rank) = rank(if thread.unsigned_abs() == process.pid { MAIN } else { &name }) {
+                self.add(thread, libc::SCHED_RESET_ON_FORK, rank)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, thread: libc::pid_t, flag: libc::c_int, rank: Rank) -> io::Result<()> {
+        let before = Before { thread, policy: policy(thread)?, nice: nice(thread)? };
+        // Somebody who runs it in real time knows why.
+        if before.policy & !libc::SCHED_RESET_ON_FORK != libc::SCHED_OTHER {
+            return Ok(());
+        }
+        match rank {
+            Rank::First => set_policy(thread, libc::SCHED_RR | flag, 2)?,
+            Rank::Second => set_policy(thread, libc::SCHED_RR | flag, 1)?,
+            Rank::Third => set_nice(thread, THIRD)?,
+        }
+        self.before.push(before);
+        Ok(())
+    }
+}
+
+impl Drop for First {
+    fn drop(&mut self) {
+        for Before { thread, policy, nice } in self.before.drain(..) {
+            // One that has ended needs nothing.
+            let _ = set_policy(thread, policy, 0);
+            let _ = set_nice(thread, nice);
+        }
+    }
+}
+
+/// Schedule normally whatever threads of `process` a [`First`] has left behind that was never dropped.
+///
+/// # Errors
+/// `NotFound` if it has ended.
+pub fn normal(process: Process) -> io::Result<()> {
+    for (thread, _) in threads(process)? {
+        if policy(thread)? == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK {
+            set_policy(thread, libc::SCHED_OTHER, 0)?;
+        }
+        if nice(thread)? == THIRD {
+            set_nice(thread, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// Number and name of each thread.
+fn threads(process: Process) -> io::Result<Vec<(libc::pid_t, String)>> {
+    let mut threads = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{}/task", process.pid))? {
+        let entry = entry?;
+        let Some(thread) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // A thread may end meanwhile.
+        let Ok(name) = fs::read_to_string(entry.path().join("comm")) else { continue };
+        threads.push((thread, name.trim_end().to_owned()));
+    }
+    Ok(threads)
+}
+
+fn policy(thread: libc::pid_t) -> io::Result<libc::c_int> {
+    // SAFETY: takes and returns numbers only.
+    let policy = unsafe { libc::sched_getscheduler(thread) };
+    if policy < 0 { Err(io::Error::last_os_error()) } else { Ok(policy) }
+}
+
+fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
+    // SAFETY: `__errno_location` gives this thread's errno, which is always there; -1 is a nice value too, so that only
+    // errno tells an error.
+    unsafe { *libc::__errno_location() = 0 };
+    // SAFETY: takes and returns numbers only.
+    let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread.unsigned_abs()) };
+    match io::Error::last_os_error() {
+        e if nice == -1 && e.raw_os_error() != Some(0) => Err(e),
+        _ => Ok(nice),
+    }
+}
+
+fn set_nice(thread: libc::pid_t, nice: libc::c_int) -> io::Result<()> {
+    // SAFETY: takes and returns numbers only.
+    let set = unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.unsigned_abs(), nice) };
+    if set < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn set_policy(thread: libc::pid_t, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: priority };
+    // SAFETY: the kernel reads `parameters` during the call and keeps nothing of it.
+    let set = unsafe { libc::sched_setscheduler(thread, policy, &raw const parameters) };
+    if set < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn threads_are_first_for_a_while_and_what_a_killed_process_left_is_put_right() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        io::Write::write_all(child.stdin.as_mut().unwrap(), b"there?\n").unwrap();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+        let process = Process::of(child.id()).unwrap();
+        let tid = child.id().try_into().unwrap();
+        let mut first = First::default();
+        match first.threads_of(process, |name| (name == MAIN).then_some(Rank::First)) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => eprintln!("needs CAP_SYS_NICE: not run"),
+            result => {
+                result.unwrap();
+                assert_eq!(policy(tid).unwrap(), libc::SCHED_RR | libc::SCHED_RESET_ON_FORK);
+                drop(first);
+                assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
+                for rank in [Rank::First, Rank::Second, Rank::Third] {
+                    let mut first = First::default();
+                    first.add(tid, libc::SCHED_RESET_ON_FORK, rank).unwrap();
+                    std::mem::forget(first);
+                    assert_ne!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
+                    normal(process).unwrap();
+                    assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
+                }
+            }
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
