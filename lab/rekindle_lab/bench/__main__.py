@@ -3,6 +3,7 @@
     python -m rekindle_lab.bench vmm                       measure, analyse, print; the last line is the JSON
     python -m rekindle_lab.bench vmm --from-raw FILE       only analyse and draw
     QUICK=1 python -m rekindle_lab.bench vmm               the same within 8 minutes
+    ONLY="sizes memory" python -m rekindle_lab.bench vmm   only these cases
 
 Exit status 0: everything was measured (a bar that is missed is said in the report, and is no failure of the benchmark);
 1: a case failed, the others are reported; 2: wrong usage, or the machine cannot run it.
@@ -49,7 +50,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for the results. [default: target/bench]")] = None,
     rekindle: Annotated[Path | None, typer.Option(help="The binary. [default: target/release/rekindle]")] = None,
     qemu: Annotated[str, typer.Option(help="QEMU, 10 or newer for cpr-transfer.")] = "qemu-system-x86_64",
-    only: Annotated[list[str] | None, typer.Option(help="Only this case; may be given again.")] = None,
+    only: Annotated[list[str] | None, typer.Option(envvar="ONLY", help="Only this case; may be given again.")] = None,
     quick: Annotated[bool, typer.Option(envvar="QUICK", help="Within 8 minutes.")] = False,
 ) -> None:
     """Measure ours and its peers in turn."""
@@ -61,7 +62,11 @@ def main(
         raise refuse("not inside a clone of the project (no guest/build upwards)")
     folder = (out or root / "target" / "bench").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"{'QUICK=1 ' if quick else ''}make bench TOPIC={topic}"
+    command = f"make bench TOPIC={topic}"
+    if only:
+        command = f"ONLY='{' '.join(only)}' {command}"
+    if quick:
+        command = f"QUICK=1 {command}"
     if from_raw is None:
         unknown = [name for name in only or [] if name not in CASES]
         if unknown:

@@ -150,8 +150,16 @@ class Session:
 
 
 def tcp_session(guest: Guest) -> Session:
-    """A session with the guest's echo service."""
-    connection = netns.connect(guest.netns, guest.address, 7, 60.0)
+    """A session with the guest's echo service, as soon as it is there."""
+    end = time.monotonic() + 60.0
+    while True:
+        try:
+            connection = netns.connect(guest.netns, guest.address, 7, 60.0)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)
     return Session(connection.sendall, connection.fileno(), connection.close)
