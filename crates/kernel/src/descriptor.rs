@@ -1,16 +1,11 @@
 //! File descriptors of another process: take a duplicate of one, or put one in another's place.
 
+use crate::inject::{Call, Injector};
 use crate::process::Process;
-use nix::sys::ptrace;
-use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
 use rustix::fd::OwnedFd;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
-use std::fs;
 use std::io;
 use std::os::fd::RawFd;
-use std::thread;
 
 /// A duplicate of descriptor `fd` of `process`: the same open file, so that what waits in it waits for both.
 ///
@@ -26,24 +21,20 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
 /// Puts descriptors of a process in the place of others. What takes time is done beforehand.
 #[derive(Debug, Clone, Copy)]
 pub struct Replacer {
-    process: Process,
-    instruction: u64,
+    injector: Injector,
 }
 
 impl Replacer {
-    /// Get ready for `process`: find the `syscall` instruction of its vDSO.
+    /// Get ready for `process`.
     ///
     /// # Errors
     /// `PermissionDenied` without the right to trace the process; `NotFound` if it has ended.
     pub fn new(process: Process) -> io::Result<Self> {
-        Ok(Self { process, instruction: syscall_instruction(process)? })
+        Ok(Self { injector: Injector::new(process)? })
     }
 
     /// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)`
-    /// inside the process.
-    ///
-    /// The process is stopped by ptrace for some 100 µs, from whatever state it is in: the calls are made through the
-    /// `syscall` instruction of its vDSO, and an interrupted system call is restarted by the kernel afterwards.
+    /// inside the process. See [`crate::inject`] for what that does to it.
     ///
     /// # Errors
     /// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
@@ -52,91 +43,19 @@ impl Replacer {
         if pairs.is_empty() {
             return Ok(());
         }
-        // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
-        // detaches.
-        thread::scope(|scope| {
-            thread::Builder::new()
-                .name("descriptor replace".into())
-                .spawn_scoped(scope, || inject(self.process, self.instruction, pairs))?
-                .join()
-                .unwrap_or_else(|_| Err(io::Error::other("the tracing thread panicked")))
-        })
+        self.injector.run(|session| {
+            Ok(pairs.iter().try_for_each(|&(from, to)| {
+                let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
+                session.call(Call::new("dup3", libc::SYS_dup3, arguments)).map(drop).map_err(|e| {
+                    let pid = self.injector.process().pid;
+                    let e = io::Error::from(e);
+                    let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
+                    let text = format!("cannot put descriptor {from} in the place of {to} in process {pid}: {why}");
+                    io::Error::new(e.kind(), text)
+                })
+            }))
+        })?
     }
-}
-
-/// Let the main thread of `process` do the calls.
-fn inject(process: Process, instruction: u64, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
-    let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    ptrace::seize(pid, ptrace::Options::empty())?;
-    let called = ptrace::interrupt(pid).map_err(io::Error::from).and_then(|()| {
-        wait_interrupted(pid)?;
-        pairs.iter().try_for_each(|&(from, to)| {
-            let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
-            call(pid, instruction, libc::SYS_dup3, arguments).map(drop).map_err(|e| {
-                let text = format!("cannot put descriptor {from} in the place of {to} in process {}: {e}", process.pid);
-                io::Error::new(e.kind(), text)
-            })
-        })
-    });
-    let _ = ptrace::detach(pid, None);
-    called
-}
-
-/// Wait for the stop that `PTRACE_INTERRUPT` asked for. A signal that comes first is passed on.
-fn wait_interrupted(pid: Pid) -> io::Result<()> {
-    loop {
-        match waitpid(pid, Some(WaitPidFlag::__WALL))? {
-            WaitStatus::PtraceEvent(..) => return Ok(()),
-            WaitStatus::Stopped(_, signal) => ptrace::cont(pid, signal)?,
-            other => return Err(io::Error::other(format!("ended while traced: {other:?}"))),
-        }
-    }
-}
-
-/// With the thread stopped: run one system call by single step and put every register back.
-fn call(pid: Pid, instruction: u64, number: i64, arguments: [u64; 3]) -> io::Result<u64> {
-    let saved = ptrace::getregs(pid)?;
-    let mut registers = saved;
-    registers.rip = instruction;
-    registers.rax = number as u64;
-    // Not in a system call: keeps the kernel from "restarting" one with our registers.
-    registers.orig_rax = u64::MAX;
-    [registers.rdi, registers.rsi, registers.rdx] = arguments;
-    ptrace::setregs(pid, registers)?;
-    let stepped = ptrace::step(pid, None).map_err(io::Error::from).and_then(|()| {
-        loop {
-            match waitpid(pid, Some(WaitPidFlag::__WALL))? {
-                WaitStatus::Stopped(_, Signal::SIGTRAP) => break Ok(()),
-                // Another signal came before the step: let it be delivered once the registers are back.
-                WaitStatus::Stopped(_, other) => break Err(io::Error::other(format!("{other} came first; try again"))),
-                WaitStatus::PtraceEvent(..) => ptrace::step(pid, None)?,
-                other => break Err(io::Error::other(format!("ended while traced: {other:?}"))),
-            }
-        }
-    });
-    let result = ptrace::getregs(pid).map(|r| r.rax);
-    ptrace::setregs(pid, saved)?;
-    stepped?;
-    let result = result? as i64;
-    match u64::try_from(result) {
-        Ok(value) => Ok(value),
-        Err(_) => Err(io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(libc::EINVAL))),
-    }
-}
-
-/// Where the vDSO of `process` has a `syscall` instruction (`0f 05`).
-fn syscall_instruction(process: Process) -> io::Result<u64> {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-    let none =
-        || io::Error::new(io::ErrorKind::NotFound, format!("process {} has no vDSO to call through", process.pid));
-    let line = maps.lines().find(|line| line.ends_with("[vdso]")).ok_or_else(none)?;
-    let range = line.split(' ').next().and_then(|range| range.split_once('-')).ok_or_else(none)?;
-    let start = u64::from_str_radix(range.0, 16).map_err(|_| none())?;
-    let end = u64::from_str_radix(range.1, 16).map_err(|_| none())?;
-    let mut text = vec![0; (end - start) as usize];
-    crate::memory::read(process, start, &mut text)?;
-    let at = text.windows(2).position(|two| two == [0x0f, 0x05]).ok_or_else(none)?;
-    Ok(start + at as u64)
 }
 
 #[cfg(test)]

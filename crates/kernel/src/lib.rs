@@ -2,8 +2,8 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`memory`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
-//! ([`tap`]), frames ([`packet`]) and network namespaces ([`netns`]).
+//! process ([`memory`]), system calls that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap
+//! interfaces ([`tap`]), frames ([`packet`]) and network namespaces ([`netns`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -11,6 +11,8 @@
 #![allow(unsafe_code)]
 
 pub mod descriptor;
+pub mod inject;
+mod ioctl;
 pub mod memory;
 pub mod netns;
 pub mod packet;
