@@ -2,8 +2,9 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`memory`]), system calls that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap
-//! interfaces ([`tap`]), frames ([`packet`]) and network namespaces ([`netns`]).
+//! process ([`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
+//! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
+//! ([`tap`]), frames ([`packet`]) and network namespaces ([`netns`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -16,6 +17,10 @@ mod ioctl;
 pub mod memory;
 pub mod netns;
 pub mod packet;
+pub mod pagemap;
 pub mod process;
 pub mod spawn;
 pub mod tap;
+#[cfg(test)]
+mod testing;
+pub mod userfault;
