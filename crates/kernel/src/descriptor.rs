@@ -1,6 +1,6 @@
 //! File descriptors of another process: take a duplicate of one, or put one in another's place.
 
-use crate::inject::Injector;
+use crate::inject::{Call, Injector};
 use crate::process::Process;
 use rustix::fd::OwnedFd;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
@@ -19,18 +19,27 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
 }
 
 /// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)` inside
-/// the process.
+/// the process. See [`crate::inject`] for what that does to it.
 ///
 /// # Errors
-/// As for [`Injector::call`]; the process goes on as it was, up to the pair that failed.
+/// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
+/// it was, up to the pair that failed.
 pub fn replace(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
-    let dup3 = |&(from, to): &(RawFd, RawFd)| (libc::SYS_dup3, [from as u64, to as u64, libc::O_CLOEXEC as u64]);
-    let calls: Vec<_> = pairs.iter().map(dup3).collect();
-    injector.call(&calls).map(drop).map_err(|(at, e)| {
-        let what = pairs.get(at).map(|(from, to)| format!("cannot put descriptor {from} in the place of {to}"));
-        let what = what.unwrap_or_else(|| "cannot replace descriptors".into());
-        io::Error::new(e.kind(), format!("{what} in process {}: {e}", injector.process().pid))
-    })
+    if pairs.is_empty() {
+        return Ok(());
+    }
+    injector.run(|session| {
+        Ok(pairs.iter().try_for_each(|&(from, to)| {
+            let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
+            session.call(Call::new("dup3", libc::SYS_dup3, arguments)).map(drop).map_err(|e| {
+                let pid = injector.process().pid;
+                let e = io::Error::from(e);
+                let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
+                let text = format!("cannot put descriptor {from} in the place of {to} in process {pid}: {why}");
+                io::Error::new(e.kind(), text)
+            })
+        }))
+    })?
 }
 
 #[cfg(test)]

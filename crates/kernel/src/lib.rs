@@ -2,7 +2,8 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`memory`]), system calls inside it ([`inject`]), descriptors taken from or put into it ([`descriptor`]), tap interfaces
+//! process ([`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
+//! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]) and who runs first ([`sched`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
@@ -12,10 +13,15 @@
 
 pub mod descriptor;
 pub mod inject;
+mod ioctl;
 pub mod memory;
 pub mod netns;
 pub mod packet;
+pub mod pagemap;
 pub mod process;
 pub mod sched;
 pub mod spawn;
 pub mod tap;
+#[cfg(test)]
+mod testing;
+pub mod userfault;

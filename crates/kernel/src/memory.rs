@@ -1,16 +1,19 @@
 //! The memory of another process: what is populated, and what it holds.
 
-use crate::inject::Injector;
+use crate::inject::{Call, Injector};
 use crate::process::Process;
-use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 use std::fs::{self, File};
-use std::io::{self, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 /// Bytes of a page of x86-64. Everything here counts in such pages, also where the kernel maps larger ones.
 pub const PAGE_SIZE: usize = 4096;
+
+/// Pieces per call of `process_vm_readv` (`UIO_MAXIOV` of `linux/uio.h`).
+const IOV_MAX: usize = 1024;
 
 /// `/proc/PID/pagemap`: bit 63 = in RAM, bit 62 = swapped out (`Documentation/admin-guide/mm/pagemap.rst`).
 const POPULATED: u64 = 0b11 << 62;
@@ -30,13 +33,69 @@ pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()>
             Ok(0) => return Err(unmapped(process, address + done as u64)),
             Ok(n) => done += n,
             Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
-            Err(e) => {
-                let e = io::Error::from(e);
-                return Err(io::Error::new(e.kind(), format!("memory of process {}: {e}", process.pid)));
+            Err(e) => return Err(failed(process, e)),
+        }
+    }
+    Ok(())
+}
+
+/// Read pieces of `process`, given as `(address, bytes)`, one after the other into `buffer`, which holds exactly them.
+///
+/// A thousand pieces cost one system call.
+///
+/// # Errors
+/// As for [`read`]; the piece that failed is named.
+pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [u8]) -> io::Result<()> {
+    let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
+    if pieces.iter().map(|piece| piece.1).sum::<usize>() != buffer.len() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the buffer does not fit the pieces"));
+    }
+    for batch in pieces.chunks(IOV_MAX) {
+        let remote: Vec<_> = batch.iter().map(|&(base, len)| RemoteIoVec { base: base as usize, len }).collect();
+        let wanted = batch.iter().map(|piece| piece.1).sum();
+        let (now, later) = std::mem::take(&mut buffer).split_at_mut(wanted);
+        buffer = later;
+        let done = match process_vm_readv(pid, &mut [IoSliceMut::new(now)], &remote) {
+            Ok(done) => done,
+            Err(nix::Error::EFAULT) => 0,
+            Err(e) => return Err(failed(process, e)),
+        };
+        if done < wanted {
+            // Piece by piece: tells which one it was, unless it was only a pause.
+            let mut rest = now;
+            for &(address, length) in batch {
+                let (one, others) = std::mem::take(&mut rest).split_at_mut(length);
+                read(process, address, one)?;
+                rest = others;
             }
         }
     }
     Ok(())
+}
+
+/// Write `bytes` at `address` of `process`.
+///
+/// # Errors
+/// `PermissionDenied` without the right to trace the process; `UnexpectedEof` when a part of the range is not mapped or
+/// not writable.
+pub fn write(process: Process, address: u64, bytes: &[u8]) -> io::Result<()> {
+    let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
+    let mut done = 0;
+    while done < bytes.len() {
+        let rest = bytes.get(done..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
+        match process_vm_writev(pid, &[IoSlice::new(rest)], &[remote]) {
+            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
+            Ok(n) => done += n,
+            Err(e) => return Err(failed(process, e)),
+        }
+    }
+    Ok(())
+}
+
+fn failed(process: Process, e: nix::Error) -> io::Error {
+    let e = io::Error::from(e);
+    io::Error::new(e.kind(), format!("memory of process {}: {e}", process.pid))
 }
 
 fn unmapped(process: Process, address: u64) -> io::Error {
@@ -50,9 +109,8 @@ fn unmapped(process: Process, address: u64) -> io::Error {
 /// As for [`Injector::call`].
 pub fn populate_heap(injector: Injector) -> io::Result<()> {
     let Some(heap) = heap(injector.process())? else { return Ok(()) };
-    let advice = libc::MADV_POPULATE_WRITE as u64;
-    let call = (libc::SYS_madvise, [heap.start, heap.end - heap.start, advice]);
-    injector.call(&[call]).map(drop).map_err(|(_, e)| e)
+    let arguments = [heap.start, heap.end - heap.start, libc::MADV_POPULATE_WRITE as u64];
+    Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
 }
 
 fn heap(process: Process) -> io::Result<Option<Range<u64>>> {
@@ -151,6 +209,28 @@ mod tests {
         assert_eq!(populated(), heap.end - heap.start);
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn many_pieces_are_read_in_their_order_and_one_that_is_not_there_is_named() {
+        let me = Process::current().unwrap();
+        let area: Vec<u8> = (0..5000u32).map(|n| n as u8).collect();
+        let pieces: Vec<_> = (0..2500).rev().map(|n| (area.as_ptr() as u64 + 2 * n, 1)).collect();
+        let mut copy = vec![0; 2500];
+        read_pieces(me, &pieces, &mut copy).unwrap();
+        assert!(copy.iter().zip((0..2500u32).rev()).all(|(&got, n)| got == (2 * n) as u8));
+        let e = read_pieces(me, &[pieces[0], (0x1000, 1)], &mut [0; 2]).unwrap_err();
+        assert!(e.to_string().contains("0x1000"), "{e}");
+        assert!(read_pieces(me, &pieces, &mut [0; 3]).is_err());
+    }
+
+    #[test]
+    fn memory_is_written() {
+        let me = Process::current().unwrap();
+        let area = std::sync::atomic::AtomicU32::new(1);
+        write(me, area.as_ptr() as u64, &7u32.to_ne_bytes()).unwrap();
+        assert_eq!(area.load(std::sync::atomic::Ordering::SeqCst), 7);
+        assert!(write(me, 0x1000, &[0]).is_err());
     }
 
     #[test]

@@ -21,13 +21,8 @@ struct IfReq {
 const _: () = assert!(size_of::<IfReq>() == size_of::<libc::ifreq>());
 const TUNSETIFF: u64 = 0x4004_54ca;
 const TUNSETPERSIST: u64 = 0x4004_54cb;
-const _: () = assert!(TUNSETIFF == ioctl_write(b'T', 202, size_of::<c_int>()));
-const _: () = assert!(TUNSETPERSIST == ioctl_write(b'T', 203, size_of::<c_int>()));
-
-/// `_IOW(kind, number, size)` of `asm-generic/ioctl.h`.
-const fn ioctl_write(kind: u8, number: u8, size: usize) -> u64 {
-    (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number as u64
-}
+const _: () = assert!(TUNSETIFF == crate::ioctl::write(b'T', 202, size_of::<c_int>()));
+const _: () = assert!(TUNSETPERSIST == crate::ioctl::write(b'T', 203, size_of::<c_int>()));
 
 mod ioctl {
     #![allow(missing_docs)]

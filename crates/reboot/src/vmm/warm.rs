@@ -241,7 +241,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     change.recorder.step("send ahead");
     fault::point("warm.prepare.ready", Some(&old), Some(&new));
     let unready = |source| RebootError::File { path: format!("/proc/{}/maps", new.pid).into(), source };
-    let injector = Injector::new(new.process()).map_err(unready)?;
+    let injector = Injector::new(new.process()).map_err(|e| unready(e.into()))?;
     // QEMU has given the freed pages of its heap back to the kernel, and would get each of them by a fault of its own
     // while it loads.
     if let Err(e) = populate_heap(injector) {

@@ -1,0 +1,174 @@
+//! Which thread of a process is best made to do a system call, and through which instruction.
+
+use super::InjectError;
+use crate::memory;
+use crate::process::Process;
+use std::fs;
+use std::io;
+
+/// Not in the libc crate.
+const SYS_IO_PGETEVENTS: i64 = 333;
+
+/// System calls that Linux does not restart when they were interrupted by nothing but a stop (signal(7)), and that
+/// have done nothing when they say `EINTR`. With a time-out of the socket, receiving and sending are among them.
+pub(super) const NEVER_RESTARTED: [i64; 17] = [
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_io_getevents,
+    SYS_IO_PGETEVENTS,
+    libc::SYS_io_uring_enter,
+    libc::SYS_read,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_recvmmsg,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_sendto,
+    libc::SYS_sendmsg,
+];
+
+/// System calls in which an event loop or a worker waits, and that Linux restarts with what is left of their time-out.
+const RESTARTED: [i64; 12] = [
+    libc::SYS_ppoll,
+    libc::SYS_poll,
+    libc::SYS_pselect6,
+    libc::SYS_select,
+    libc::SYS_futex,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_wait4,
+    libc::SYS_pause,
+    libc::SYS_rt_sigsuspend,
+    libc::SYS_read,
+    libc::SYS_recvmsg,
+];
+
+/// How well a thread is suited; less is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Suited {
+    /// Waits in a call that goes on as if nothing had been.
+    Waits,
+    /// Computes.
+    Computes,
+    /// Waits in a call of another kind.
+    Elsewhere,
+    /// Waits in a call whose time-out begins anew.
+    BeginsAnew,
+    /// Waits for a disk or a page: may take long to stop.
+    Blocked,
+}
+
+/// The threads of a process, the best one first.
+pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
+    let pid = process.pid;
+    let listing = match fs::read_dir(format!("/proc/{pid}/task")) {
+        Ok(listing) => listing,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(InjectError::Gone { pid }),
+        Err(source) => return Err(InjectError::Trace { pid, what: "list its threads", source }),
+    };
+    let threads = listing.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let mut rated: Vec<_> = threads
+        .filter_map(|tid| {
+            // A thread may end between the listing and the reading.
+            let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+            let state = stat.rsplit_once(") ")?.1.chars().next()?;
+            let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
+            Some((suited(state, &call)?, tid))
+        })
+        .collect();
+    rated.sort_unstable();
+    Ok(rated.into_iter().map(|(_, tid)| tid).collect())
+}
+
+/// Judge a thread by its state letter and by `/proc/PID/task/TID/syscall`. `None`: it has ended.
+fn suited(state: char, call: &str) -> Option<Suited> {
+    match (state, call.split_whitespace().next().map(str::parse::<i64>)) {
+        ('Z' | 'X', _) => None,
+        ('D', _) | (_, Some(Ok(-1))) => Some(Suited::Blocked),
+        // "running"
+        (_, Some(Err(_))) => Some(Suited::Computes),
+        (_, Some(Ok(number))) if RESTARTED.contains(&number) => Some(Suited::Waits),
+        (_, Some(Ok(number))) if NEVER_RESTARTED.contains(&number) => Some(Suited::BeginsAnew),
+        _ => Some(Suited::Elsewhere),
+    }
+}
+
+/// A line of `/proc/PID/task/TID/status`.
+fn status(process: Process, tid: i32, name: &str) -> io::Result<Option<u32>> {
+    let text = fs::read_to_string(format!("/proc/{}/task/{tid}/status", process.pid))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    Ok(line.and_then(|value| value.trim().parse().ok()))
+}
+
+/// Whether a seccomp filter looks at the thread's system calls.
+pub(super) fn is_filtered(process: Process, tid: i32) -> io::Result<bool> {
+    Ok(status(process, tid, "Seccomp")?.is_some_and(|mode| mode != 0))
+}
+
+/// Whether a thread is ending, or has ended.
+pub(super) fn is_ending(process: Process, tid: i32) -> bool {
+    /// `PF_EXITING` of `linux/sched.h`, in the ninth field of `stat`.
+    const EXITING: u32 = 4;
+    let Ok(stat) = fs::read_to_string(format!("/proc/{}/task/{tid}/stat", process.pid)) else { return true };
+    let mut fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ')).into_iter().flatten();
+    let state = fields.next();
+    let flags = fields.nth(5).and_then(|flags| flags.parse::<u32>().ok());
+    matches!(state, Some("Z" | "X")) || flags.is_none_or(|flags| flags & EXITING != 0)
+}
+
+/// Who traces a thread: number and command of the process (a tracer is a thread).
+pub(super) fn tracer(process: Process, tid: i32) -> Option<(u32, String)> {
+    let tracer = status(process, tid, "TracerPid").ok()?.filter(|&tracer| tracer != 0)?;
+    let of_thread = Process { pid: tracer, started: 0 };
+    let tracer = status(of_thread, i32::try_from(tracer).ok()?, "Tgid").ok().flatten().unwrap_or(tracer);
+    let name = fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
+    Some((tracer, name.trim_end().to_owned()))
+}
+
+/// Whether `tid` is a thread of this very process.
+pub(super) fn belongs(process: Process, tid: i32) -> bool {
+    process.is_alive() && fs::exists(format!("/proc/{}/task/{tid}", process.pid)).unwrap_or(false)
+}
+
+/// Where the vDSO of `process` has a `syscall` instruction (`0f 05`).
+pub(super) fn syscall_instruction(process: Process) -> Result<u64, InjectError> {
+    let pid = process.pid;
+    let failed = |what| {
+        move |source: io::Error| match source.kind() {
+            io::ErrorKind::NotFound => InjectError::Gone { pid },
+            io::ErrorKind::PermissionDenied => InjectError::Forbidden { pid, source },
+            _ if source.raw_os_error() == Some(libc::ESRCH) => InjectError::Gone { pid },
+            _ => InjectError::Trace { pid, what, source },
+        }
+    };
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(failed("read its memory map"))?;
+    let line = maps.lines().find(|line| line.ends_with("[vdso]"));
+    let range = line.and_then(|line| line.split(' ').next()?.split_once('-'));
+    let bounds =
+        range.and_then(|(start, end)| Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?)));
+    let (start, end) = bounds.ok_or(InjectError::Unfit { pid, why: "it has no vDSO to call through" })?;
+    let mut text = vec![0; (end - start) as usize];
+    memory::read(process, start, &mut text).map_err(failed("read its vDSO"))?;
+    let at = text.windows(2).position(|two| two == [0x0f, 0x05]);
+    let at = at.ok_or(InjectError::Unfit { pid, why: "its vDSO has no `syscall` instruction" })?;
+    Ok(start + at as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_waits_is_better_than_one_that_computes_and_than_one_whose_time_begins_anew() {
+        let poll = suited('S', "271 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        let computes = suited('R', "running\n").unwrap();
+        let epoll = suited('S', "232 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        let disk = suited('D', "0 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        assert!(poll < computes && computes < epoll && epoll < disk);
+        assert_eq!(suited('Z', "0 0x0"), None);
+    }
+}

@@ -1,0 +1,264 @@
+//! `PAGEMAP_SCAN`: which pages of a process were written, or are there (Linux 6.7,
+//! `Documentation/admin-guide/mm/pagemap.rst`).
+//!
+//! A page counts as written when it is not write-protected by a userfaultfd: so the kernel's page tables are the record
+//! of what was written, and no list need be kept. Looking at them is possible for any userfaultfd that protects against
+//! writes; protecting again what is found, in the same pass, only for an asynchronous one.
+
+use crate::ioctl;
+use crate::process::Process;
+use nix::errno::Errno;
+use std::fs::File;
+use std::io;
+use std::mem::size_of;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+bitflags::bitflags! {
+    /// What is true of a page.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct Categories: u64 {
+        /// It is in an area of asynchronous write protection.
+        const WP_ALLOWED = 1;
+        /// It is not write-protected by a userfaultfd.
+        const WRITTEN = 1 << 1;
+        /// It is of a file or of shared memory.
+        const FILE = 1 << 2;
+        /// It is mapped.
+        const PRESENT = 1 << 3;
+        /// It is swapped out, or a marker stands in its place: protected, but not there.
+        const SWAPPED = 1 << 4;
+        /// It is the page of zeroes that all processes share.
+        const ZERO = 1 << 5;
+        /// It is part of a huge page.
+        const HUGE = 1 << 6;
+        /// It was written since soft-dirty bits were cleared.
+        const SOFT_DIRTY = 1 << 7;
+    }
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `struct pm_scan_arg` of `linux/fs.h`.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Argument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const PM_SCAN_WP_MATCHING: u64 = 1;
+const PM_SCAN_CHECK_WPASYNC: u64 = 2;
+const PAGEMAP_SCAN: u64 = 0xc060_6610;
+const _: () = assert!(PAGEMAP_SCAN == ioctl::read_write(b'f', 16, size_of::<Argument>()));
+const _: () = assert!(size_of::<Region>() == 24);
+
+mod call {
+    nix::ioctl_readwrite_bad!(scan, super::PAGEMAP_SCAN, super::Argument);
+}
+
+/// Why pages could not be scanned.
+#[derive(Debug, thiserror::Error)]
+pub enum ScanError {
+    /// The kernel is too old.
+    #[error("this kernel has no PAGEMAP_SCAN; Linux 6.7 or newer is needed")]
+    Unsupported,
+    /// `/proc/PID/pagemap` cannot be opened.
+    #[error("cannot open the page map of process {pid}: run as root or as the user of that process")]
+    Open {
+        /// The process.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Part of the range is not under asynchronous write protection, so that a scan would find nothing whatever was
+    /// written.
+    #[error("{:#x}..{:#x} of process {pid} is not (any more) under asynchronous write protection", range.start, range.end)]
+    Unprotected {
+        /// The process.
+        pid: u32,
+        /// What was scanned.
+        range: Range<u64>,
+    },
+    /// The scan failed.
+    #[error("cannot scan {:#x}..{:#x} of process {pid}", range.start, range.end)]
+    Scan {
+        /// The process.
+        pid: u32,
+        /// What was scanned.
+        range: Range<u64>,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What to look for. All that is asked for must be true of a page.
+#[derive(Debug, Clone, Copy)]
+pub struct Query {
+    /// True of the page.
+    pub all: Categories,
+    /// Not true of the page.
+    pub none: Categories,
+    /// At least one is true of the page, if any is named.
+    pub any: Categories,
+    /// What to tell of a page; runs of pages are told apart by it.
+    pub tell: Categories,
+}
+
+impl Query {
+    /// Pages of which all of these are true.
+    #[must_use]
+    pub const fn all(all: Categories) -> Self {
+        Self { all, none: Categories::empty(), any: Categories::empty(), tell: all }
+    }
+}
+
+/// How a scan of written pages treats protection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rearm {
+    /// Look only. The range must be under asynchronous protection.
+    No,
+    /// Protect again what is found, page by page in the same moment. The range must be under asynchronous protection.
+    Yes,
+    /// Look only, and do not ask how the range is protected. Whoever asks this knows.
+    Unchecked,
+}
+
+/// How many runs are fetched at a time: 192 KiB.
+const RUNS: usize = 8192;
+
+/// Scans the pages of one process.
+#[derive(Debug)]
+pub struct Scanner {
+    pid: u32,
+    file: File,
+    regions: Vec<Region>,
+}
+
+impl Scanner {
+    /// Open the page map of `process`.
+    ///
+    /// # Errors
+    /// [`ScanError::Open`], [`ScanError::Unsupported`].
+    pub fn open(process: Process) -> Result<Self, ScanError> {
+        let pid = process.pid;
+        let file = File::open(format!("/proc/{pid}/pagemap")).map_err(|source| ScanError::Open { pid, source })?;
+        let mut scanner = Self { pid, file, regions: vec![Region::default(); RUNS] };
+        // An empty range: tells whether the kernel knows the call.
+        scanner.scan(0..0, 0, Query::all(Categories::PRESENT), |_, _| {})?;
+        Ok(scanner)
+    }
+
+    /// The written pages of `range`, as runs of addresses, ascending and apart.
+    ///
+    /// # Errors
+    /// [`ScanError::Unprotected`] unless [`Rearm::Unchecked`]; [`ScanError::Scan`].
+    pub fn written(&mut self, range: Range<u64>, rearm: Rearm) -> Result<Vec<Range<u64>>, ScanError> {
+        let flags = match rearm {
+            Rearm::No => PM_SCAN_CHECK_WPASYNC,
+            Rearm::Yes => PM_SCAN_CHECK_WPASYNC | PM_SCAN_WP_MATCHING,
+            Rearm::Unchecked => 0,
+        };
+        let mut runs = Vec::new();
+        self.scan(range, flags, Query::all(Categories::WRITTEN), |run, _| join(&mut runs, run))?;
+        Ok(runs)
+    }
+
+    /// The pages of `range` for which `query` holds.
+    ///
+    /// # Errors
+    /// [`ScanError::Scan`].
+    pub fn matching(&mut self, range: Range<u64>, query: Query) -> Result<Vec<Range<u64>>, ScanError> {
+        let mut runs = Vec::new();
+        self.scan(range, 0, query, |run, _| join(&mut runs, run))?;
+        Ok(runs)
+    }
+
+    /// Each run of pages of `range` for which `query` holds, with what it asks to be told.
+    ///
+    /// # Errors
+    /// [`ScanError::Scan`].
+    pub fn each(
+        &mut self,
+        range: Range<u64>,
+        query: Query,
+        each: impl FnMut(Range<u64>, Categories),
+    ) -> Result<(), ScanError> {
+        self.scan(range, 0, query, each)
+    }
+
+    fn scan(
+        &mut self,
+        range: Range<u64>,
+        flags: u64,
+        query: Query,
+        mut each: impl FnMut(Range<u64>, Categories),
+    ) -> Result<(), ScanError> {
+        let mut at = range.start;
+        loop {
+            let mut argument = Argument {
+                size: size_of::<Argument>() as u64,
+                flags,
+                start: at,
+                end: range.end,
+                vec: self.regions.as_mut_ptr() as u64,
+                vec_len: self.regions.len() as u64,
+                category_inverted: query.none.bits(),
+                category_mask: (query.all | query.none).bits(),
+                category_anyof_mask: query.any.bits(),
+                return_mask: query.tell.bits(),
+                ..Argument::default()
+            };
+            // SAFETY: the kernel reads and writes one `struct pm_scan_arg` of asserted size, and at most `vec_len` whole
+            // regions at `vec`, which is our own vector of that length.
+            let found = match unsafe { call::scan(self.file.as_raw_fd(), &raw mut argument) } {
+                Ok(found) => found as usize,
+                Err(Errno::EINTR) => continue,
+                Err(Errno::ENOTTY) => return Err(ScanError::Unsupported),
+                Err(Errno::EPERM) if flags & PM_SCAN_CHECK_WPASYNC != 0 => {
+                    return Err(ScanError::Unprotected { pid: self.pid, range });
+                }
+                Err(e) => return Err(ScanError::Scan { pid: self.pid, range, source: e.into() }),
+            };
+            let mut reached = argument.walk_end;
+            for region in self.regions.iter().take(found) {
+                each(region.start..region.end, Categories::from_bits_truncate(region.categories));
+                // When the buffer is full just at the end, Linux 6.18 says that it came less far than it told.
+                reached = reached.max(region.end);
+            }
+            if reached <= at || reached >= range.end {
+                return Ok(());
+            }
+            at = reached;
+        }
+    }
+}
+
+/// Add a run to ascending ones.
+fn join(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    match runs.last_mut() {
+        Some(last) if last.end == run.start => last.end = run.end,
+        _ => runs.push(run),
+    }
+}
+
+#[cfg(test)]
+mod tests;

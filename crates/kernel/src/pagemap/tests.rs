@@ -1,0 +1,84 @@
+//! Scans of memory of our own.
+
+use super::*;
+use crate::testing::{Area, HugePages, Kind};
+use crate::userfault::{Features, Mode, Userfault};
+
+fn pages(area: &Area, runs: &[Range<u64>]) -> Vec<Range<u64>> {
+    let size = area.address(1) - area.address(0);
+    runs.iter().map(|run| (run.start - area.address(0)) / size..(run.end - area.address(0)) / size).collect()
+}
+
+fn armed(area: &Area) -> Userfault {
+    let features = Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM;
+    let userfault = Userfault::own(features).unwrap();
+    userfault.register(area.range(), Mode::WRITE_PROTECT).unwrap();
+    userfault.write_protect(area.range(), true).unwrap();
+    userfault
+}
+
+#[test]
+fn written_pages_are_found_again_and_again_until_they_are_rearmed() {
+    let huge = HugePages::take(16);
+    for kind in [Kind::Private, Kind::Shared, Kind::Huge] {
+        let Some(area) = Area::try_new(kind, 16) else {
+            eprintln!("no huge pages: not run for them ({})", huge.is_some());
+            continue;
+        };
+        area.set(0, 1);
+        area.set(7, 1);
+        let userfault = armed(&area);
+        let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+        let mut written = |rearm| pages(&area, &scanner.written(area.range(), rearm).unwrap());
+        assert!(written(Rearm::No).is_empty(), "{kind:?}");
+        for page in [3, 7, 8] {
+            area.set(page, 2);
+        }
+        assert_eq!(written(Rearm::No), [3..4, 7..9], "{kind:?}");
+        assert_eq!(written(Rearm::Yes), [3..4, 7..9], "{kind:?}");
+        assert!(written(Rearm::No).is_empty(), "{kind:?}");
+        area.set(7, 3);
+        area.set(12, 3);
+        assert_eq!(written(Rearm::Yes), [7..8, 12..13], "{kind:?}");
+        userfault.unregister(area.range()).unwrap();
+        let unprotected = scanner.written(area.range(), Rearm::No);
+        assert!(matches!(unprotected, Err(ScanError::Unprotected { .. })), "{kind:?}");
+    }
+}
+
+#[test]
+fn more_runs_than_the_buffer_holds() {
+    let area = Area::new(Kind::Shared, 4 * RUNS + 1);
+    let _userfault = armed(&area);
+    for page in (0..4 * RUNS).step_by(2) {
+        area.set(page, 1);
+    }
+    let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+    for rearm in [Rearm::No, Rearm::Yes] {
+        let written = pages(&area, &scanner.written(area.range(), rearm).unwrap());
+        assert_eq!(written.len(), 2 * RUNS);
+        assert!(written.iter().zip((0..).step_by(2)).all(|(run, page)| *run == (page..page + 1)));
+    }
+    assert!(scanner.written(area.range(), Rearm::Yes).unwrap().is_empty());
+}
+
+#[test]
+fn what_is_there_and_what_is_not() {
+    let area = Area::new(Kind::Private, 1024);
+    for page in [1, 2, 700] {
+        area.set(page, 1);
+    }
+    let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+    let there = scanner.matching(area.range(), Query::all(Categories::PRESENT)).unwrap();
+    assert_eq!(pages(&area, &there), [1..3, 700..701]);
+    let none = Categories::PRESENT | Categories::SWAPPED;
+    let query = Query { none, ..Query::all(Categories::empty()) };
+    let absent = scanner.matching(area.range(), query).unwrap();
+    assert_eq!(pages(&area, &absent), [0..1, 3..700, 701..1024]);
+}
+
+#[test]
+fn a_process_without_a_page_map_is_named() {
+    let e = Scanner::open(Process { pid: 0x7fff_ffff, started: 0 }).unwrap_err();
+    assert!(e.to_string().contains("2147483647"), "{e}");
+}

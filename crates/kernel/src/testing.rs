@@ -1,0 +1,121 @@
+//! Memory of our own for tests: pages with a byte each.
+
+use crate::memory::PAGE_SIZE;
+use std::ops::Range;
+
+/// What kind of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Anonymous.
+    Private,
+    /// A tmpfs file.
+    Shared,
+    /// Huge pages of a hugetlbfs file.
+    Huge,
+}
+
+/// Some pages.
+pub struct Area {
+    start: *mut u8,
+    page: usize,
+    pages: usize,
+}
+
+// SAFETY: the bytes are only reached by atomic operations or by system calls.
+unsafe impl Sync for Area {}
+// SAFETY: as above.
+unsafe impl Send for Area {}
+
+impl Area {
+    /// Pages, all unpopulated.
+    pub fn new(kind: Kind, pages: usize) -> Self {
+        Self::try_new(kind, pages).unwrap()
+    }
+
+    /// As [`Area::new`]; `None` when there are no huge pages to be had.
+    pub fn try_new(kind: Kind, pages: usize) -> Option<Self> {
+        let (flags, page) = match kind {
+            Kind::Private => (libc::MAP_PRIVATE, PAGE_SIZE),
+            Kind::Shared => (libc::MAP_SHARED, PAGE_SIZE),
+            Kind::Huge => (libc::MAP_SHARED | libc::MAP_HUGETLB, 2 << 20),
+        };
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let none = std::ptr::null_mut();
+        // SAFETY: a fresh mapping wherever the kernel likes.
+        let start = unsafe { libc::mmap(none, pages * page, protection, flags | libc::MAP_ANONYMOUS, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        if kind != Kind::Huge {
+            // SAFETY: our own mapping.
+            unsafe { libc::madvise(start, pages * page, libc::MADV_NOHUGEPAGE) };
+        }
+        Some(Self { start: start.cast(), page, pages })
+    }
+
+    pub fn range(&self) -> Range<u64> {
+        self.start as u64..self.start as u64 + (self.pages * self.page) as u64
+    }
+
+    pub fn address(&self, page: usize) -> u64 {
+        self.start as u64 + (page * self.page) as u64
+    }
+
+    fn byte(&self, page: usize) -> &std::sync::atomic::AtomicU8 {
+        assert!(page < self.pages);
+        // SAFETY: within the mapping, which lives as long as `self`.
+        unsafe { std::sync::atomic::AtomicU8::from_ptr(self.start.add(page * self.page)) }
+    }
+
+    pub fn get(&self, page: usize) -> u8 {
+        self.byte(page).load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    pub fn set(&self, page: usize, value: u8) {
+        self.byte(page).store(value, std::sync::atomic::Ordering::SeqCst);
+    }
+
+    /// `MADV_DONTNEED`.
+    pub fn give_back(&self, page: usize) {
+        self.give_back_some(page, 1);
+    }
+
+    pub fn give_back_some(&self, page: usize, pages: usize) {
+        assert!(page + pages <= self.pages);
+        // SAFETY: within our own mapping.
+        let done =
+            unsafe { libc::madvise(self.start.add(page * self.page).cast(), pages * self.page, libc::MADV_DONTNEED) };
+        assert_eq!(done, 0);
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and nobody has a reference into it any more.
+        unsafe { libc::munmap(self.start.cast(), self.pages * self.page) };
+    }
+}
+
+/// Takes huge pages from the system for as long as it lives. `None` where that is not allowed.
+pub struct HugePages {
+    before: String,
+}
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    pub fn take(pages: usize) -> Option<Self> {
+        let before = std::fs::read_to_string(HUGE_PAGES).ok()?.trim().to_owned();
+        let wanted = before.parse::<usize>().ok()? + pages;
+        std::fs::write(HUGE_PAGES, wanted.to_string()).ok()?;
+        let taken = Self { before };
+        let now = std::fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok()?;
+        (now >= wanted).then_some(taken)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(HUGE_PAGES, &self.before);
+    }
+}
