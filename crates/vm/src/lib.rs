@@ -12,6 +12,7 @@
 //! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
+//! | [`place`] | what a VM has before it has a QEMU |
 //! | [`life`] | start, look, shut down, clean up |
 //! | [`doctor`] | what this host lacks, and the mend |
 
@@ -24,6 +25,7 @@ pub mod journal;
 pub mod life;
 pub mod lock;
 pub mod network;
+pub mod place;
 pub mod rundir;
 pub mod state;
 pub mod timeline;

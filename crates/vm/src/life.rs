@@ -1,17 +1,17 @@
 //! The life of a VM outside a reboot: start, look, shut down, clean up.
 
 use crate::definition::Definition;
-use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
 use crate::lock::{self, Lock, LockError};
 use crate::network::{self, NetworkError};
+use crate::place::{Made, Place};
 use crate::rundir::RunDir;
-use crate::state::{FORMAT, State};
+use crate::state::State;
 use rekindle_kernel::process;
-use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
+use rekindle_memory::directory::{RamDirectory, RamError};
 use rekindle_qemu::agent;
-use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::command::{Directory, Hardware, Start};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
@@ -223,78 +223,21 @@ impl Held {
 /// # Errors
 /// [`LifeError`].
 pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>) -> Result<State, LifeError> {
-    let name = definition.name.to_string();
-    let failed = |source| LifeError::RunDir { name: name.clone(), source };
-    let rundir = RunDir::new(&host.root, &name);
-    rundir.create().map_err(failed)?;
-    let lock = Lock::acquire(&rundir, "run")?;
-    if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
-        Journal::left_behind(&rundir).map_err(failed)?
-    {
-        return Err(LifeError::NeedsRecovery { name, kind, step });
-    }
-    if let Some(state) = State::read(&rundir).map_err(failed)? {
-        match state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-            Some(vmm) => return Err(LifeError::Running { name, pid: vmm.pid }),
-            // It ended by itself: its RAM is worth nothing without a QEMU.
-            None => clean_up(host, &rundir, &state)?,
-        }
-        rundir.create().map_err(failed)?;
-    }
-    let prepared = prepare(host, &rundir, definition, qemu);
-    let (state, ram) = match prepared {
-        Ok(prepared) => prepared,
-        Err(e) => {
-            let _ = rundir.remove();
-            return Err(e);
-        }
-    };
-    let started = start(host, &rundir, &state, &ram);
-    drop(lock);
-    if started.is_err()
-        && let Err(e) = clean_up(host, &rundir, &state)
-    {
-        tracing::warn!("after a failed start: {e}");
+    let place = Place::take(host, definition, qemu, "run", |_| Ok(()))?;
+    let started = boot(&place);
+    if started.is_err() {
+        place.undo();
     }
     started
 }
 
-/// Everything that can be refused, before anything is made.
-fn prepare(
-    host: &Host,
-    rundir: &RunDir,
-    definition: Definition,
-    qemu: Option<&Path>,
-) -> Result<(State, RamDirectory), LifeError> {
-    let name = definition.name.to_string();
-    let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
-    let binary = Binary::probe(qemu.unwrap_or(&definition.qemu))?;
-    let ram = host.ram_directory(&definition)?;
-    let page = huge_page_size(ram.path())
-        .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?
-        .unwrap_or(4096);
-    if !definition.memory.as_u64().is_multiple_of(page) {
-        let place = ram.path().display();
-        let problem = format!("memory = \"{}\" is no multiple of the {page}-byte pages of {place}", definition.memory);
-        return Err(unfit(vec![problem]));
-    }
-    let file = ram.file(&unique_name(rundir));
-    let hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
-    let missing = hardware::missing(&hardware, &binary);
-    if !missing.is_empty() {
-        return Err(unfit(missing));
-    }
-    let state = State {
-        format: FORMAT,
-        definition: Definition { qemu: binary.path, ..definition },
-        hardware,
-        generation: 1,
-        vmm: None,
-        version: Some(binary.version),
-        previous: None,
-    };
-    state.write(rundir).map_err(|source| LifeError::RunDir { name: name.clone(), source })?;
-    Ok((state, ram))
+fn boot(place: &Place<'_>) -> Result<State, LifeError> {
+    let Made { journal, directory, fds } = place.make(Kind::Run)?;
+    let arguments = place.state.hardware.arguments(&directory, &place.rundir.console_log(), Start::Boot);
+    let vmm = Vmm::spawn(&place.state.definition.qemu, &arguments, &directory, fds)?;
+    let mut qmp = vmm.connect(vmm::START)?;
+    run_state(&mut qmp)?;
+    place.settle(journal, vmm, qmp.version().clone())
 }
 
 /// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both
@@ -320,22 +263,6 @@ pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
     ram.remove(&unique_name(rundir))?;
     ram.create(&unique_name(rundir), hardware.ram.bytes).map(drop)
-}
-
-fn start(host: &Host, rundir: &RunDir, state: &State, ram: &RamDirectory) -> Result<State, LifeError> {
-    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    let journal = Journal::open(rundir, Kind::Run, None, state.generation).map_err(failed)?;
-    let fds = network::create(host, state)?;
-    ram.create(&unique_name(rundir), state.hardware.ram.bytes)?;
-    let directory = rundir.create_vmm(state.generation).map_err(failed)?;
-    let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot);
-    let vmm = Vmm::spawn(&state.definition.qemu, &arguments, &directory, fds)?;
-    let mut qmp = vmm.connect(vmm::START)?;
-    run_state(&mut qmp)?;
-    let state = State { vmm: Some(vmm), version: Some(qmp.version().clone()), ..state.clone() };
-    state.write(rundir).map_err(failed)?;
-    journal.close().map_err(failed)?;
-    Ok(state)
 }
 
 /// How a guest came to its end.
