@@ -153,6 +153,11 @@ impl Directory {
     pub fn watch(&self) -> PathBuf {
         self.0.join("watch.sock")
     }
+    /// QMP, for the loop that takes checkpoints.
+    #[must_use]
+    pub fn protect(&self) -> PathBuf {
+        self.0.join("protect.sock")
+    }
     /// The guest's serial console.
     #[must_use]
     pub fn console(&self) -> PathBuf {
@@ -233,7 +238,8 @@ impl Hardware {
                 if self.ram.prealloc && start != Start::Incoming { "on" } else { "off" }
             ),
         );
-        for (id, socket) in [("qmp", directory.qmp()), ("watch", directory.watch())] {
+        let monitors = [("qmp", directory.qmp()), ("watch", directory.watch()), ("protect", directory.protect())];
+        for (id, socket) in monitors {
             line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
             line.add("-mon", format!("chardev={id},mode=control"));
         }

@@ -3,7 +3,7 @@
 use crate::definition::Definition;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
-use crate::lock::{self, Lock, LockError};
+use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
 use crate::place::{Made, Place};
 use crate::rundir::RunDir;
@@ -324,6 +324,7 @@ pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended
     let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
     let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
+    let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
     let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
     let ended = match held.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
         Some(vmm) => shut_down(vmm, patience)?,

@@ -8,6 +8,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Why the lock of a VM cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -96,6 +98,43 @@ impl Lock {
     }
 }
 
+/// Held by whoever stops a guest or lets it go on, for as long as somebody else's `cont` or `stop` in between would do harm.
+///
+/// The operations on a VM exclude one another by [`Lock`]; a loop that takes checkpoints is no operation, runs beside
+/// them, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it let the old one go on that a
+/// reboot has stopped.
+#[derive(Debug)]
+pub struct RunState {
+    _file: File,
+}
+
+impl RunState {
+    /// Wait for it, at most for `patience`.
+    ///
+    /// # Errors
+    /// [`LockError::Held`] when somebody has it for so long.
+    pub fn acquire(rundir: &RunDir, patience: Duration) -> Result<Self, LockError> {
+        let path = rundir.file("run-state.lock");
+        let failed = |source: io::Error| LockError::File { path: path.clone(), source };
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        let deadline = Instant::now() + patience;
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Self { _file: file }),
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
+                    thread::sleep(Duration::from_micros(200));
+                }
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
+                    let holder = "somebody keeps its guest stopped, or a checkpoint of it does not end".into();
+                    return Err(LockError::Held { name: rundir.name().into(), holder });
+                }
+                Err(e) => return Err(failed(e.into())),
+            }
+        }
+    }
+}
+
 fn describe(file: &mut File) -> String {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);
@@ -121,6 +160,20 @@ mod tests {
         drop(first);
         assert_eq!(holder(&rundir), None);
         Lock::acquire(&rundir, "stop").unwrap();
+    }
+
+    #[test]
+    fn one_at_a_time_changes_the_run_state_and_the_next_waits() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let first = RunState::acquire(&rundir, Duration::ZERO).unwrap();
+        assert!(matches!(RunState::acquire(&rundir, Duration::from_millis(1)), Err(LockError::Held { .. })));
+        thread::scope(|scope| {
+            let next = scope.spawn(|| RunState::acquire(&rundir, Duration::from_secs(30)).map(drop));
+            drop(first);
+            next.join().unwrap().unwrap();
+        });
     }
 
     #[test]

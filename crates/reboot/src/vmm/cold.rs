@@ -17,6 +17,7 @@ pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
 fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Report, RebootError> {
     let rundir = change.held.rundir.clone();
     let old = change.old.clone();
+    change.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(change.file_error("operation.json"))?;
     fault::point("cold.suspend.journalled", Some(&old), None);
     change.recorder.phase(Phase::Suspend);

@@ -29,6 +29,7 @@ use rekindle_qemu::vmm::{Vmm, VmmError};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::{Held, LifeError};
+use rekindle_vm::lock;
 use rekindle_vm::network::NetworkError;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry, Recorder};
@@ -363,7 +364,11 @@ pub(crate) struct Change {
     pub(crate) recorder: Recorder,
     /// Whether the guest runs, or was paused by its owner and has to stay so.
     pub(crate) running: bool,
+    run_state: Option<lock::RunState>,
 }
+
+/// How long a checkpoint of the guest may be in the way of its reboot.
+pub(crate) const RUN_STATE_PATIENCE: Duration = Duration::from_secs(30);
 
 impl Change {
     pub(crate) fn name(&self) -> &str {
@@ -383,6 +388,13 @@ impl Change {
             to: Side { binary: new.binary.clone(), version: state.version.clone(), pid: new.pid },
             memory,
         }
+    }
+
+    /// From here on nobody else stops the guest or lets it go on, until this change is through.
+    pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
+        let lock = lock::RunState::acquire(&self.held.rundir, RUN_STATE_PATIENCE).map_err(LifeError::from)?;
+        self.run_state = Some(lock);
+        Ok(())
     }
 
     /// Begin the operation's journal.
@@ -410,7 +422,8 @@ fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Res
     };
     let binary = together.probe(&path)?;
     let options = options.clone();
-    let mut change = Change { host: host.clone(), held, old, binary, options, recorder, running: true };
+    let mut change =
+        Change { host: host.clone(), held, old, binary, options, recorder, running: true, run_state: None };
     change.running = preflight::check(&change)?;
     change.recorder.step("preflight");
     Ok(change)

@@ -7,7 +7,7 @@
 //! 3. The saved state is whole and the guest has not run since: a fresh QEMU is started from it.
 //! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
 
-use super::{RebootError, handover, resume, saved, switch};
+use super::{RUN_STATE_PATIENCE, RebootError, handover, resume, saved, switch};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched;
 use rekindle_qemu::command::Start;
@@ -16,6 +16,7 @@ use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held};
+use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -66,6 +67,7 @@ impl std::fmt::Display for Recovered {
 /// [`RebootError`].
 pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
+    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
     let Some(journal) = journal else {
         return match held.vmm() {
             Ok(_) => {

@@ -45,6 +45,7 @@ fn suspend(change: &mut Change, journal: &mut Journal, path: &Path) -> Result<(u
     let points = |name| fault::point(name, Some(&old), None);
     let mut qmp = old.connect(vmm::START)?;
     change.recorder.step("connect");
+    change.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(&file)?;
     points("saved.suspend.journalled");
     change.recorder.phase(Phase::Suspend);

@@ -322,6 +322,7 @@ fn hand_over(
     let points = |name| fault::point(name, Some(&old), Some(new));
     let ram_error = |source| RebootError::File { path: ram.clone(), source };
 
+    change.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(&file)?;
     points("warm.suspend.journalled");
     change.recorder.phase(Phase::Suspend);
