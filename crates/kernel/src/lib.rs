@@ -2,7 +2,7 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
+//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]) and who runs first ([`sched`]).
 //!
@@ -14,6 +14,7 @@
 pub mod descriptor;
 pub mod inject;
 mod ioctl;
+pub mod maps;
 pub mod memory;
 pub mod netns;
 pub mod packet;

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::inject::Injector;
+use crate::maps;
 use crate::memory::{self, PAGE_SIZE};
 use crate::process::Process;
 use crate::testing::{Area, Kind};
@@ -185,10 +186,7 @@ impl Drop for Cat {
 
 /// Where the heap of a process is.
 fn heap(process: Process) -> Range<u64> {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid)).unwrap();
-    let line = maps.lines().find(|line| line.ends_with("[heap]")).unwrap();
-    let (start, end) = line.split(' ').next().unwrap().split_once('-').unwrap();
-    u64::from_str_radix(start, 16).unwrap()..u64::from_str_radix(end, 16).unwrap()
+    maps::of(process).unwrap().into_iter().find(|map| map.name == "[heap]").unwrap().range
 }
 
 #[test]
