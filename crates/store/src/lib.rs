@@ -1,0 +1,33 @@
+//! Fail-over images of VMs: written as checkpoints, read back page by page (HydraVM, HPL-2011-24, sections III-A and IV).
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`writer`] | the owner of a store: begin, pages, commit |
+//! | [`image`] | a checkpoint opened for reading |
+//! | [`url`] | where a store is |
+//! | [`types`] | what a store is about |
+//! | [`error`] | what can go wrong, each by its own name |
+//! | [`disk`] | all that is done with files |
+//! | [`remote`] | stores on a server |
+//! | [`format`] | what is in the files: `docs/store-format.md` |
+
+pub mod disk;
+mod engine;
+pub mod error;
+pub mod format;
+mod home;
+pub mod image;
+mod index;
+pub mod log;
+pub mod remote;
+mod segments;
+mod sparse;
+#[cfg(test)]
+mod tests;
+pub mod types;
+pub mod url;
+pub mod writer;
+
+pub use error::{Result, StoreError};
+pub use url::StoreUrl;
+pub use writer::{Checkpoint, Options, Writer};
