@@ -18,6 +18,7 @@ pub mod adopt;
 pub mod agent;
 pub mod binary;
 pub mod command;
+pub mod devices;
 pub mod qmp;
 pub mod ramblock;
 pub mod stopped;

@@ -6,6 +6,8 @@
 
 use crate::qmp::{Qmp, QmpError};
 use serde::Deserialize;
+use serde_json::Value;
+use std::time::Duration;
 
 /// Why a guest does not count as stopped.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +62,21 @@ impl<'q> Stopped<'q> {
             return Err(NotStopped::Runs { state: status });
         }
         Ok(Self { qmp: Some(qmp) })
+    }
+
+    /// Stop a guest that runs, by the `stop` that was staged on `qmp`. QEMU answers when its I/O has ended.
+    ///
+    /// Also gives when it was stopped: microseconds of the host's clock since 1970.
+    ///
+    /// # Errors
+    /// When QEMU has gone, or refuses.
+    pub fn by_stopping(qmp: &'q mut Qmp) -> Result<(Self, u64), QmpError> {
+        qmp.drop_events();
+        qmp.fire("stop")?;
+        qmp.reply::<Value>("stop")?;
+        let patience = Duration::from_secs(10);
+        let at = qmp.wait_event("STOP", patience, |event| (event.name == "STOP").then_some(event.host_us))?;
+        Ok((Self { qmp: Some(qmp) }, at))
     }
 
     /// The caller vouches that nothing writes the memory in question: for memory that is not a QEMU's.

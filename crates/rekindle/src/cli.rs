@@ -1,6 +1,8 @@
 //! Commands and flags, declared once: help, completions and man pages come from here.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use rekindle_protect::policy::Policy;
+use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
 use std::path::PathBuf;
 
@@ -47,6 +49,12 @@ pub enum Command {
     /// On success: exactly one QEMU runs the guest; what became of its memory is said.
     /// On failure: nothing runs that did not before; it can be done again.
     Recover(NameOnly),
+    /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
+    ///
+    /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
+    /// On success: the store holds the newest checkpoint; the guest runs on.
+    /// On failure: the guest runs on; the store holds what was committed before.
+    Protect(Protect),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Tell what this host lacks, and the mend.
@@ -137,6 +145,43 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Protect {
+    /// The VM.
+    pub name: Name,
+    /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME.
+    #[arg(long, value_name = "URL")]
+    pub store: StoreUrl,
+    /// Time from one checkpoint to the next.
+    #[arg(long, default_value = "2s", value_name = "TIME")]
+    pub every: Span,
+    /// What is copied when: basic, cow or precopy [default: precopy; cow for a VM with O_DIRECT disks].
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<Policy>,
+    /// How many checkpoints are kept.
+    #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep: u32,
+    /// Tell when the newest checkpoint is older than this.
+    #[arg(long, value_name = "TIME")]
+    pub max_lag: Option<Span>,
+    /// For a VM that writes disks: a restored guest may find them newer than its memory.
+    #[arg(long, value_enum, value_name = "RULE")]
+    pub disk: Option<DiskRule>,
+    /// A command that snapshots the disks; it runs while the guest is stopped.
+    #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
+    pub disk_hook: Option<String>,
+    /// End after so many checkpoints, and leave no trace in QEMU.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+}
+
+/// What of disks that a protected guest writes.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum DiskRule {
+    /// After a restore they are as after a power failure, and newer than the guest's memory.
+    CrashConsistent,
 }
 
 #[derive(Debug, Args)]

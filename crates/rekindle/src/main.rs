@@ -25,6 +25,7 @@ fn main() -> ExitCode {
         Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
+        Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),

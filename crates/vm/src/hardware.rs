@@ -5,6 +5,7 @@ use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{self, Hardware};
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
+use uuid::Uuid;
 
 /// Whether a KVM that runs stock kernels is there: the module of the CPU's vendor is loaded and `/dev/kvm` opens. A
 /// bare `/dev/kvm` proves nothing: there are paravirtual ones that open and cannot run a stock kernel.
@@ -61,6 +62,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
     });
     let hardware = Hardware {
         name: definition.name.to_string(),
+        uuid: Some(Uuid::new_v4()),
         machine: binary.pinned_machine(&definition.machine).to_owned(),
         cpu: definition.cpu_model(accel == "kvm").to_owned(),
         accel: accel.to_owned(),
