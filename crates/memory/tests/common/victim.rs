@@ -1,0 +1,242 @@
+//! A process with memory of one kind, which its threads write at random. It is the test binary itself, run once more with
+//! its test `victim`, which must call [`act`].
+
+use super::wait_for;
+use rekindle_kernel::process::Process;
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::ramblock::RamBlock;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const KIND: &str = "REKINDLE_TEST_VICTIM";
+/// Bytes of an ordinary page.
+pub const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
+
+/// What kind of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Anonymous.
+    Private,
+    /// A file of tmpfs.
+    Shared,
+    /// Huge pages.
+    Huge,
+}
+
+/// Takes huge pages from the system for as long as it lives.
+pub struct HugePages(String);
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    /// `None` where they are not to be had.
+    pub fn take(pages: u64) -> Option<Self> {
+        let number = |text: String| text.trim().parse::<u64>().ok();
+        let before = fs::read_to_string(HUGE_PAGES).ok().and_then(number)?;
+        fs::write(HUGE_PAGES, (before + pages).to_string()).ok()?;
+        let taken = Self(before.to_string());
+        (fs::read_to_string(HUGE_PAGES).ok().and_then(number)? >= before + pages).then_some(taken)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(HUGE_PAGES, &self.0);
+    }
+}
+
+/// A running victim.
+pub struct Victim {
+    child: Child,
+    input: Option<ChildStdin>,
+    /// Its process.
+    pub process: Process,
+    /// Its memory.
+    pub ram: Arc<GuestRam>,
+}
+
+impl Victim {
+    /// Start one with `pages` pages. With `give_back` it also gives pages back.
+    pub fn start(kind: Kind, pages: u64, give_back: bool) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "victim", "--ignored", "--nocapture", "--test-threads=1"])
+            .env(KIND, format!("{kind:?} {pages} {give_back}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let address = lines.find_map(|line| Some(line.unwrap().split_once("address ")?.1.parse::<u64>().unwrap()));
+        let process = Process::of(child.id()).unwrap();
+        let page_size = if kind == Kind::Huge { HUGE } else { PAGE };
+        let total = pages * page_size;
+        let told = RamBlock { id: "ram".into(), used: total, total, page_size, offset: 0, address };
+        let ram = Arc::new(GuestRam::from_blocks(process, vec![told]).unwrap());
+        let input = child.stdin.take();
+        Self { child, input, process, ram }
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a signal to a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    /// Stop all its threads.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        wait_for("the victim to stop", || {
+            let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).unwrap().flatten();
+            let state = |task: fs::DirEntry| {
+                let stat = fs::read_to_string(task.path().join("stat")).ok()?;
+                stat.rsplit_once(") ")?.1.chars().next()
+            };
+            tasks.into_iter().filter_map(state).all(|state| state == 'T').then_some(())
+        });
+    }
+
+    /// Let it go on.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    /// All of its memory.
+    pub fn memory(&self) -> Vec<u8> {
+        let block = &self.ram.blocks()[0];
+        let mut all = vec![0; block.told.used as usize];
+        // Holes are not read: reading them would be no harm, but is not how it is done.
+        for run in self.ram.populated(block).unwrap() {
+            let part = &mut all[run.start as usize..run.end as usize];
+            self.ram.read(block, std::slice::from_ref(&run), part).unwrap();
+        }
+        all
+    }
+
+    /// The lines of `smaps` with the flags of its memory: ` uw` is write protection, ` um` missing pages.
+    pub fn is_registered(&self) -> bool {
+        is_registered(self.process)
+    }
+}
+
+/// Whether any memory of a process is registered with a userfaultfd.
+pub fn is_registered(process: Process) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", process.pid)).unwrap();
+    smaps.lines().filter(|line| line.starts_with("VmFlags")).any(|line| line.contains(" uw") || line.contains(" um"))
+}
+
+/// The descriptors of a process: number and file.
+pub fn descriptors(process: Process) -> Vec<(String, String)> {
+    let entries = fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten();
+    let link = |entry: &fs::DirEntry| fs::read_link(entry.path()).map(|path| path.to_string_lossy().into_owned());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), link(&entry).unwrap_or_default()))
+        .collect();
+    all.sort();
+    all
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The victim's memory.
+struct Area {
+    start: *mut u8,
+    file: i32,
+    page: u64,
+    pages: u64,
+}
+
+// SAFETY: the memory is only reached by atomic operations and system calls.
+unsafe impl Sync for Area {}
+
+impl Area {
+    fn new(kind: &str, pages: u64) -> Self {
+        let (flags, page, memfd) = match kind {
+            "Private" => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, PAGE, None),
+            "Shared" => (libc::MAP_SHARED, PAGE, Some(0)),
+            "Huge" => (libc::MAP_SHARED, HUGE, Some(libc::MFD_HUGETLB)),
+            other => panic!("no kind {other}"),
+        };
+        let bytes = pages * page;
+        // SAFETY: a name that ends with a zero byte.
+        let file = memfd.map_or(-1, |flags| unsafe { libc::memfd_create(c"victim".as_ptr(), flags) });
+        // SAFETY: a length for our own file.
+        assert!(memfd.is_none() || unsafe { libc::ftruncate(file, bytes as i64) } == 0);
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping wherever the kernel likes.
+        let start = unsafe { libc::mmap(null_mut(), bytes as usize, protection, flags, file, 0) };
+        assert_ne!(start, libc::MAP_FAILED);
+        Self { start: start.cast(), file, page, pages }
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        let offset = offset / 8 * 8;
+        assert!(offset < self.page * self.pages);
+        // SAFETY: within the mapping, which is never unmapped, and aligned.
+        unsafe { AtomicU64::from_ptr(self.start.add(offset as usize).cast()) }
+    }
+
+    /// As QEMU gives back a balloon's pages.
+    fn give_back(&self, page: u64, pages: u64) {
+        let (offset, length) = (page * self.page, pages.min(self.pages - page) * self.page);
+        if self.file >= 0 {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            // SAFETY: a range of our own file.
+            assert_eq!(unsafe { libc::fallocate(self.file, mode, offset as i64, length as i64) }, 0);
+        }
+        // SAFETY: within our own mapping, to which there are only references to atomics.
+        let done =
+            unsafe { libc::madvise(self.start.add(offset as usize).cast(), length as usize, libc::MADV_DONTNEED) };
+        assert_eq!(done, 0);
+    }
+}
+
+/// What the victim does, if this is one.
+pub fn act() {
+    let Ok(kind) = std::env::var(KIND) else { return };
+    let [kind, pages, give_back] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
+    let area = Area::new(kind, pages.parse().unwrap());
+    // A part is never touched.
+    let touched = area.pages * 3 / 4;
+    for page in 0..touched / 2 {
+        area.word(page * area.page).store(page + 1, Ordering::SeqCst);
+    }
+    println!("address {}", area.start as u64);
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 1..=4u64 {
+            let (area, end) = (&area, &end);
+            let give_back = give_back == "true" && seed == 4;
+            scope.spawn(move || {
+                let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                while !end.load(Ordering::Relaxed) {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let page = (random >> 20) % touched;
+                    if give_back && random.is_multiple_of(64) {
+                        area.give_back(page, 1 + random / 64 % 700);
+                    } else {
+                        area.word(page * area.page + random % area.page).store(random, Ordering::SeqCst);
+                    }
+                    // In bursts, so that a round does not write everything.
+                    if random % 64 == 1 {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                }
+            });
+        }
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut std::io::stdin(), &mut rest).unwrap();
+        end.store(true, Ordering::Relaxed);
+    });
+}
