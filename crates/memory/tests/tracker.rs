@@ -58,7 +58,9 @@ struct Kinds {
 fn kinds() -> Kinds {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let huge = HugePages::take(32);
+    // Twice as many as are used: a page that was given back is not free again at once, and its next writer would be
+    // killed.
+    let huge = HugePages::take(64);
     let mut all = vec![(Kind::Private, 8000), (Kind::Shared, 8000)];
     match huge {
         Some(_) => all.push((Kind::Huge, 32)),
@@ -143,7 +145,7 @@ fn the_synchronous_tracker_lets_every_page_be_copied_as_it_was_at_the_stop() {
                     save(&victim.ram, claim.block, run.clone());
                 }
             }
-            wait_for("the last pages to be copied for writers", || tracker.landed().ok());
+            wait_for(|| "the last pages to be copied for writers".into(), || tracker.landed().ok());
             // While the guest runs on, the copy is that of the stop.
             assert_same(&copy.lock().unwrap(), &now, &format!("{kind:?}, round {round}"));
         }
@@ -157,7 +159,7 @@ fn the_synchronous_tracker_lets_every_page_be_copied_as_it_was_at_the_stop() {
 /// That the victim's threads still write.
 fn assert_writes(victim: &Victim) {
     let before = victim.memory();
-    wait_for("the victim to write", || (victim.memory() != before).then_some(()));
+    wait_for(|| "the victim to write".into(), || (victim.memory() != before).then_some(()));
 }
 
 #[test]

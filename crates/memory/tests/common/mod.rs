@@ -12,13 +12,13 @@ pub const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Ask `probe` again and again until it has an answer; panic with `what` at the deadline.
 #[track_caller]
-pub fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> T {
+pub fn wait_for<T>(what: impl Fn() -> String, mut probe: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
         if let Some(answer) = probe() {
             return answer;
         }
-        assert!(Instant::now() < end, "{what}: not within {DEADLINE:?}");
+        assert!(Instant::now() < end, "{}: not within {DEADLINE:?}", what());
         thread::sleep(Duration::from_millis(2));
     }
 }

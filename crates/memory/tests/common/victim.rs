@@ -28,25 +28,30 @@ pub enum Kind {
     Huge,
 }
 
-/// Takes huge pages from the system for as long as it lives.
-pub struct HugePages(String);
+/// Takes huge pages from the system for as long as it lives, one process at a time.
+pub struct HugePages {
+    before: u64,
+    _alone: fs::File,
+}
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 
 impl HugePages {
     /// `None` where they are not to be had.
     pub fn take(pages: u64) -> Option<Self> {
-        let number = |text: String| text.trim().parse::<u64>().ok();
-        let before = fs::read_to_string(HUGE_PAGES).ok().and_then(number)?;
+        let alone = fs::File::open(HUGE_PAGES).ok()?;
+        rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
+        let now = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<u64>().ok();
+        let before = now()?;
         fs::write(HUGE_PAGES, (before + pages).to_string()).ok()?;
-        let taken = Self(before.to_string());
-        (fs::read_to_string(HUGE_PAGES).ok().and_then(number)? >= before + pages).then_some(taken)
+        let taken = Self { before, _alone: alone };
+        (now()? >= before + pages).then_some(taken)
     }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        let _ = fs::write(HUGE_PAGES, &self.0);
+        let _ = fs::write(HUGE_PAGES, self.before.to_string());
     }
 }
 
@@ -89,14 +94,21 @@ impl Victim {
     /// Stop all its threads.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
-        wait_for("the victim to stop", || {
-            let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).unwrap().flatten();
-            let state = |task: fs::DirEntry| {
-                let stat = fs::read_to_string(task.path().join("stat")).ok()?;
-                stat.rsplit_once(") ")?.1.chars().next()
-            };
-            tasks.into_iter().filter_map(state).all(|state| state == 'T').then_some(())
-        });
+        wait_for(
+            || format!("the victim to stop: its threads are {:?}", self.threads()),
+            || self.threads().iter().all(|(_, state, _)| *state == 'T').then_some(()),
+        );
+    }
+
+    /// Number, state and system call of each thread.
+    fn threads(&self) -> Vec<(String, char, String)> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).unwrap().flatten();
+        let thread = |task: fs::DirEntry| {
+            let stat = fs::read_to_string(task.path().join("stat")).ok()?;
+            let call = fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
+            Some((task.file_name().to_string_lossy().into_owned(), stat.rsplit_once(") ")?.1.chars().next()?, call))
+        };
+        tasks.filter_map(thread).collect()
     }
 
     /// Let it go on.
