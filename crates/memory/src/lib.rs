@@ -2,6 +2,7 @@
 //!
 //! - [`ram`]: all RAM blocks of a running QEMU, and how they are read;
 //! - [`tracker`]: which of their pages were written;
+//! - [`missing`]: bringing a guest's pages while it runs already;
 //! - [`pages`]: sets of pages;
 //! - [`directory`]: where RAM files live, how much still fits, the tmpfs of Rekindle's own;
 //! - [`carried`]: the RAM blocks that do not outlive their QEMU by themselves (firmware, ACPI tables, video memory);
@@ -10,6 +11,7 @@
 pub mod carried;
 pub mod digest;
 pub mod directory;
+pub mod missing;
 pub mod pages;
 pub mod ram;
 pub mod tracker;

@@ -3,11 +3,12 @@
 
 use super::wait_for;
 use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::{Mode, remote};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::ramblock::RamBlock;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -59,6 +60,7 @@ impl Drop for HugePages {
 pub struct Victim {
     child: Child,
     input: Option<ChildStdin>,
+    output: Option<BufReader<ChildStdout>>,
     /// Its process.
     pub process: Process,
     /// Its memory.
@@ -66,24 +68,60 @@ pub struct Victim {
 }
 
 impl Victim {
-    /// Start one with `pages` pages. With `give_back` it also gives pages back.
+    /// Start one with `pages` pages, which its threads write. With `give_back` they also give pages back.
     pub fn start(kind: Kind, pages: u64, give_back: bool) -> Self {
+        Self::start_as(kind, pages, if give_back { "give-back" } else { "write" })
+    }
+
+    /// Start one with `pages` pages that are not there. Once told to [`Victim::begin`], its threads read all of them and
+    /// compare them with [`expected`]; [`Victim::is_right`] at the end.
+    pub fn reader(kind: Kind, pages: u64) -> Self {
+        Self::start_as(kind, pages, "read")
+    }
+
+    /// Let a reader begin.
+    pub fn begin(&mut self) {
+        std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
+    }
+
+    /// Whether a reader has found every page as expected; panics if not. Call it once.
+    pub fn is_right(&mut self) -> bool {
+        let mut output = self.output.take().unwrap();
+        wait_for(|| "the reader to end".into(), || self.child.try_wait().unwrap());
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut output, &mut text).unwrap();
+        assert!(text.contains("all right"), "{text}");
+        true
+    }
+
+    /// Whether a reader has not ended.
+    pub fn is_reading(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    fn start_as(kind: Kind, pages: u64, role: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "victim", "--ignored", "--nocapture", "--test-threads=1"])
-            .env(KIND, format!("{kind:?} {pages} {give_back}"))
+            .env(KIND, format!("{kind:?} {pages} {role}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let address = lines.find_map(|line| Some(line.unwrap().split_once("address ")?.1.parse::<u64>().unwrap()));
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        let address = loop {
+            let mut line = String::new();
+            assert!(output.read_line(&mut line).unwrap() > 0, "the victim ended");
+            if let Some((_, address)) = line.trim_end().split_once("address ") {
+                break Some(address.parse::<u64>().unwrap());
+            }
+        };
         let process = Process::of(child.id()).unwrap();
         let page_size = if kind == Kind::Huge { HUGE } else { PAGE };
         let total = pages * page_size;
         let told = RamBlock { id: "ram".into(), used: total, total, page_size, offset: 0, address };
         let ram = Arc::new(GuestRam::from_blocks(process, vec![told]).unwrap());
         let input = child.stdin.take();
-        Self { child, input, process, ram }
+        Self { child, input, output: Some(output), process, ram }
     }
 
     fn signal(&self, signal: i32) {
@@ -128,7 +166,7 @@ impl Victim {
         all
     }
 
-    /// The lines of `smaps` with the flags of its memory: ` uw` is write protection, ` um` missing pages.
+    /// Whether any of its memory is registered with a userfaultfd.
     pub fn is_registered(&self) -> bool {
         is_registered(self.process)
     }
@@ -136,8 +174,7 @@ impl Victim {
 
 /// Whether any memory of a process is registered with a userfaultfd.
 pub fn is_registered(process: Process) -> bool {
-    let smaps = fs::read_to_string(format!("/proc/{}/smaps", process.pid)).unwrap();
-    smaps.lines().filter(|line| line.starts_with("VmFlags")).any(|line| line.contains(" uw") || line.contains(" um"))
+    !remote::registered(process, Mode::all()).unwrap().is_empty()
 }
 
 /// The descriptors of a process: number and file.
@@ -215,8 +252,50 @@ impl Area {
 /// What the victim does, if this is one.
 pub fn act() {
     let Ok(kind) = std::env::var(KIND) else { return };
-    let [kind, pages, give_back] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
+    let [kind, pages, role] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
     let area = Area::new(kind, pages.parse().unwrap());
+    match role {
+        "read" => read(&area),
+        role => write(&area, role == "give-back"),
+    }
+}
+
+/// What a word of a page that comes from a source is: of a third of the pages, zero.
+pub fn expected(page: u64, word: u64) -> u64 {
+    if page.is_multiple_of(3) { 0 } else { page.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ word }
+}
+
+/// Four threads read all pages, each in an order of its own, and write some that they have read.
+fn read(area: &Area) {
+    println!("address {}", area.start as u64);
+    let mut byte = [0];
+    std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
+    let small = area.pages * area.page / PAGE;
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                for n in 0..small {
+                    // Each page is visited once: the step has no factor in common with their number.
+                    let page = (n * 7919 + thread * small / 4) % small;
+                    for word in 1..PAGE / 8 {
+                        let found = area.word(page * PAGE + word * 8).load(Ordering::SeqCst);
+                        assert_eq!(found, expected(page, word), "page {page}, word {word}");
+                    }
+                    // The first word is the threads' own.
+                    area.word(page * PAGE).fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+    });
+    for page in 0..small {
+        assert_eq!(area.word(page * PAGE).load(Ordering::SeqCst), expected(page, 0).wrapping_add(4), "page {page}");
+    }
+    println!("all right");
+    std::process::exit(0);
+}
+
+/// Threads that write pages at random.
+fn write(area: &Area, give_back: bool) {
     // A part is never touched.
     let touched = area.pages * 3 / 4;
     for page in 0..touched / 2 {
@@ -226,8 +305,8 @@ pub fn act() {
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for seed in 1..=4u64 {
-            let (area, end) = (&area, &end);
-            let give_back = give_back == "true" && seed == 4;
+            let end = &end;
+            let give_back = give_back && seed == 4;
             scope.spawn(move || {
                 let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 while !end.load(Ordering::Relaxed) {
