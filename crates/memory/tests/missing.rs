@@ -100,6 +100,30 @@ fn every_page_is_right_while_it_comes_and_no_trace_is_left() {
 }
 
 #[test]
+fn nothing_old_is_put_where_the_guest_has_given_pages_back() {
+    for kind in [Kind::Private, Kind::Shared] {
+        let mut giver = Victim::giver(kind, 1000);
+        let injector = Injector::new(giver.process).unwrap();
+        let mut source = Pattern { slow: Duration::from_micros(50), ..Pattern::default() };
+        let mut pager = Pager::begin(injector, &giver.ram, all, &mut source, None).unwrap();
+        // Some of them are brought before they are given back.
+        let end = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (pager, source, end) = (&mut pager, &mut source, &end);
+            let running = scope.spawn(move || pager.run(source, [(0, 0..400 * PAGE)], end).unwrap());
+            let populated = || rekindle_memory::pages::bytes(&giver.ram.populated(&giver.ram.blocks()[0]).unwrap());
+            wait_for(|| "some pages".into(), || (populated() > 100 * PAGE).then_some(()));
+            end.store(true, Ordering::Relaxed);
+            running.join().unwrap();
+        });
+        giver.begin();
+        let progress = pager.run(&mut source, [], &never()).unwrap();
+        assert!(progress.complete && progress.given_back > 0, "{progress:?}");
+        assert!(giver.is_right(), "{kind:?}");
+    }
+}
+
+#[test]
 fn while_the_source_fails_its_reader_waits_and_others_do_not() {
     let mut reader = Victim::reader(Kind::Shared, 500);
     let injector = Injector::new(reader.process).unwrap();
