@@ -203,16 +203,13 @@ fn one_in_another_process_is_found_again_and_leaves_no_trace() {
         // As after our own death.
         drop(remote);
         let again = remote::Remote::take(injector, found[0]).unwrap();
-        assert!(smaps_flags(cat.process).contains(" uw"));
+        let heap = heap(cat.process);
+        assert!(remote::registered(cat.process, Mode::all()).unwrap().contains(&heap));
+        assert_eq!(remote::registered(cat.process, Mode::MISSING).unwrap(), []);
         again.close().unwrap();
         assert_eq!(descriptors(cat.process.pid), before);
-        assert!(!smaps_flags(cat.process).contains(" uw"));
+        assert_eq!(remote::registered(cat.process, Mode::all()).unwrap(), []);
     }
-}
-
-fn smaps_flags(process: Process) -> String {
-    let smaps = fs::read_to_string(format!("/proc/{}/smaps", process.pid)).unwrap();
-    smaps.lines().filter(|line| line.starts_with("VmFlags")).collect()
 }
 
 #[test]
