@@ -45,7 +45,7 @@ pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
         number: table.number,
         epoch: entry.epoch,
         time_us: table.time_us,
-        blocks: table.blocks.iter().map(|(_, block)| block.clone()).collect(),
+        blocks: table.blocks.iter().map(|stored| stored.block.clone()).collect(),
         pages: table.pages,
         bytes: table.bytes + entry.len(),
         devices: entry.section_len(Section::Devices),
@@ -53,21 +53,18 @@ pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
 }
 
 /// The newest manifest, and the entry of checkpoint `at` or the newest. A damaged entry at the end of the log is only
-/// passed over if an older checkpoint is asked for by number.
-pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry)> {
-    let (tail_entry, manifest) = match log::tail(home) {
+/// passed over if an older checkpoint is asked for by number; then the damage is told too.
+pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, Option<StoreError>)> {
+    let (tail_entry, manifest, passed) = match log::tail(home) {
         Ok(tail) => match tail.state {
-            Some((entry, manifest)) => (Some(entry), manifest),
-            None => (None, Manifest::default()),
+            Some((entry, manifest)) => (Some(entry), manifest, None),
+            None => (None, Manifest::default(), None),
         },
         Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) => {
-            let asked = at.and_then(|at| older_manifest(home, at));
-            let manifest = asked.ok_or_else(|| {
-                tracing::debug!("{e}");
-                e
-            })?;
-            tracing::warn!("the newest log entry is damaged; checkpoint {} is opened by an older one", at.unwrap_or(0));
-            (None, manifest)
+            match at.and_then(|at| older_manifest(home, at)) {
+                Some(manifest) => (None, manifest, Some(e)),
+                None => return Err(e),
+            }
         }
         Err(e) => return Err(e),
     };
@@ -79,10 +76,10 @@ pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry)> 
         return Err(StoreError::NoSuchCheckpoint { store: home.name().into(), asked, have: manifest.numbers() });
     };
     if let Some(entry) = tail_entry.filter(|entry| entry.slot == kept.slot) {
-        return Ok((manifest, entry));
+        return Ok((manifest, entry, passed));
     }
     let entry = kept_entry(home, &manifest, kept)?;
-    Ok((manifest, entry))
+    Ok((manifest, entry, passed))
 }
 
 /// The log entry of a kept checkpoint.
@@ -104,7 +101,7 @@ pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::
 
 /// The newest manifest that can be read and keeps checkpoint `at`.
 fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
-    log::slots(home).ok()?.into_iter().rev().find_map(|(slot, _)| {
+    log::slots(home).ok()?.0.into_iter().rev().find_map(|slot| {
         let entry = log::read(home, slot).ok().filter(|entry| entry.kind != Kind::Claim)?;
         log::manifest(home, &entry).ok().filter(|manifest| manifest.numbers().contains(&at))
     })
@@ -116,17 +113,24 @@ impl LocalImage {
         let mut tries = 0;
         loop {
             tries += 1;
-            let (manifest, entry) = match select(&home, at) {
+            let (manifest, entry, passed) = match select(&home, at) {
                 Err(StoreError::Missing { .. }) if tries < 3 => continue,
                 other => other?,
             };
             let table = table(&home, &entry)?;
             let files = Files::default();
-            match Index::build(&home, &files, &manifest, &table, true) {
+            match (Index::build(&home, &files, &manifest, &table, true), passed) {
                 // A writer at work may have replaced the manifest, and then removed what it lists.
-                Err(StoreError::Missing { .. }) if tries < 3 => {}
-                Err(e) => return Err(e),
-                Ok(index) => return Ok(Self { home, entry, table, files, index: RwLock::new(Arc::new(index)) }),
+                (Err(StoreError::Missing { .. }), None) if tries < 3 => {}
+                // The older manifest lists what the damaged entry has replaced.
+                (Err(StoreError::Missing { .. }), Some(damage)) => return Err(damage),
+                (Err(e), _) => return Err(e),
+                (Ok(index), passed) => {
+                    if let Some(damage) = passed {
+                        tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
+                    }
+                    return Ok(Self { home, entry, table, files, index: RwLock::new(Arc::new(index)) });
+                }
             }
         }
     }
@@ -166,7 +170,7 @@ impl LocalImage {
         if !Arc::ptr_eq(&index, seen) {
             return Ok(index.clone());
         }
-        let (manifest, entry) = select(&self.home, Some(self.table.number))?;
+        let (manifest, entry, _) = select(&self.home, Some(self.table.number))?;
         if entry.footer != self.entry.footer {
             let (asked, have) = (self.table.number, manifest.numbers());
             return Err(StoreError::NoSuchCheckpoint { store: self.home.name().into(), asked, have });
@@ -196,7 +200,7 @@ impl LocalImage {
     }
 
     fn block(&self, block: usize) -> Result<&Block> {
-        self.table.blocks.get(block).map(|(_, block)| block).ok_or_else(|| self.no_page(format!("number {block}"), 0))
+        self.table.blocks.get(block).map(|stored| &stored.block).ok_or_else(|| self.no_page(format!("number {block}"), 0))
     }
 
     fn no_page(&self, block: String, page: u64) -> StoreError {
@@ -354,7 +358,7 @@ impl Hot<'_> {
         let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
         // It is an order only: what cannot be read here comes with the rest, and fails by name when its page is read.
         let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
-        let position = |number| self.image.table.blocks.iter().position(|(own, _)| *own == number);
+        let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number);
         let pages: Vec<_> = directory
             .pages()
             .filter(|found| found.record.len != 0)

@@ -5,7 +5,7 @@
 
 use crate::error::{Result, StoreError};
 use crate::format::base::{self, Base, Place, Spot};
-use crate::format::manifest::{Extent, Manifest, Table};
+use crate::format::manifest::{Extent, Manifest, StoredBlock, Table};
 use crate::format::names;
 use crate::format::segment::Kind;
 use crate::format::{Flaw, Structure};
@@ -31,6 +31,7 @@ type Over = [u64; 3];
 
 #[derive(Debug)]
 struct Block {
+    stored: StoredBlock,
     pages: u64,
     over: Sparse<Over>,
     /// First part and pages in the base.
@@ -76,10 +77,11 @@ impl Index {
         }
         let mut by_number = HashMap::new();
         let mut blocks = Vec::with_capacity(table.blocks.len());
-        for (position, (number, block)) in table.blocks.iter().enumerate() {
-            by_number.insert(*number, position);
-            let pages = block.pages();
-            blocks.push(Block { pages, over: Sparse::new(pages), base: in_base.get(number).copied() });
+        for (position, stored) in table.blocks.iter().enumerate() {
+            by_number.insert(stored.number, position);
+            let pages = stored.block.pages();
+            let base = in_base.get(&stored.number).copied();
+            blocks.push(Block { stored: stored.clone(), pages, over: Sparse::new(pages), base });
         }
         let from = base.as_ref().map_or(0, |loaded| loaded.base.from);
         let covered: HashMap<(u64, u64), u64> = base
@@ -107,6 +109,9 @@ impl Index {
                     let Some(block) = by_number.get(&found.record.block).and_then(|n| blocks.get_mut(*n)) else {
                         continue;
                     };
+                    if block.stored.is_void(found.record.page.into(), found.number) {
+                        continue;
+                    }
                     let Some(over) = block.over.get_mut(found.record.page.into()) else { continue };
                     // Of two of one checkpoint the later one counts. Segments come in the order of their numbers.
                     if found.number >= over[2] {
@@ -149,7 +154,8 @@ impl Index {
         if number > base.base.from {
             return Ok(over);
         }
-        let Some((first, _)) = block.base.filter(|(_, pages)| page < *pages) else { return Ok(over) };
+        let covers = |(_, pages): &(usize, u64)| page < *pages && !block.stored.is_void(page, base.base.from);
+        let Some((first, _)) = block.base.filter(covers) else { return Ok(over) };
         let part = base.part(home, first, page / base::PART_PAGES, block.base.map_or(0, |(_, pages)| pages))?;
         let spot = part.get((page % base::PART_PAGES) as usize).copied().unwrap_or_default();
         // A page that was moved since: content of the same page with the same digest is the same.

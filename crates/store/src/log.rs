@@ -51,13 +51,12 @@ pub(crate) enum NotAppended {
     Uncertain(StoreError),
 }
 
-/// Numbers of the entries, ascending, with the lengths of their files.
-pub(crate) fn slots(home: &Home) -> Result<Vec<(u64, u64)>> {
+/// Numbers of the entries, ascending, and of the one that was there last, as far as that is known.
+pub(crate) fn slots(home: &Home) -> Result<(Vec<u64>, Option<u64>)> {
     let listed = home.disk.list(names::LOG).map_err(home.failed(names::LOG, "looking into the directory"))?;
-    let mut slots: Vec<_> =
-        listed.iter().filter_map(|(name, len)| names::parse_entry(name).map(|slot| (slot, *len))).collect();
+    let mut slots: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_entry(name)).collect();
     slots.sort_unstable();
-    Ok(slots)
+    Ok((slots, listed.iter().filter_map(|(name, _)| names::parse_last(name)).max()))
 }
 
 /// The entry `slot`.
@@ -99,9 +98,10 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
     let mut tries = 0;
     'again: loop {
         tries += 1;
-        let slots = slots(home)?;
-        let mut tail = Tail { top: slots.last().map_or(0, |(slot, _)| *slot), epoch: 0, claim: 0, state: None };
-        let mut there = slots.iter().rev().map(|(slot, _)| *slot);
+        let (slots, last) = slots(home)?;
+        let top = slots.last().copied().max(last).unwrap_or(0);
+        let mut tail = Tail { top, epoch: 0, claim: 0, state: None };
+        let mut there = slots.into_iter().rev();
         for slot in (1..=tail.top).rev() {
             if there.next() != Some(slot) {
                 if tries < 3 {
@@ -158,9 +158,14 @@ pub(crate) fn append(
         let synced = home.disk.sync_directory(names::LOG);
         synced.map_err(|e| NotAppended::Uncertain(home.failed(names::LOG, "making the log entry durable")(e)))
     });
-    // Its other name is of no use, whatever became of it.
-    let _ = home.disk.remove(&new);
     *waited += began.elapsed();
+    if done.is_ok() {
+        // So that it is missed if it goes. Nothing waits for that to be durable.
+        let _ = home.disk.link(&new, &names::last(slot));
+        let _ = home.disk.remove(&names::last(slot.saturating_sub(1)));
+    }
+    // Its first name is of no use, whatever became of it.
+    let _ = home.disk.remove(&new);
     done
 }
 
@@ -187,9 +192,10 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<u64>) -> Result<
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
         // A file server's client may have shown an old list of the directory. It is fresh now, since we changed it.
-        if slots(home)?.last().map(|(last, _)| *last) == Some(slot) {
+        if slots(home)?.0.last() == Some(&slot) {
             return Ok((Claim { epoch, owner: owner.clone(), slot }, tail));
         }
+        let _ = home.disk.remove(&names::last(slot));
         let _ = home.disk.remove(&names::entry(slot));
     }
     let e = io::Error::new(io::ErrorKind::ResourceBusy, "others claim it all the time");

@@ -15,6 +15,11 @@ fn parts(pages: u64) -> usize {
     pages.div_ceil(PART as u64) as usize
 }
 
+/// Pages of part `part`: the last one is shorter.
+fn part_len(pages: u64, part: usize) -> usize {
+    pages.saturating_sub((part * PART) as u64).min(PART as u64) as usize
+}
+
 /// A value for every page; the default until one is set.
 #[derive(Debug, Clone)]
 pub(crate) struct Sparse<T> {
@@ -35,8 +40,15 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
 
     /// Make room for `pages` pages, if there are fewer.
     pub fn grow(&mut self, pages: u64) {
+        let last = self.parts.len().saturating_sub(1);
         self.pages = self.pages.max(pages);
         self.parts.resize(parts(self.pages), None);
+        let len = part_len(self.pages, last);
+        if let Some(Some(part)) = self.parts.get_mut(last) {
+            let mut values = std::mem::take(part).into_vec();
+            values.resize(len, T::default());
+            *part = values.into_boxed_slice();
+        }
     }
 
     /// The value of a page; the default beyond the end.
@@ -51,8 +63,9 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
             return None;
         }
         let (part, within) = split(page);
+        let len = part_len(self.pages, part);
         let part = self.parts.get_mut(part)?;
-        part.get_or_insert_with(|| vec![T::default(); PART].into_boxed_slice()).get_mut(within)
+        part.get_or_insert_with(|| vec![T::default(); len].into_boxed_slice()).get_mut(within)
     }
 
     /// The pages from `from` on that have a value other than the default.
@@ -71,22 +84,23 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
 /// The digests of the pages of a block: set by the one who commits, looked at by the one who sends.
 #[derive(Debug)]
 pub(crate) struct Digests {
+    pages: u64,
     parts: Vec<OnceLock<Box<[AtomicU64]>>>,
 }
 
 impl Digests {
     /// For a block of `pages` pages, all 0.
     pub fn new(pages: u64) -> Self {
-        Self { parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
+        Self { pages, parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
     }
 
     /// These, for a block of `pages` pages.
     pub fn resized(&self, pages: u64) -> Self {
         let new = Self::new(pages);
-        for (old, new) in self.parts.iter().zip(&new.parts) {
+        for (number, (old, new)) in self.parts.iter().zip(&new.parts).enumerate() {
             if let Some(values) = old.get() {
-                let copy = values.iter().map(|value| AtomicU64::new(value.load(Ordering::Relaxed))).collect();
-                let _ = new.set(copy);
+                let values = values.iter().map(|value| value.load(Ordering::Relaxed)).chain(std::iter::repeat(0));
+                let _ = new.set(values.take(part_len(pages, number)).map(AtomicU64::new).collect());
             }
         }
         new
@@ -102,11 +116,12 @@ impl Digests {
     /// Set the digest of a page.
     pub fn set(&self, page: u64, digest: u64) {
         let (part, within) = split(page);
+        let len = part_len(self.pages, part);
         let Some(part) = self.parts.get(part) else { return };
         if digest == 0 && part.get().is_none() {
             return;
         }
-        let values = part.get_or_init(|| std::iter::repeat_with(|| AtomicU64::new(0)).take(PART).collect());
+        let values = part.get_or_init(|| std::iter::repeat_with(|| AtomicU64::new(0)).take(len).collect());
         if let Some(value) = values.get(within) {
             value.store(digest, Ordering::Relaxed);
         }
@@ -153,10 +168,16 @@ mod tests {
         #[test]
         fn they_are_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
             let mut sparse = Sparse::<u64>::new(10_000);
+            let digests = Digests::new(10_000);
+            // Before the end grows, and in the part that grows.
+            for page in [9_000, 9_999] {
+                *sparse.get_mut(page).unwrap() = 7;
+                digests.set(page, 7);
+            }
             sparse.grow(18_000);
-            let digests = Digests::new(10_000).resized(18_000);
+            let digests = digests.resized(18_000);
             let mut pages = PageSet::default();
-            let mut map = BTreeMap::new();
+            let mut map = BTreeMap::from([(9_000, 7), (9_999, 7)]);
             let mut seen = BTreeSet::new();
             for (page, value) in sets {
                 prop_assert_eq!(pages.insert(page), seen.insert(page));

@@ -5,11 +5,10 @@ use super::{Engine, Flight, Pending};
 use crate::error::{Result, StoreError};
 use crate::format::base::Place;
 use crate::format::entry::{self, Kind, Section};
-use crate::format::manifest::{Extent, Kept, Manifest, Table};
+use crate::format::manifest::{Extent, Kept, Manifest, StoredBlock, Table};
 use crate::format::names;
-use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, Record};
 use crate::log::{self, NotAppended};
-use crate::types::{Committed, now_us};
+use crate::types::{Block, Committed, now_us};
 use std::time::{Duration, Instant};
 
 /// What a checkpoint holds besides pages.
@@ -39,9 +38,7 @@ impl Engine {
     /// On success: it is durable.
     /// On failure: it is not there, and the store is as it was; after [`StoreError::Closed`] it may be there.
     pub fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
-        if let Some(why) = &self.broken {
-            return Err(StoreError::Closed { store: self.home.name().into(), why: why.clone() });
-        }
+        self.check_sound()?;
         let Some(mut flight) = self.flight.take() else {
             let why = "no checkpoint was begun".to_owned();
             return Err(StoreError::Closed { store: self.home.name().into(), why });
@@ -63,7 +60,6 @@ impl Engine {
 
     fn commit_flight(&mut self, flight: &mut Flight, state: &State) -> Result<Committed> {
         let began = Instant::now();
-        self.cut_blocks(flight)?;
         let waited = flight.syncing;
         self.sync_flight(flight)?;
         let number = self.newest() + 1;
@@ -71,8 +67,8 @@ impl Engine {
         drop_earlier(flight);
         let plan = self.plan(flight, number, slot);
         let manifest = self.manifest(plan.kept.clone(), plan.segments.clone());
-        let table =
-            Table { number, time_us: now_us(), pages: flight.pages, bytes: flight.bytes, blocks: flight.table.clone() };
+        let blocks = self.stored_blocks(flight, number);
+        let table = Table { number, time_us: now_us(), pages: flight.pages, bytes: flight.bytes, blocks };
         let lengths = [
             ("the definition", state.definition.len(), 1 << 24),
             ("the metadata", state.metadata.len(), 1 << 24),
@@ -115,23 +111,18 @@ impl Engine {
         Ok(Committed { number, pages: flight.pages, bytes, writing, syncing })
     }
 
-    /// Write as zero what a block has lost at its end, so that it cannot come back when the block grows.
-    fn cut_blocks(&mut self, flight: &mut Flight) -> Result<()> {
-        let mut cut = Vec::new();
-        for (number, block) in &flight.table {
-            let Some(state) = self.blocks.iter().find(|state| state.number == *number) else { continue };
-            for (page, _) in state.places.set_from(block.pages()) {
-                if state.digests.get(page) != 0 {
-                    cut.push(Record { digest: 0, page: page as u32, len: 0, block: *number });
-                }
+    /// The blocks of the checkpoint in hand as it stores them, as number `number`.
+    fn stored_blocks(&self, flight: &Flight, number: u64) -> Vec<StoredBlock> {
+        let stored = |(own, block): &(u16, Block)| {
+            let state = self.blocks.iter().find(|state| state.number == *own);
+            let cuts = state.map(|state| state.cuts.clone()).unwrap_or_default();
+            let mut stored = StoredBlock { number: *own, block: block.clone(), cuts };
+            if state.is_some_and(|state| block.pages() < state.block.pages()) {
+                stored.cut(number, block.pages());
             }
-        }
-        for some in cut.chunks(FRAME_RECORDS) {
-            let mut frame = vec![0; FRAME_HEADER_LEN];
-            some.iter().for_each(|record| frame.extend_from_slice(&record.encode()));
-            self.append_to(flight, &mut frame, some.len(), true)?;
-        }
-        Ok(())
+            stored
+        };
+        flight.table.iter().map(stored).collect()
     }
 
     fn sync_flight(&mut self, flight: &mut Flight) -> Result<()> {
@@ -182,8 +173,8 @@ impl Engine {
                 lose(Place(state.places.get(pending.page.into())));
             }
         }
-        for state in self.vanished(flight) {
-            state.places.set_from(0).for_each(|(_, place)| lose(Place(place)));
+        for (state, left) in self.shortened(flight) {
+            state.places.set_from(left).for_each(|(_, place)| lose(Place(place)));
         }
         let mut dead = Vec::new();
         let mut segments = Vec::new();
@@ -208,9 +199,13 @@ impl Engine {
         Manifest { claim: self.claim.slot, next_block, next_segment: self.next_segment, kept, segments }
     }
 
-    /// The blocks that the checkpoint in hand does not have any more.
-    fn vanished<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = &'a super::BlockState> {
-        self.blocks.iter().filter(|state| !flight.table.iter().any(|(number, _)| *number == state.number))
+    /// The blocks of which the checkpoint in hand has fewer pages, or none, with how many are left.
+    fn shortened<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = (&'a super::BlockState, u64)> {
+        self.blocks.iter().filter_map(|state| {
+            let now = flight.table.iter().find(|(number, _)| *number == state.number);
+            let left = now.map_or(0, |(_, block)| block.pages());
+            (left < state.block.pages()).then_some((state, left))
+        })
     }
 
     /// Put an entry into the log as number `slot`.
@@ -258,8 +253,8 @@ impl Engine {
                 replaced.push(old);
             }
         }
-        for state in self.vanished(flight) {
-            replaced.extend(state.places.set_from(0).map(|(_, place)| Place(place)));
+        for (state, left) in self.shortened(flight) {
+            replaced.extend(state.places.set_from(left).map(|(_, place)| Place(place)));
         }
         for old in &replaced {
             if let Some(segment) = self.pool.of(*old) {
@@ -273,9 +268,11 @@ impl Engine {
         for state in &mut self.blocks {
             state.new = false;
             self.next_block = self.next_block.max(state.number + 1);
-            if let Some((_, block)) = flight.table.iter().find(|(number, _)| *number == state.number) {
-                state.block.clone_from(block);
+            let Some((_, block)) = flight.table.iter().find(|(own, _)| *own == state.number) else { continue };
+            if block.pages() < state.block.pages() {
+                state.cut(number, block.pages());
             }
+            state.block.clone_from(block);
         }
         if needed && let Some(compaction) = &mut self.compaction {
             compaction.also_needed(&replaced);

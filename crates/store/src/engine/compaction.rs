@@ -334,8 +334,9 @@ impl Engine {
         let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
         let ram = pages * crate::types::PAGE_SIZE as u64;
         let bound = 2 * ram + self.pool.history(self.oldest());
-        // A compaction needs room for its copy, too.
-        let wanted = |engine: &Self| engine.used() + more + engine.segment_len_of(flight);
+        // A compaction needs room for its copy, too, and then there are a base index and a log entry.
+        let beside = ram / 128;
+        let wanted = |engine: &Self| engine.used() + more + engine.segment_len_of(flight) + beside;
         let mut before = u64::MAX;
         while wanted(self) > bound && self.used() < before {
             before = self.used();
@@ -356,6 +357,7 @@ impl Engine {
     /// Compact until hardly any garbage is left. Bytes that this has freed.
     pub fn compact(&mut self) -> Result<u64> {
         self.abort();
+        self.check_owner()?;
         self.active = None;
         self.pool.iter_mut().for_each(|segment| segment.file = None);
         let first = self.used();

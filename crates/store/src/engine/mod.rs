@@ -12,7 +12,7 @@ mod run;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Result, StoreError};
 use crate::format::base::Place;
-use crate::format::manifest::{Extent, Kept, Manifest, Table, check_blocks};
+use crate::format::manifest::{Cut, Extent, Kept, Manifest, StoredBlock, Table, check_blocks};
 use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
 use crate::format::{entry, names};
 use crate::home::Home;
@@ -48,10 +48,28 @@ pub(crate) struct Settings {
 struct BlockState {
     number: u16,
     block: Block,
+    cuts: Vec<Cut>,
     places: Sparse<u64>,
     digests: Arc<Digests>,
     /// Whether no checkpoint has it yet.
     new: bool,
+}
+
+impl BlockState {
+    /// Checkpoint `number` leaves `left` pages: forget the others.
+    fn cut(&mut self, number: u64, left: u64) {
+        let beyond: Vec<u64> = self.places.set_from(left).map(|(page, _)| page).collect();
+        for page in beyond {
+            self.digests.set(page, 0);
+            if let Some(place) = self.places.get_mut(page) {
+                *place = 0;
+            }
+        }
+        let cuts = std::mem::take(&mut self.cuts);
+        let mut stored = StoredBlock { number: self.number, block: self.block.clone(), cuts };
+        stored.cut(number, left);
+        self.cuts = stored.cuts;
+    }
 }
 
 /// One page of the checkpoint in hand.
@@ -181,7 +199,7 @@ impl Engine {
         for extent in &manifest.segments {
             self.pool.add(Segment::found(*extent));
         }
-        for (position, (number, block)) in table.blocks.iter().enumerate() {
+        for (position, StoredBlock { number, block, cuts }) in table.blocks.iter().enumerate() {
             let pages = block.pages();
             let (mut places, digests) = (Sparse::new(pages), Digests::new(pages));
             for page in 0..pages {
@@ -197,8 +215,8 @@ impl Engine {
                     segment.live += cost(spot.place.len());
                 }
             }
-            let (number, block, digests) = (*number, block.clone(), Arc::new(digests));
-            self.blocks.push(BlockState { number, block, places, digests, new: false });
+            let (number, block, cuts, digests) = (*number, block.clone(), cuts.clone(), Arc::new(digests));
+            self.blocks.push(BlockState { number, block, cuts, places, digests, new: false });
         }
         let newest = manifest.newest().map_or(0, |kept| kept.number);
         if manifest.oldest().is_some_and(|oldest| oldest < newest) {
@@ -228,7 +246,8 @@ impl Engine {
         }
         for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
             for (name, len) in disk.list(directory).unwrap_or_default() {
-                let old_new = names::parse_new(&name).is_some_and(|epoch| epoch < mine);
+                let old_new = names::parse_new(&name).is_some_and(|epoch| epoch < mine)
+                    || names::parse_last(&name).is_some_and(|slot| slot < self.slot);
                 let segment = (directory == names::SEGMENTS).then(|| names::parse_segment(&name)).flatten();
                 let unused = segment.is_some_and(|(epoch, number)| {
                     let counts = |extent: &Extent| (extent.epoch, extent.number) == (epoch, number);
@@ -258,6 +277,12 @@ impl Engine {
     /// The owner.
     pub fn owner(&self) -> &Claim {
         &self.claim
+    }
+
+    /// Number of its newest log entry.
+    #[cfg(test)]
+    pub fn slot(&self) -> u64 {
+        self.slot
     }
 
     /// The digester of its pages.
@@ -332,7 +357,8 @@ impl Engine {
                     let what = "it has had 65535 different blocks; start a new store".to_owned();
                     next = next.checked_add(1).ok_or_else(|| StoreError::Blocks { store: store.clone(), what })?;
                     let (places, digests) = (Sparse::new(pages), Arc::new(Digests::new(pages)));
-                    self.blocks.push(BlockState { number, block: block.clone(), places, digests, new: true });
+                    let (block, cuts) = (block.clone(), Vec::new());
+                    self.blocks.push(BlockState { number, block, cuts, places, digests, new: true });
                     number
                 }
             };
@@ -345,11 +371,15 @@ impl Engine {
         Ok(begun)
     }
 
+    /// Whether it is known what counts.
+    fn check_sound(&self) -> Result<()> {
+        let closed = |why: &String| StoreError::Closed { store: self.home.name().into(), why: why.clone() };
+        self.broken.as_ref().map_or(Ok(()), |why| Err(closed(why)))
+    }
+
     /// Whether this is still the owner, and can write. It saves work only: a commit is safe without.
     fn check_owner(&self) -> Result<()> {
-        if let Some(why) = &self.broken {
-            return Err(StoreError::Closed { store: self.home.name().into(), why: why.clone() });
-        }
+        self.check_sound()?;
         match self.home.disk.open(&names::entry(self.slot + 1)) {
             Ok(_) => Err(log::superseded(&self.home, self.claim.epoch, self.slot + 1)),
             Err(_) => Ok(()),
@@ -363,13 +393,13 @@ impl Engine {
         let Some(mut flight) = self.flight.take() else { return };
         if flight.failed.is_none() {
             let waited = flight.syncing;
-            flight.failed = self.append_to(&mut flight, frame, count, false).err();
+            flight.failed = self.append_to(&mut flight, frame, count).err();
             flight.writing += began.elapsed().saturating_sub(flight.syncing - waited);
         }
         self.flight = Some(flight);
     }
 
-    fn append_to(&mut self, flight: &mut Flight, frame: &mut [u8], count: usize, beyond: bool) -> Result<()> {
+    fn append_to(&mut self, flight: &mut Flight, frame: &mut [u8], count: usize) -> Result<()> {
         let data_at = FRAME_HEADER_LEN + count * RECORD_LEN;
         let data_len = frame.len().saturating_sub(data_at);
         let number = self.newest() + 1;
@@ -382,7 +412,7 @@ impl Engine {
         let mut total = 0;
         for record in records.iter().map(|bytes| Record::decode(*bytes)) {
             let block = flight.table.iter().find(|(number, _)| *number == record.block);
-            if !beyond && block.is_none_or(|(_, block)| u64::from(record.page) >= block.pages()) {
+            if block.is_none_or(|(_, block)| u64::from(record.page) >= block.pages()) {
                 return Err(wrong("a page lies beyond its block"));
             }
             if usize::from(record.len) > PAGE_SIZE || (record.len == 0) != (record.digest == 0) {

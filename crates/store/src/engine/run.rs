@@ -78,12 +78,15 @@ impl Engine {
 
     /// Finish what can wait, and write a base index of what there is.
     pub fn settle(&mut self) -> Result<()> {
+        self.check_sound()?;
         while self.compaction.is_some() {
             self.step_compaction()?;
         }
         if !self.kept.is_empty() && (self.since_base > 0 || self.basing.is_some()) {
-            self.start_base()?;
-            while self.step_base()? {}
+            // An owner that was superseded is told that, rather than what it then ran into.
+            let why = |engine: &Self, e| engine.check_owner().err().unwrap_or(e);
+            self.start_base().map_err(|e| why(self, e))?;
+            while self.step_base().map_err(|e| why(self, e))? {}
         }
         Ok(())
     }

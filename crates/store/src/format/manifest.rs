@@ -120,6 +120,40 @@ impl Manifest {
     }
 }
 
+/// That a block was cut short: what was stored before of the pages cut off is void.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// The checkpoint at which it was.
+    pub number: u64,
+    /// The pages that were left.
+    pub pages: u64,
+}
+
+/// A RAM block as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredBlock {
+    /// The number that its pages are stored under.
+    pub number: u16,
+    /// The block.
+    pub block: Block,
+    /// When it was cut short, the latest last: each left more pages than the one before, or that one says nothing more.
+    pub cuts: Vec<Cut>,
+}
+
+impl StoredBlock {
+    /// Whether what checkpoint `number` stored of `page` is void.
+    #[must_use]
+    pub fn is_void(&self, page: u64, number: u64) -> bool {
+        self.cuts.iter().any(|cut| page >= cut.pages && number < cut.number)
+    }
+
+    /// Note that checkpoint `number` leaves `pages` pages.
+    pub fn cut(&mut self, number: u64, pages: u64) {
+        self.cuts.retain(|cut| cut.pages < pages);
+        self.cuts.push(Cut { number, pages });
+    }
+}
+
 /// What a checkpoint says about itself, besides its pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
@@ -131,8 +165,8 @@ pub struct Table {
     pub pages: Pages,
     /// Bytes of segments written for it.
     pub bytes: u64,
-    /// The RAM blocks with the numbers that their pages are stored under.
-    pub blocks: Vec<(u16, Block)>,
+    /// The RAM blocks.
+    pub blocks: Vec<StoredBlock>,
 }
 
 impl Table {
@@ -145,12 +179,17 @@ impl Table {
         let Pages { stored, zero, unchanged, compressed } = self.pages;
         [stored, zero, unchanged, compressed, self.bytes].into_iter().for_each(|count| out.put_u64(count));
         out.put_u32(self.blocks.len() as u32);
-        for (number, block) in &self.blocks {
+        for StoredBlock { number, block, cuts } in &self.blocks {
             out.put_u16(*number);
             out.put_u64(block.used);
             out.put_u64(block.max);
             out.put_u64(block.page_size);
             out.put_text(&block.id);
+            out.put_u32(cuts.len() as u32);
+            for cut in cuts {
+                out.put_u64(cut.number);
+                out.put_u64(cut.pages);
+            }
         }
         out
     }
@@ -168,16 +207,21 @@ impl Table {
             let pages = Pages { stored, zero, unchanged, compressed };
             let bytes = reader.u64()?;
             let mut blocks = Vec::new();
-            for _ in 0..reader.count(28)? {
+            for _ in 0..reader.count(32)? {
                 let number = reader.u16()?;
                 let (used, max, page_size) = (reader.u64()?, reader.u64()?, reader.u64()?);
-                blocks.push((number, Block { id: reader.text()?.to_owned(), used, max, page_size }));
+                let block = Block { id: reader.text()?.to_owned(), used, max, page_size };
+                let mut cuts = Vec::new();
+                for _ in 0..reader.count(16)? {
+                    cuts.push(Cut { number: reader.u64()?, pages: reader.u64()? });
+                }
+                blocks.push(StoredBlock { number, block, cuts });
             }
             reader.rest().is_empty().then_some(Self { number, time_us, pages, bytes, blocks })
         };
         let table = fields().ok_or_else(|| bad("it has another length than it says"))?;
-        check_blocks(table.blocks.iter().map(|(_, block)| block)).map_err(bad)?;
-        let mut numbers: Vec<_> = table.blocks.iter().map(|(number, _)| *number).collect();
+        check_blocks(table.blocks.iter().map(|stored| &stored.block)).map_err(bad)?;
+        let mut numbers: Vec<_> = table.blocks.iter().map(|stored| stored.number).collect();
         numbers.sort_unstable();
         if !numbers.is_sorted_by(|a, b| a < b) {
             return Err(bad("two of its blocks have the same number"));
@@ -239,13 +283,24 @@ mod tests {
         bad.next_segment = 11;
         assert!(Manifest::decode(&bad.encode()).is_err());
         let pages = Pages { stored: 1, zero: 2, unchanged: 3, compressed: 4 };
-        let mut table =
-            Table {
-                number: 1, time_us: 2, pages, bytes: 5, blocks: vec![(0, block("ram", 4096)), (2, block("é", 0))]
-            };
+        let stored = |number, block, cuts| StoredBlock { number, block, cuts };
+        let cuts = vec![Cut { number: 3, pages: 1 }];
+        let blocks = vec![stored(0, block("ram", 4096), vec![]), stored(2, block("é", 0), cuts)];
+        let mut table = Table { number: 1, time_us: 2, pages, bytes: 5, blocks };
         assert_eq!(Table::decode(&table.encode()), Ok(table.clone()));
-        table.blocks.push((2, block("other", 1)));
+        table.blocks.push(stored(2, block("other", 1), vec![]));
         assert!(Table::decode(&table.encode()).is_err());
+    }
+
+    #[test]
+    fn what_was_cut_off_stays_void() {
+        let mut stored = StoredBlock { number: 0, block: block("ram", 1 << 20), cuts: vec![] };
+        stored.cut(5, 10);
+        stored.cut(8, 20);
+        assert!(stored.is_void(10, 4) && stored.is_void(20, 7) && stored.is_void(15, 4));
+        assert!(!stored.is_void(9, 4) && !stored.is_void(10, 5) && !stored.is_void(15, 7));
+        stored.cut(9, 10);
+        assert_eq!(stored.cuts, [Cut { number: 9, pages: 10 }]);
     }
 
     #[test]

@@ -52,6 +52,18 @@ pub fn parse_base(name: &str) -> Option<(u64, u64)> {
     (base(slot, epoch).strip_prefix(INDEX)?.strip_prefix('/')? == name).then_some((slot, epoch))
 }
 
+/// The second name of the newest log entry, so that it is missed if the first one is gone.
+#[must_use]
+pub fn last(slot: u64) -> String {
+    format!("{LOG}/last-{slot:012}")
+}
+
+/// The number of the log entry whose second name is the file `name` of the directory [`LOG`].
+#[must_use]
+pub fn parse_last(name: &str) -> Option<u64> {
+    parse_entry(name.strip_prefix("last-")?)
+}
+
 /// A file of directory `directory` that is being written by epoch `epoch`.
 #[must_use]
 pub fn new(directory: &str, epoch: u64, what: &str) -> String {

@@ -39,6 +39,18 @@ pub struct Refusal {
     pub count: usize,
 }
 
+/// Something that happens just before a step: somebody else is faster.
+pub type Meanwhile = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Hook(Option<(usize, Meanwhile)>);
+
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
 #[derive(Debug, Default, Clone)]
 struct State {
     directories: BTreeSet<String>,
@@ -49,9 +61,9 @@ struct State {
     most: u64,
 }
 
-/// A disk in memory.
+/// A disk in memory. Clones are the same disk.
 #[derive(Debug, Default, Clone)]
-pub struct MemoryDisk(Arc<Mutex<State>>);
+pub struct MemoryDisk(Arc<Mutex<State>>, Arc<Mutex<Hook>>);
 
 #[derive(Debug)]
 struct MemoryFile(MemoryDisk, usize);
@@ -96,20 +108,14 @@ impl MemoryDisk {
         self.state().refusal.is_some_and(|refusal| refusal.after == 0)
     }
 
-    /// Bytes of all files that have a name.
-    pub fn used(&self) -> u64 {
-        let state = self.state();
-        state.names.values().collect::<BTreeSet<_>>().iter().map(|file| state.files[**file].len() as u64).sum()
+    /// The same disk, seen by somebody who can be interrupted.
+    pub fn handle(&self) -> Self {
+        Self(self.0.clone(), Arc::default())
     }
 
-    /// The most bytes that it ever had.
-    pub fn most(&self) -> u64 {
-        self.state().most
-    }
-
-    pub fn reset_most(&self) {
-        let used = self.used();
-        self.state().most = used;
+    /// Before the `after`-th step from now on that is made through this handle, `meanwhile` happens.
+    pub fn interrupt(&self, after: usize, meanwhile: Meanwhile) {
+        self.1.lock().unwrap().0 = Some((after, meanwhile));
     }
 
     /// The same content, apart from this one, with nothing recorded.
@@ -117,7 +123,7 @@ impl MemoryDisk {
         let mut state = self.state().clone();
         state.ops.clear();
         state.refusal = None;
-        Self(Arc::new(Mutex::new(state)))
+        Self(Arc::new(Mutex::new(state)), Arc::default())
     }
 
     /// Change a file behind the store's back.
@@ -201,10 +207,30 @@ impl MemoryDisk {
         }
         let State { names, directories, .. } = &mut state;
         names.retain(|name, _| parent(name).is_empty() || directories.contains(parent(name)));
-        Self(Arc::new(Mutex::new(state)))
+        Self(Arc::new(Mutex::new(state)), Arc::default())
     }
 
     fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
+        let due = match &mut *self.1.lock().unwrap() {
+            Hook(Some((0, _))) => true,
+            Hook(Some((after, _))) => {
+                *after -= 1;
+                false
+            }
+            Hook(None) => false,
+        };
+        if due {
+            let hook = self.1.lock().unwrap().0.take();
+            if let Some((_, meanwhile)) = hook {
+                meanwhile();
+            }
+        }
+        // Somebody may have been faster.
+        if let Op::Create(name, _) | Op::Link(name, _) = &op
+            && self.state().names.contains_key(name)
+        {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
         let mut state = self.state();
         if let Some(refusal) = &mut state.refusal {
             if refusal.after == 0 && refusal.count > 0 {
@@ -298,7 +324,7 @@ impl Disk for MemoryDisk {
             state.files.push(Vec::new());
             state.files.len() - 1
         };
-        self.step(Op::Create(name.into(), file))?;
+        drop(self.step(Op::Create(name.into(), file))?);
         Ok(Arc::new(MemoryFile(self.clone(), file)))
     }
 

@@ -9,7 +9,7 @@ use crate::home::Home;
 use crate::image::LocalImage;
 use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use uuid::Uuid;
 
 /// The VM of all tests.
@@ -24,6 +24,14 @@ pub fn block(id: &str, pages: u64) -> Block {
 
 /// A page: zero for 0, easy to compress for even ones, impossible for odd ones.
 pub fn content(kind: u64) -> Page {
+    static MADE: [OnceLock<Page>; 64] = [const { OnceLock::new() }; 64];
+    match MADE.get(kind as usize) {
+        Some(made) => *made.get_or_init(|| make(kind)),
+        None => make(kind),
+    }
+}
+
+fn make(kind: u64) -> Page {
     let mut state = kind.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     std::array::from_fn(|n| match kind {
         0 => 0,
@@ -61,8 +69,20 @@ pub struct Model {
 }
 
 pub fn open(disk: &MemoryDisk, keep: u32) -> Result<Engine> {
+    open_as(disk, keep, "test", None)
+}
+
+/// Of an error that says that another one is the owner: the old epoch, the new one, what its owner does.
+pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
+    match error {
+        StoreError::Superseded { mine, epoch, owner, .. } => Some((*mine, *epoch, &owner.operation)),
+        _ => None,
+    }
+}
+
+pub fn open_as(disk: &MemoryDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
     let settings = Settings { keep, segment: 48 << 10 };
-    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here("test"), None, settings)
+    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if, settings)
 }
 
 pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
@@ -73,7 +93,8 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
 pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
     let digester = engine.digester();
     let mut packer = Packer::default();
-    for some in pages.chunks(5) {
+    // Small frames find more; large ones waste less.
+    for some in pages.chunks(if pages.len() > 100 { 256 } else { 5 }) {
         let mut frame = vec![0; FRAME_HEADER_LEN + 16 * some.len()];
         for (n, (block, page, kind)) in some.iter().enumerate() {
             let content = content(*kind);
