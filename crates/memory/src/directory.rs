@@ -1,9 +1,12 @@
 //! Where RAM files live, and how much still fits.
 //!
 //! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them, so a directory with free space
-//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence what has been
-//! promised to the files that are there counts as used, and asking for more than is left is refused beforehand.
+//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence asking for more
+//! than is left is refused beforehand. On hugetlbfs the kernel keeps the books: it sets pages aside for a file. On tmpfs it
+//! does not, so what has been promised to the files that are there counts as used.
 
+use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
+use rekindle_kernel::memory::reserve;
 use rustix::fs::{FlockOperation, Mode, OFlags, StatFs, flock, fstatfs, open, statfs};
 use rustix::mount::{MountFlags, mount};
 use std::ffi::CString;
@@ -13,7 +16,6 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const SUFFIX: &str = "ram";
 
 /// Why a RAM file cannot be had.
@@ -45,6 +47,39 @@ pub enum RamError {
         free: u64,
         /// Bytes that other RAM files may still claim.
         promised: u64,
+    },
+    /// More huge pages were asked for than there are.
+    #[error(
+        "RAM directory {}: {} asked for, {} left in huge pages of {} ({} free, of which {} reserved{}); stop a VM, make \
+         `memory` smaller, or {}",
+        path.display(), mib(*asked), mib(pages.left()), mib(pages.page), mib(pages.free), mib(pages.reserved),
+        pages.limit.map(|limit| format!("; the mount's `size=` leaves {}", mib(limit))).unwrap_or_default(),
+        pages.mend(*asked)
+    )]
+    TooFewHugePages {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes asked for.
+        asked: u64,
+        /// What there is.
+        pages: HugePages,
+    },
+    /// The kernel does not give huge pages that it has.
+    #[error(
+        "RAM directory {}: {} in huge pages are refused, although {} are left; raise the limit of this control group \
+         (`hugetlb.*.rsvd.max`)",
+        path.display(), mib(*asked), mib(*left)
+    )]
+    Withheld {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes left.
+        left: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
     },
     /// There is a file of that name.
     #[error("RAM file {} exists already: a VM of that name runs, or `rekindle recover` has not been run", path.display())]
@@ -116,14 +151,17 @@ impl RamDirectory {
         self.path.join(format!("{name}.{SUFFIX}"))
     }
 
-    /// `(free, promised)` in bytes: what the file system and the machine still have, and what the RAM files that are
-    /// there may still claim of it.
+    /// `(free, promised)` in bytes: what the file system and the machine still have, and what of it has been promised: on
+    /// hugetlbfs the pages that are reserved for any file, elsewhere what the RAM files that are there may still claim.
     ///
     /// # Errors
     /// [`RamError::Directory`].
     pub fn room(&self) -> Result<(u64, u64), RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let stat = statfs(&self.path).map_err(|e| failed(e.into()))?;
+        if let Some(pages) = HugePages::of(&stat).map_err(failed)? {
+            return Ok((pages.left() + pages.reserved, pages.reserved));
+        }
         let mut free = free_bytes(&stat);
         if stat.f_type as u64 == TMPFS_MAGIC {
             free = free.min(available_memory().map_err(failed)?);
@@ -141,10 +179,11 @@ impl RamDirectory {
 
     /// Make the RAM file of VM `name` with `bytes` bytes, readable by nobody else.
     ///
-    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched.
+    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched. On hugetlbfs
+    /// they are set aside for it, so that they do come.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`] with both figures; [`RamError::Exists`].
+    /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with both figures; [`RamError::Exists`].
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         // Between looking and making nobody else may make one.
@@ -154,18 +193,59 @@ impl RamDirectory {
         if path.exists() {
             return Err(RamError::Exists { path });
         }
-        let (free, promised) = self.room()?;
-        let left = free.saturating_sub(promised);
-        if bytes > left {
-            return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+        let huge = huge_page_size(&self.path).map_err(failed)?.is_some();
+        // Of huge pages the kernel is asked itself: a mount may have some to its own, and a control group a limit.
+        if !huge {
+            let (free, promised) = self.room()?;
+            let left = free.saturating_sub(promised);
+            if bytes > left {
+                return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+            }
         }
         let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = made.map_err(failed)?;
-        if let Err(e) = file.set_len(bytes) {
+        let sized = file.set_len(bytes).map_err(failed);
+        let had = sized.and_then(|()| if huge { self.reserve(&file, bytes) } else { Ok(()) });
+        if let Err(e) = had {
             let _ = fs::remove_file(&path);
-            return Err(failed(e));
+            return Err(e);
         }
         Ok(path)
+    }
+
+    /// Give VM `name`, whose QEMU has ended, RAM for a new start in the place of what it has.
+    ///
+    /// On success: the file exists and is as long as asked for. It is empty, but on hugetlbfs it is the one that was there,
+    /// with what the guest has left in it, as after a reset: pages that go back to the pool may not come again.
+    ///
+    /// # Errors
+    /// As for [`RamDirectory::create`].
+    pub fn renew(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let path = self.file(name);
+        let fits = fs::metadata(&path).is_ok_and(|file| file.len() == bytes);
+        if fits && huge_page_size(&self.path).map_err(failed)?.is_some() {
+            return Ok(path);
+        }
+        self.remove(name)?;
+        self.create(name, bytes)
+    }
+
+    /// Have the huge pages of a RAM file set aside for it.
+    fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
+        let Err(source) = reserve(file, bytes) else { return Ok(()) };
+        let path = self.path.clone();
+        let failed = |source: io::Error| RamError::Directory { path: path.clone(), source };
+        let stat = statfs(&path).map_err(|e| failed(e.into()))?;
+        Err(match HugePages::of(&stat).map_err(failed)? {
+            Some(pages) if source.kind() == io::ErrorKind::OutOfMemory && pages.left() < bytes => {
+                RamError::TooFewHugePages { path, asked: bytes, pages }
+            }
+            Some(pages) if source.kind() == io::ErrorKind::OutOfMemory => {
+                RamError::Withheld { path, asked: bytes, left: pages.left(), source }
+            }
+            _ => failed(source),
+        })
     }
 
     /// Remove the RAM file of VM `name`, and with it the guest's memory. One that is not there is no error.
@@ -189,7 +269,7 @@ impl RamDirectory {
 pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
     let directory = File::open(path)?;
     let stat = fstatfs(&directory)?;
-    Ok((stat.f_type as u64 == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
+    Ok((stat.f_type == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
 }
 
 fn free_bytes(stat: &StatFs) -> u64 {
@@ -233,6 +313,19 @@ mod tests {
         ram.remove("first").unwrap();
         let file = ram.create("second", most).unwrap();
         assert_eq!(fs::metadata(file).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_renewed_file_is_empty_again_and_may_be_of_another_size() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamDirectory::at(directory.path()).unwrap();
+        let file = ram.create("web", 1 << 20).unwrap();
+        fs::write(&file, [7; 1 << 20]).unwrap();
+        for bytes in [1 << 20, 2 << 20] {
+            assert_eq!(ram.renew("web", bytes).unwrap(), file);
+            let metadata = fs::metadata(&file).unwrap();
+            assert_eq!((metadata.len(), metadata.blocks()), (bytes, 0));
+        }
     }
 
     #[test]

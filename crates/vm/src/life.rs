@@ -255,14 +255,13 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
     directory.join(format!("{}.state", unique_name(rundir)))
 }
 
-/// Give a VM a new, empty RAM file in the place of the one it has.
+/// Give a VM RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
 ///
 /// # Errors
 /// [`RamError`].
 pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
-    ram.remove(&unique_name(rundir))?;
-    ram.create(&unique_name(rundir), hardware.ram.bytes).map(drop)
+    ram.renew(&unique_name(rundir), hardware.ram.bytes).map(drop)
 }
 
 /// How a guest came to its end.

@@ -5,6 +5,7 @@
 
 pub mod eyes;
 pub mod guest;
+pub mod huge;
 pub mod lab;
 pub mod vm;
 
@@ -12,6 +13,7 @@ pub mod vm;
 pub use {
     eyes::{Watch, ticks_once},
     guest::Guest,
+    huge::HugePages,
     lab::{Done, Lab, qemu_new, qemu_old},
     vm::Net,
 };
