@@ -8,10 +8,11 @@
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
 use rustix::fs::{FlockOperation, Mode, OFlags, StatFs, flock, fstatfs, open, statfs};
-use rustix::mount::{MountFlags, mount};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use std::ffi::CString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -97,6 +98,8 @@ fn mib(bytes: u64) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamDirectory {
     path: PathBuf,
+    /// The size of the tmpfs, if it is Rekindle's own.
+    own_bytes: Option<u64>,
 }
 
 impl RamDirectory {
@@ -110,7 +113,7 @@ impl RamDirectory {
         if !metadata.is_dir() {
             return Err(failed(io::ErrorKind::NotADirectory.into()));
         }
-        Ok(Self { path: path.to_owned() })
+        Ok(Self { path: path.to_owned(), own_bytes: None })
     }
 
     /// A tmpfs of Rekindle's own at `path`, mounted with room for `bytes` if it is not yet. Needs root.
@@ -118,25 +121,35 @@ impl RamDirectory {
     /// # Errors
     /// [`RamError::Directory`] when it cannot be mounted.
     pub fn own_tmpfs(path: &Path, bytes: u64) -> Result<Self, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: path.to_owned(), source };
-        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
-        // Two at once must not mount twice: the lock is on the directory beneath the mount, so on its parent.
-        let parent = path.parent().unwrap_or(Path::new("/"));
-        let lock = open(parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|e| failed(e.into()))?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
-        let here = fs::metadata(path).map_err(failed)?.dev();
-        let above = fs::metadata(parent).map_err(failed)?.dev();
-        if here == above {
-            let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
-            let try_mount = |more: &str| -> io::Result<()> {
-                let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-                Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
-            };
-            // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
-            try_mount(",noswap").or_else(|_| try_mount("")).map_err(failed)?;
+        let own = Self { path: path.to_owned(), own_bytes: Some(bytes) };
+        own.lock().map(drop)?;
+        Ok(own)
+    }
+
+    /// Take Rekindle's own tmpfs at `path` away if no RAM file is in it. Best effort: in use is no error.
+    pub fn release_own_tmpfs(path: &Path) {
+        let Ok(_lock) = lock_above(path) else { return };
+        let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+        if empty && unmount(path, UnmountFlags::empty()).is_ok() {
+            let _ = fs::remove_dir(path);
         }
-        Self::at(path)
+    }
+
+    /// Keep others from making RAM files here, and a tmpfs of Rekindle's own from being taken away.
+    fn lock(&self) -> Result<Locked, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let above = match self.own_bytes {
+            Some(bytes) => {
+                let above = lock_above(&self.path).map_err(failed)?;
+                // Whoever stopped the last VM has taken the tmpfs away.
+                mount_own(&self.path, bytes).map_err(failed)?;
+                Some(above)
+            }
+            None => None,
+        };
+        let directory = File::open(&self.path).map_err(failed)?;
+        flock(&directory, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        Ok(Locked { _above: above, _directory: directory })
     }
 
     /// Where it is.
@@ -187,8 +200,7 @@ impl RamDirectory {
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         // Between looking and making nobody else may make one.
-        let lock = File::open(&self.path).map_err(failed)?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        let _lock = self.lock()?;
         let path = self.file(name);
         if path.exists() {
             return Err(RamError::Exists { path });
@@ -260,6 +272,37 @@ impl RamDirectory {
             _ => Ok(()),
         }
     }
+}
+
+/// Held while a RAM file is made.
+struct Locked {
+    _above: Option<OwnedFd>,
+    _directory: File,
+}
+
+/// Lock a tmpfs of Rekindle's own that is mounted at `path`, or is going to be: by the folder above, which stays.
+fn lock_above(path: &Path) -> io::Result<OwnedFd> {
+    let above = path.parent().unwrap_or(Path::new("/"));
+    DirBuilder::new().recursive(true).mode(0o700).create(above)?;
+    let lock = open(above, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    Ok(lock)
+}
+
+/// Mount a tmpfs with room for `bytes` at `path`, if there is none yet.
+fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    let above = fs::metadata(path.parent().unwrap_or(Path::new("/")))?.dev();
+    if fs::metadata(path)?.dev() != above {
+        return Ok(());
+    }
+    let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
+    let try_mount = |more: &str| -> io::Result<()> {
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
+    };
+    // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
+    try_mount(",noswap").or_else(|_| try_mount(""))
 }
 
 /// Whether `path` is on hugetlbfs, and then its page size.
@@ -347,7 +390,13 @@ mod tests {
         assert_eq!(ram, again);
         assert_eq!(ram.room().unwrap().0, 64 << 20);
         assert!(matches!(ram.create("x", 65 << 20), Err(RamError::TooSmall { .. })));
-        rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();
+        // The last VM is stopped while another is being started.
+        RamDirectory::release_own_tmpfs(&path);
+        assert!(!path.exists());
+        ram.create("x", 1 << 20).unwrap();
+        RamDirectory::release_own_tmpfs(&path);
+        assert!(path.join("x.ram").exists(), "one that is in use stays");
+        unmount(&path, UnmountFlags::empty()).unwrap();
         assert!(!path.join("x.ram").exists());
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
         assert!(!mounts.contains(path.to_str().unwrap()), "mounted once, unmounted once");
