@@ -144,21 +144,33 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 /// # Errors
 /// When its run directory cannot be read.
 pub fn status(rundir: &RunDir) -> io::Result<Status> {
-    // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
-    let left_behind = Journal::left_behind(rundir)?.is_some();
-    if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
-        return Ok(Status::NeedsRecovery);
+    loop {
+        // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
+        let left_behind = Journal::left_behind(rundir)?.is_some();
+        if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
+            return Ok(Status::NeedsRecovery);
+        }
+        let recorded = State::read(rundir)?.and_then(|state| state.vmm);
+        let status = look(rundir, recorded.as_ref());
+        // A QEMU that is gone may be the one before, if an operation came to its end while this one looked.
+        let gone = matches!(status, Status::Ended | Status::Silent);
+        if !gone || State::read(rundir)?.and_then(|state| state.vmm) == recorded {
+            return Ok(status);
+        }
     }
-    let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm).filter(Vmm::is_alive) else {
+}
+
+fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
+    let Some(vmm) = recorded.filter(|vmm| vmm.is_alive()) else {
         // Between the end of an old QEMU and the record of the new one there is none.
-        return Ok(lock::holder(rundir).map_or(Status::Ended, Status::Busy));
+        return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
     let answer = Qmp::connect(&vmm.directory().watch(), Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
-    Ok(match answer {
+    match answer {
         Ok(state) if state == "running" => Status::Running,
         Ok(state) => Status::Stopped(state),
         Err(_) => Status::Silent,
-    })
+    }
 }
 
 /// A VM that nobody else works on, for an operation.
