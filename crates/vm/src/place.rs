@@ -80,6 +80,7 @@ impl<'a> Place<'a> {
             Ok((state, ram)) => Ok(Self { host, rundir, state, ram, _lock: lock }),
             Err(e) => {
                 let _ = rundir.remove();
+                host.release_ram();
                 Err(e)
             }
         }
@@ -143,6 +144,7 @@ fn prepare(
     if !missing.is_empty() {
         return Err(unfit(missing));
     }
+    network::check(&definition)?;
     let state = State {
         format: FORMAT,
         definition: Definition { qemu: binary.path, ..definition },

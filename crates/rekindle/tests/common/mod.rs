@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod bridge;
 pub mod eyes;
 pub mod guest;
 pub mod huge;
@@ -11,6 +12,7 @@ pub mod vm;
 
 #[allow(unused_imports, reason = "each test binary uses a part of it")]
 pub use {
+    bridge::Bridge,
     eyes::{Watch, ticks_once},
     guest::Guest,
     huge::HugePages,
