@@ -7,6 +7,7 @@ use nix::unistd::Pid;
 use std::fs::{self, File};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 /// Bytes of a page of x86-64. Everything here counts in such pages, also where the kernel maps larger ones.
@@ -111,6 +112,26 @@ pub fn populate_heap(injector: Injector) -> io::Result<()> {
     let Some(heap) = heap(injector.process())? else { return Ok(()) };
     let arguments = [heap.start, heap.end - heap.start, libc::MADV_POPULATE_WRITE as u64];
     Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
+}
+
+/// Set aside, for ever, every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can come to have.
+///
+/// The kernel reserves them when a file is first mapped shared, and leaves them to the file until it is cut short or
+/// removed, mapped or not: so one who maps it later, and touches a page, finds it there.
+///
+/// # Errors
+/// `OutOfMemory` when the pool, the mount or the control group (`hugetlb.SIZE.rsvd.max`) has not so many; none is
+/// taken then.
+pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    let length = usize::try_from(bytes).map_err(io::Error::other)?;
+    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), length, protection, flags, file.as_raw_fd(), 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: exactly what was mapped above, and nobody was told of it.
+    if unsafe { libc::munmap(start, length) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn heap(process: Process) -> io::Result<Option<Range<u64>>> {

@@ -86,17 +86,19 @@ impl Drop for First {
     }
 }
 
-/// Schedule normally whatever threads of `process` a [`First`] has left behind that was never dropped.
+/// Schedule normally, with the nice value of its main thread, whatever threads of `process` a [`First`] has left behind that was never
+/// dropped.
 ///
 /// # Errors
 /// `NotFound` if it has ended.
 pub fn normal(process: Process) -> io::Result<()> {
+    let main = nice(process.pid.cast_signed())?;
     for (thread, _) in threads(process)? {
         if policy(thread)? == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK {
             set_policy(thread, libc::SCHED_OTHER, 0)?;
         }
         if nice(thread)? == THIRD {
-            set_nice(thread, 0)?;
+            set_nice(thread, main)?;
         }
     }
     Ok(())
@@ -166,18 +168,42 @@ mod tests {
                 result.unwrap();
                 assert_eq!(policy(tid).unwrap(), libc::SCHED_RR | libc::SCHED_RESET_ON_FORK);
                 drop(first);
-                assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
-                for rank in [Rank::First, Rank::Second, Rank::Third] {
-                    let mut first = First::default();
-                    first.add(tid, libc::SCHED_RESET_ON_FORK, rank).unwrap();
-                    std::mem::forget(first);
-                    assert_ne!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
+                let before = (libc::SCHED_OTHER, nice(0).unwrap());
+                assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), before);
+                for rank in [Rank::First, Rank::Second] {
+                    leave_behind(tid, rank);
+                    assert_ne!(policy(tid).unwrap(), libc::SCHED_OTHER);
                     normal(process).unwrap();
-                    assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), (libc::SCHED_OTHER, 0));
+                    assert_eq!((policy(tid).unwrap(), nice(tid).unwrap()), before);
                 }
             }
         }
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    fn leave_behind(thread: libc::pid_t, rank: Rank) {
+        let mut first = First::default();
+        first.add(thread, libc::SCHED_RESET_ON_FORK, rank).unwrap();
+        std::mem::forget(first);
+    }
+
+    #[test]
+    fn a_thread_that_is_left_with_a_nice_value_gets_that_of_its_process() {
+        let me = Process::current().unwrap();
+        let main = nice(me.pid.cast_signed()).unwrap();
+        let work = move || {
+            let thread = rustix::thread::gettid().as_raw_pid();
+            if set_nice(thread, THIRD).is_err() {
+                eprintln!("needs CAP_SYS_NICE: not run");
+                return;
+            }
+            set_nice(thread, main).unwrap();
+            leave_behind(thread, Rank::Third);
+            assert_eq!(nice(thread).unwrap(), THIRD);
+            normal(me).unwrap();
+            assert_eq!(nice(thread).unwrap(), main);
+        };
+        std::thread::spawn(work).join().unwrap();
     }
 }

@@ -1,19 +1,22 @@
 //! Where RAM files live, and how much still fits.
 //!
 //! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them, so a directory with free space
-//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence what has been
-//! promised to the files that are there counts as used, and asking for more than is left is refused beforehand.
+//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence asking for more
+//! than is left is refused beforehand. On hugetlbfs the kernel keeps the books: it sets pages aside for a file. On tmpfs it
+//! does not, so what has been promised to the files that are there counts as used.
 
+use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
+use rekindle_kernel::memory::reserve;
 use rustix::fs::{FlockOperation, Mode, OFlags, StatFs, flock, fstatfs, open, statfs};
-use rustix::mount::{MountFlags, mount};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use std::ffi::CString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const SUFFIX: &str = "ram";
 
 /// Why a RAM file cannot be had.
@@ -46,6 +49,39 @@ pub enum RamError {
         /// Bytes that other RAM files may still claim.
         promised: u64,
     },
+    /// More huge pages were asked for than there are.
+    #[error(
+        "RAM directory {}: {} asked for, {} left in huge pages of {} ({} free, of which {} reserved{}); stop a VM, make \
+         `memory` smaller, or {}",
+        path.display(), mib(*asked), mib(pages.left()), mib(pages.page), mib(pages.free), mib(pages.reserved),
+        pages.limit.map(|limit| format!("; the mount's `size=` leaves {}", mib(limit))).unwrap_or_default(),
+        pages.mend(*asked)
+    )]
+    TooFewHugePages {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes asked for.
+        asked: u64,
+        /// What there is.
+        pages: HugePages,
+    },
+    /// The kernel does not give huge pages that it has.
+    #[error(
+        "RAM directory {}: {} in huge pages are refused, although {} are left; raise the limit of this control group \
+         (`hugetlb.*.rsvd.max`)",
+        path.display(), mib(*asked), mib(*left)
+    )]
+    Withheld {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes left.
+        left: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
     /// There is a file of that name.
     #[error("RAM file {} exists already: a VM of that name runs, or `rekindle recover` has not been run", path.display())]
     Exists {
@@ -62,6 +98,8 @@ fn mib(bytes: u64) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamDirectory {
     path: PathBuf,
+    /// The size of the tmpfs, if it is Rekindle's own.
+    own_bytes: Option<u64>,
 }
 
 impl RamDirectory {
@@ -75,7 +113,7 @@ impl RamDirectory {
         if !metadata.is_dir() {
             return Err(failed(io::ErrorKind::NotADirectory.into()));
         }
-        Ok(Self { path: path.to_owned() })
+        Ok(Self { path: path.to_owned(), own_bytes: None })
     }
 
     /// A tmpfs of Rekindle's own at `path`, mounted with room for `bytes` if it is not yet. Needs root.
@@ -83,25 +121,35 @@ impl RamDirectory {
     /// # Errors
     /// [`RamError::Directory`] when it cannot be mounted.
     pub fn own_tmpfs(path: &Path, bytes: u64) -> Result<Self, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: path.to_owned(), source };
-        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
-        // Two at once must not mount twice: the lock is on the directory beneath the mount, so on its parent.
-        let parent = path.parent().unwrap_or(Path::new("/"));
-        let lock = open(parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|e| failed(e.into()))?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
-        let here = fs::metadata(path).map_err(failed)?.dev();
-        let above = fs::metadata(parent).map_err(failed)?.dev();
-        if here == above {
-            let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
-            let try_mount = |more: &str| -> io::Result<()> {
-                let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-                Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
-            };
-            // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
-            try_mount(",noswap").or_else(|_| try_mount("")).map_err(failed)?;
+        let own = Self { path: path.to_owned(), own_bytes: Some(bytes) };
+        own.lock().map(drop)?;
+        Ok(own)
+    }
+
+    /// Take Rekindle's own tmpfs at `path` away if no RAM file is in it. Best effort: in use is no error.
+    pub fn release_own_tmpfs(path: &Path) {
+        let Ok(_lock) = lock_above(path) else { return };
+        let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+        if empty && unmount(path, UnmountFlags::empty()).is_ok() {
+            let _ = fs::remove_dir(path);
         }
-        Self::at(path)
+    }
+
+    /// Keep others from making RAM files here, and a tmpfs of Rekindle's own from being taken away.
+    fn lock(&self) -> Result<Locked, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let above = match self.own_bytes {
+            Some(bytes) => {
+                let above = lock_above(&self.path).map_err(failed)?;
+                // Whoever stopped the last VM has taken the tmpfs away.
+                mount_own(&self.path, bytes).map_err(failed)?;
+                Some(above)
+            }
+            None => None,
+        };
+        let directory = File::open(&self.path).map_err(failed)?;
+        flock(&directory, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        Ok(Locked { _above: above, _directory: directory })
     }
 
     /// Where it is.
@@ -116,14 +164,17 @@ impl RamDirectory {
         self.path.join(format!("{name}.{SUFFIX}"))
     }
 
-    /// `(free, promised)` in bytes: what the file system and the machine still have, and what the RAM files that are
-    /// there may still claim of it.
+    /// `(free, promised)` in bytes: what the file system and the machine still have, and what of it has been promised: on
+    /// hugetlbfs the pages that are reserved for any file, elsewhere what the RAM files that are there may still claim.
     ///
     /// # Errors
     /// [`RamError::Directory`].
     pub fn room(&self) -> Result<(u64, u64), RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let stat = statfs(&self.path).map_err(|e| failed(e.into()))?;
+        if let Some(pages) = HugePages::of(&stat).map_err(failed)? {
+            return Ok((pages.left() + pages.reserved, pages.reserved));
+        }
         let mut free = free_bytes(&stat);
         if stat.f_type as u64 == TMPFS_MAGIC {
             free = free.min(available_memory().map_err(failed)?);
@@ -141,31 +192,72 @@ impl RamDirectory {
 
     /// Make the RAM file of VM `name` with `bytes` bytes, readable by nobody else.
     ///
-    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched.
+    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched. On hugetlbfs
+    /// they are set aside for it, so that they do come.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`] with both figures; [`RamError::Exists`].
+    /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with both figures; [`RamError::Exists`].
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         // Between looking and making nobody else may make one.
-        let lock = File::open(&self.path).map_err(failed)?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+        let _lock = self.lock()?;
         let path = self.file(name);
         if path.exists() {
             return Err(RamError::Exists { path });
         }
-        let (free, promised) = self.room()?;
-        let left = free.saturating_sub(promised);
-        if bytes > left {
-            return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+        let huge = huge_page_size(&self.path).map_err(failed)?.is_some();
+        // Of huge pages the kernel is asked itself: a mount may have some to its own, and a control group a limit.
+        if !huge {
+            let (free, promised) = self.room()?;
+            let left = free.saturating_sub(promised);
+            if bytes > left {
+                return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+            }
         }
         let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = made.map_err(failed)?;
-        if let Err(e) = file.set_len(bytes) {
+        let sized = file.set_len(bytes).map_err(failed);
+        let had = sized.and_then(|()| if huge { self.reserve(&file, bytes) } else { Ok(()) });
+        if let Err(e) = had {
             let _ = fs::remove_file(&path);
-            return Err(failed(e));
+            return Err(e);
         }
         Ok(path)
+    }
+
+    /// Give VM `name`, whose QEMU has ended, RAM for a new start in the place of what it has.
+    ///
+    /// On success: the file exists and is as long as asked for. It is empty, but on hugetlbfs it is the one that was there,
+    /// with what the guest has left in it, as after a reset: pages that go back to the pool may not come again.
+    ///
+    /// # Errors
+    /// As for [`RamDirectory::create`].
+    pub fn renew(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let path = self.file(name);
+        let fits = fs::metadata(&path).is_ok_and(|file| file.len() == bytes);
+        if fits && huge_page_size(&self.path).map_err(failed)?.is_some() {
+            return Ok(path);
+        }
+        self.remove(name)?;
+        self.create(name, bytes)
+    }
+
+    /// Have the huge pages of a RAM file set aside for it.
+    fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
+        let Err(source) = reserve(file, bytes) else { return Ok(()) };
+        let path = self.path.clone();
+        let failed = |source: io::Error| RamError::Directory { path: path.clone(), source };
+        let stat = statfs(&path).map_err(|e| failed(e.into()))?;
+        Err(match HugePages::of(&stat).map_err(failed)? {
+            Some(pages) if source.kind() == io::ErrorKind::OutOfMemory && pages.left() < bytes => {
+                RamError::TooFewHugePages { path, asked: bytes, pages }
+            }
+            Some(pages) if source.kind() == io::ErrorKind::OutOfMemory => {
+                RamError::Withheld { path, asked: bytes, left: pages.left(), source }
+            }
+            _ => failed(source),
+        })
     }
 
     /// Remove the RAM file of VM `name`, and with it the guest's memory. One that is not there is no error.
@@ -182,6 +274,37 @@ impl RamDirectory {
     }
 }
 
+/// Held while a RAM file is made.
+struct Locked {
+    _above: Option<OwnedFd>,
+    _directory: File,
+}
+
+/// Lock a tmpfs of Rekindle's own that is mounted at `path`, or is going to be: by the folder above, which stays.
+fn lock_above(path: &Path) -> io::Result<OwnedFd> {
+    let above = path.parent().unwrap_or(Path::new("/"));
+    DirBuilder::new().recursive(true).mode(0o700).create(above)?;
+    let lock = open(above, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    Ok(lock)
+}
+
+/// Mount a tmpfs with room for `bytes` at `path`, if there is none yet.
+fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    let above = fs::metadata(path.parent().unwrap_or(Path::new("/")))?.dev();
+    if fs::metadata(path)?.dev() != above {
+        return Ok(());
+    }
+    let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
+    let try_mount = |more: &str| -> io::Result<()> {
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
+    };
+    // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
+    try_mount(",noswap").or_else(|_| try_mount(""))
+}
+
 /// Whether `path` is on hugetlbfs, and then its page size.
 ///
 /// # Errors
@@ -189,7 +312,7 @@ impl RamDirectory {
 pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
     let directory = File::open(path)?;
     let stat = fstatfs(&directory)?;
-    Ok((stat.f_type as u64 == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
+    Ok((stat.f_type == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
 }
 
 fn free_bytes(stat: &StatFs) -> u64 {
@@ -236,6 +359,19 @@ mod tests {
     }
 
     #[test]
+    fn a_renewed_file_is_empty_again_and_may_be_of_another_size() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamDirectory::at(directory.path()).unwrap();
+        let file = ram.create("web", 1 << 20).unwrap();
+        fs::write(&file, [7; 1 << 20]).unwrap();
+        for bytes in [1 << 20, 2 << 20] {
+            assert_eq!(ram.renew("web", bytes).unwrap(), file);
+            let metadata = fs::metadata(&file).unwrap();
+            assert_eq!((metadata.len(), metadata.blocks()), (bytes, 0));
+        }
+    }
+
+    #[test]
     fn a_missing_directory_is_named() {
         let e = RamDirectory::at(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(e.to_string().contains("/nowhere/at/all"), "{e}");
@@ -254,7 +390,13 @@ mod tests {
         assert_eq!(ram, again);
         assert_eq!(ram.room().unwrap().0, 64 << 20);
         assert!(matches!(ram.create("x", 65 << 20), Err(RamError::TooSmall { .. })));
-        rustix::mount::unmount(&path, rustix::mount::UnmountFlags::empty()).unwrap();
+        // The last VM is stopped while another is being started.
+        RamDirectory::release_own_tmpfs(&path);
+        assert!(!path.exists());
+        ram.create("x", 1 << 20).unwrap();
+        RamDirectory::release_own_tmpfs(&path);
+        assert!(path.join("x.ram").exists(), "one that is in use stays");
+        unmount(&path, UnmountFlags::empty()).unwrap();
         assert!(!path.join("x.ram").exists());
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
         assert!(!mounts.contains(path.to_str().unwrap()), "mounted once, unmounted once");

@@ -125,10 +125,7 @@ impl Host {
     /// Take Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
     pub fn release_ram(&self) {
         if let RamPlace::OwnTmpfs { path, .. } = &self.ram {
-            let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
-            if empty && rustix::mount::unmount(path, rustix::mount::UnmountFlags::empty()).is_ok() {
-                let _ = fs::remove_dir(path);
-            }
+            RamDirectory::release_own_tmpfs(path);
         }
     }
 }

@@ -144,21 +144,33 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 /// # Errors
 /// When its run directory cannot be read.
 pub fn status(rundir: &RunDir) -> io::Result<Status> {
-    // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
-    let left_behind = Journal::left_behind(rundir)?.is_some();
-    if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
-        return Ok(Status::NeedsRecovery);
+    loop {
+        // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
+        let left_behind = Journal::left_behind(rundir)?.is_some();
+        if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
+            return Ok(Status::NeedsRecovery);
+        }
+        let recorded = State::read(rundir)?.and_then(|state| state.vmm);
+        let status = look(rundir, recorded.as_ref());
+        // A QEMU that is gone may be the one before, if an operation came to its end while this one looked.
+        let gone = matches!(status, Status::Ended | Status::Silent);
+        if !gone || State::read(rundir)?.and_then(|state| state.vmm) == recorded {
+            return Ok(status);
+        }
     }
-    let Some(vmm) = State::read(rundir)?.and_then(|state| state.vmm).filter(Vmm::is_alive) else {
+}
+
+fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
+    let Some(vmm) = recorded.filter(|vmm| vmm.is_alive()) else {
         // Between the end of an old QEMU and the record of the new one there is none.
-        return Ok(lock::holder(rundir).map_or(Status::Ended, Status::Busy));
+        return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
     let answer = Qmp::connect(&vmm.directory().watch(), Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
-    Ok(match answer {
+    match answer {
         Ok(state) if state == "running" => Status::Running,
         Ok(state) => Status::Stopped(state),
         Err(_) => Status::Silent,
-    })
+    }
 }
 
 /// A VM that nobody else works on, for an operation.
@@ -255,14 +267,13 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
     directory.join(format!("{}.state", unique_name(rundir)))
 }
 
-/// Give a VM a new, empty RAM file in the place of the one it has.
+/// Give a VM RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
 ///
 /// # Errors
 /// [`RamError`].
 pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
-    ram.remove(&unique_name(rundir))?;
-    ram.create(&unique_name(rundir), hardware.ram.bytes).map(drop)
+    ram.renew(&unique_name(rundir), hardware.ram.bytes).map(drop)
 }
 
 /// How a guest came to its end.

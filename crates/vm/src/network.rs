@@ -3,7 +3,7 @@
 //! Interfaces are set up with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
 //! and removed with the last VM that uses it; one that was there before stays.
 
-use crate::definition::{NetBackend, TapPlace};
+use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
@@ -11,6 +11,8 @@ use rekindle_kernel::packet::Capture;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::{descriptor, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
+use rustix::net::netdevice::name_to_index;
+use rustix::net::{AddressFamily, SocketType};
 use std::fs;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -25,6 +27,16 @@ pub enum NetworkError {
     NeedsRoot {
         /// The network.
         id: String,
+    },
+    /// A bridge that is none.
+    #[error("network {id}: `bridge = \"{bridge}\"`: {}", no_bridge(bridge, *exists))]
+    NoBridge {
+        /// The network.
+        id: String,
+        /// What it names.
+        bridge: String,
+        /// Whether there is an interface of that name.
+        exists: bool,
     },
     /// `ip` failed.
     #[error("`ip {command}` failed: {said}")]
@@ -45,14 +57,25 @@ pub enum NetworkError {
     },
 }
 
-fn ip(arguments: &[&str]) -> Result<(), NetworkError> {
+fn no_bridge(bridge: &str, exists: bool) -> String {
+    if exists {
+        "that interface is no bridge; name one that is, or leave the interface to the host and put it into a bridge"
+            .into()
+    } else {
+        format!(
+            "there is no such interface; make it (ip link add {bridge} type bridge && ip link set {bridge} up), or correct it"
+        )
+    }
+}
+
+fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
     let command = arguments.join(" ");
     let output = Command::new("ip").args(arguments).output().map_err(|e| {
         let said = format!("{e}; install iproute2 (apt-get install iproute2)");
         NetworkError::Ip { command: command.clone(), said }
     })?;
     if output.status.success() {
-        return Ok(());
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     Err(NetworkError::Ip { command, said: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
 }
@@ -93,7 +116,35 @@ pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
     !after.is_empty()
 }
 
-/// Make and connect the taps of a VM.
+/// Look whether the networks of a definition can be had, before anything is made.
+///
+/// # Errors
+/// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`]; `ip` cannot be run.
+pub fn check(definition: &Definition) -> Result<(), NetworkError> {
+    for net in &definition.nets {
+        let NetBackend::Tap { place, .. } = &net.backend else { continue };
+        if !rustix::process::geteuid().is_root() {
+            return Err(NetworkError::NeedsRoot { id: net.id.clone() });
+        }
+        if let TapPlace::Bridge { bridge } = place {
+            let exists = has_interface(bridge);
+            // Nothing is printed of an interface that is of another type.
+            if exists && !ip(&["-o", "link", "show", "dev", bridge, "type", "bridge"])?.is_empty() {
+                continue;
+            }
+            return Err(NetworkError::NoBridge { id: net.id.clone(), bridge: bridge.clone(), exists });
+        }
+    }
+    Ok(())
+}
+
+/// Whether this network namespace has an interface of that name.
+fn has_interface(name: &str) -> bool {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None);
+    socket.is_ok_and(|socket| name_to_index(&socket, name).is_ok())
+}
+
+/// Make and connect the taps of a VM whose definition [`check`] has found good.
 ///
 /// On success: the taps' descriptors at the numbers that its command line names.
 ///
@@ -107,9 +158,6 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
         else {
             continue;
         };
-        if !rustix::process::geteuid().is_root() {
-            return Err(NetworkError::NeedsRoot { id: net.id.clone() });
-        }
         if let TapPlace::Netns { netns: namespace, .. } = place {
             make_namespace(host, namespace)?;
         }
@@ -123,12 +171,12 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
 fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     let ifname = tap.ifname.as_str();
     match place {
-        TapPlace::Bridge { bridge } => ip(&["link", "set", ifname, "master", bridge, "up"]),
+        TapPlace::Bridge { bridge } => ip(&["link", "set", ifname, "master", bridge, "up"]).map(drop),
         TapPlace::Netns { netns, address } => {
             if let Some(address) = address {
                 ip(&["-n", netns, "addr", "replace", &address.to_string(), "dev", ifname])?;
             }
-            ip(&["-n", netns, "link", "set", ifname, "up"])
+            ip(&["-n", netns, "link", "set", ifname, "up"]).map(drop)
         }
     }
 }
@@ -206,9 +254,9 @@ fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
     match ip(&["netns", "add", namespace]) {
         // Another VM of the same namespace was faster.
         Err(_) if netns::path(namespace).exists() => {}
-        other => other?,
+        other => drop(other?),
     }
-    ip(&["-n", namespace, "link", "set", "lo", "up"])
+    ip(&["-n", namespace, "link", "set", "lo", "up"]).map(drop)
 }
 
 fn release_namespace(host: &Host, namespace: &str, of: &str) -> Result<(), NetworkError> {

@@ -2,7 +2,7 @@
 //!
 //! `rekindle run` boots a guest in it, `rekindle restore` lets one go on from a checkpoint.
 
-use crate::definition::Definition;
+use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
@@ -80,6 +80,7 @@ impl<'a> Place<'a> {
             Ok((state, ram)) => Ok(Self { host, rundir, state, ram, _lock: lock }),
             Err(e) => {
                 let _ = rundir.remove();
+                host.release_ram();
                 Err(e)
             }
         }
@@ -132,11 +133,9 @@ fn prepare(
     let ram = host.ram_directory(&definition)?;
     let page = huge_page_size(ram.path())
         .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?
-        .unwrap_or(4096);
-    if !definition.memory.as_u64().is_multiple_of(page) {
-        let place = ram.path().display();
-        let problem = format!("memory = \"{}\" is no multiple of the {page}-byte pages of {place}", definition.memory);
-        return Err(unfit(vec![problem]));
+        .map(Bytes::new);
+    if let Some(why) = memory_flaw(definition.memory, page, &ram.path().display().to_string()) {
+        return Err(unfit(vec![format!("`memory = \"{}\"`: {why}", definition.memory)]));
     }
     let file = ram.file(&unique_name(rundir));
     let mut hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
@@ -145,6 +144,7 @@ fn prepare(
     if !missing.is_empty() {
         return Err(unfit(missing));
     }
+    network::check(&definition)?;
     let state = State {
         format: FORMAT,
         definition: Definition { qemu: binary.path, ..definition },

@@ -1,7 +1,7 @@
 //! What speaks against replacing a VMM, found before anything is stopped.
 
 use super::{Change, How, RebootError};
-use rekindle_memory::directory::RamDirectory;
+use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::{hardware, life};
@@ -90,10 +90,13 @@ fn boot_files(change: &Change) -> Vec<Problem> {
 }
 
 /// Saving reads every page of the guest's RAM, and on a tmpfs a page that was never touched is made when it is read: if
-/// there is no room for it, the old QEMU is killed.
+/// there is no room for it, the old QEMU is killed. On hugetlbfs each page was set aside when the file was made.
 fn room_to_read(path: &Path) -> Option<Problem> {
     let missing = std::fs::metadata(path).ok().map(|file| file.len().saturating_sub(file.blocks() * 512))?;
     let directory = path.parent().unwrap_or(Path::new("/"));
+    if huge_page_size(directory).ok()?.is_some() {
+        return None;
+    }
     let (free, _) = RamDirectory::at(directory).and_then(|directory| directory.room()).ok()?;
     (missing > free).then(|| {
         Problem(format!(

@@ -116,7 +116,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     Ok(change.report(&new, &state, (stopped, resumed), None))
 }
 
-/// Start a QEMU from a state that holds all of the guest's RAM; the RAM file must be new.
+/// Start a QEMU from a state that holds all of the guest's RAM; the RAM file must have been renewed.
 pub(crate) fn start_from_disk(
     rundir: &rekindle_vm::rundir::RunDir,
     hardware: &rekindle_qemu::command::Hardware,

@@ -32,21 +32,26 @@ impl Qemu {
         status["status"].as_str().map(str::to_owned)
     }
 
-    /// How its threads are scheduled, each way once: (nice, policy), normally (0, 0).
+    /// How its threads are scheduled, each way once: (nice, policy), normally as [`scheduling`] says of the test.
     pub fn scheduling(&self) -> Vec<(i32, u32)> {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).expect("it runs").flatten();
-        let stats = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
-        // Fields 19 and 41 of proc_pid_stat(5); the name in field 2 may hold spaces and ends with the last bracket.
-        let one = |stat: String| {
-            let fields: Vec<_> = stat.rsplit(')').next()?.split_whitespace().collect();
-            Some((fields.get(19 - 3)?.parse().ok()?, fields.get(41 - 3)?.parse().ok()?))
-        };
-        stats.filter_map(one).collect::<BTreeSet<_>>().into_iter().collect()
+        scheduling(self.process.pid)
     }
 
     fn runs(&self) -> bool {
         self.run_state_within(Duration::from_millis(30)).as_deref() == Some("running")
     }
+}
+
+/// How the threads of a process are scheduled, each way once: (nice, policy).
+pub fn scheduling(pid: u32) -> Vec<(i32, u32)> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs").flatten();
+    let stats = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
+    // Fields 19 and 41 of proc_pid_stat(5); the name in field 2 may hold spaces and ends with the last bracket.
+    let one = |stat: String| {
+        let fields: Vec<_> = stat.rsplit(')').next()?.split_whitespace().collect();
+        Some((fields.get(19 - 3)?.parse().ok()?, fields.get(41 - 3)?.parse().ok()?))
+    };
+    stats.filter_map(one).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// The QEMUs with their sockets below `root`, by their command lines.

@@ -218,8 +218,8 @@ impl Lab {
     pub fn interfaces(&self) -> Vec<String> {
         let output = Command::new("ip").args(["-n", &self.namespace, "-o", "link"]).output().expect("ip runs");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let names = text.lines().filter_map(|line| line.split(": ").nth(1)).map(|name| name.trim_end().to_owned());
-        names.filter(|name| name != "lo").collect()
+        let names = text.lines().filter_map(|line| line.split(": ").nth(1)).filter_map(|name| name.split('@').next());
+        names.map(|name| name.trim_end().to_owned()).filter(|name| name != "lo").collect()
     }
 
     /// That nothing is left of any VM: no QEMU, no RAM, no mount, no namespace, no run directory.

@@ -3,15 +3,19 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod bridge;
 pub mod eyes;
 pub mod guest;
+pub mod huge;
 pub mod lab;
 pub mod vm;
 
 #[allow(unused_imports, reason = "each test binary uses a part of it")]
 pub use {
+    bridge::Bridge,
     eyes::{Watch, ticks_once},
     guest::Guest,
+    huge::HugePages,
     lab::{Done, Lab, qemu_new, qemu_old},
     vm::Net,
 };

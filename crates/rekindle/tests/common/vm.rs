@@ -1,5 +1,6 @@
 //! Definitions of VMs for tests.
 
+use super::bridge::Bridge;
 use super::guest::Guest;
 use super::lab::Lab;
 use std::fs;
@@ -27,6 +28,7 @@ pub struct Vm<'a> {
     keys: String,
     sections: String,
     net: Net,
+    bridge: Option<String>,
 }
 
 impl<'a> Vm<'a> {
@@ -40,6 +42,7 @@ impl<'a> Vm<'a> {
             keys: String::new(),
             sections: String::new(),
             net: Net::Tap,
+            bridge: None,
         }
     }
 
@@ -73,6 +76,13 @@ impl<'a> Vm<'a> {
         self
     }
 
+    /// Put its tap into a bridge, over which the lab reaches it.
+    pub fn bridge(mut self, bridge: &Bridge) -> Self {
+        bridge.address(&format!("10.79.{}.1/24", self.subnet));
+        self.bridge = Some(bridge.name.clone());
+        self
+    }
+
     fn text(&self) -> String {
         let Self { name, subnet, memory, append, keys, sections, .. } = self;
         let (kernel, initrd) = self.lab.image();
@@ -80,13 +90,14 @@ impl<'a> Vm<'a> {
             Net::Tap => format!(" rekindle.ip=10.79.{subnet}.2/24"),
             Net::User(_) | Net::None => String::new(),
         };
-        let net = match self.net {
-            Net::Tap => {
+        let net = match (self.net, &self.bridge) {
+            (Net::Tap, Some(bridge)) => format!("[[net]]\nkind = \"tap\"\nbridge = \"{bridge}\"\n"),
+            (Net::Tap, None) => {
                 let namespace = &self.lab.namespace;
                 format!("[[net]]\nkind = \"tap\"\nnetns = \"{namespace}\"\naddress = \"10.79.{subnet}.1/24\"\n")
             }
-            Net::User(port) => format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n"),
-            Net::None => String::new(),
+            (Net::User(port), _) => format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n"),
+            (Net::None, _) => String::new(),
         };
         let save_dir =
             if keys.contains("save_dir") { String::new() } else { format!("save_dir = {:?}\n", self.lab.save_dir()) };

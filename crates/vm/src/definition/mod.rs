@@ -61,6 +61,7 @@ pub use self::arguments::uncarriable;
 pub use self::error::{DefinitionError, DefinitionErrors, Problem};
 pub use self::names::{Name, NameError};
 pub use self::network::{Net, NetBackend, TapPlace, derived_ifname};
+pub(crate) use self::parse::memory_flaw;
 pub use self::probe::{Probe, ProbeError, ProbeKind};
 pub use self::units::{Bytes, Span, UnitError};
 

@@ -148,14 +148,14 @@ fn memory(top: &Section<'_>, ram: &Ram) -> Bytes {
     let default = Bytes::from_mib(512);
     let huge = ram.dir.as_deref().and_then(files::huge_page);
     let Some(memory) = top.quantity::<Bytes>("memory") else { return default };
-    if let Some(why) = memory_flaw(memory.value, huge) {
+    if let Some(why) = memory_flaw(memory.value, huge, "`ram.dir`") {
         top.reject("memory", why);
     }
     memory.value
 }
 
-/// What is wrong with so much memory, if it is on huge pages of that size.
-pub(super) fn memory_flaw(memory: Bytes, huge: Option<Bytes>) -> Option<String> {
+/// What is wrong with so much memory, if it is on huge pages of that size in `place`.
+pub(crate) fn memory_flaw(memory: Bytes, huge: Option<Bytes>, place: &str) -> Option<String> {
     let unit = huge.map_or(1 << 20, |huge| huge.as_u64().max(1 << 20));
     let bytes = memory.as_u64();
     if bytes == 0 {
@@ -172,7 +172,7 @@ pub(super) fn memory_flaw(memory: Bytes, huge: Option<Bytes>) -> Option<String> 
     let mend = if below.as_u64() == 0 { format!("\"{above}\"") } else { format!("\"{below}\" or \"{above}\"") };
     let unit = Bytes::new(unit);
     Some(match huge {
-        Some(_) => format!("not a multiple of {unit}, the page size of `ram.dir`; write {mend}"),
+        Some(_) => format!("not a multiple of {unit}, the page size of {place}; write {mend}"),
         None => format!("not a multiple of {unit}; write {mend}"),
     })
 }

@@ -206,7 +206,8 @@ fn names_are_checked() {
 
 #[test]
 fn memory_on_huge_pages_is_a_multiple_of_them() {
-    let flaw = |mib, huge: Option<u32>| parse::memory_flaw(Bytes::from_mib(mib), huge.map(Bytes::from_mib));
+    let flaw =
+        |mib, huge: Option<u32>| parse::memory_flaw(Bytes::from_mib(mib), huge.map(Bytes::from_mib), "`ram.dir`");
     assert_eq!(flaw(3, None), None);
     assert_eq!(flaw(4, Some(2)), None);
     let message = "not a multiple of 2M, the page size of `ram.dir`; write \"2M\" or \"4M\"";

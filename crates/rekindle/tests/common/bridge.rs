@@ -1,0 +1,64 @@
+//! A bridge of this host.
+
+use super::lab::Lab;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A bridge, with a way to it from a lab's namespace; both go at the end. Only its own ports can reach it: the host has no
+/// address on it.
+pub struct Bridge {
+    /// Its name, which no other on this host has.
+    pub name: String,
+    namespace: String,
+}
+
+/// The lab's end of the way to the bridge.
+pub const NEAR: &str = "near";
+
+fn ip(line: &str) {
+    let output = Command::new("ip").args(line.split(' ')).output().expect("ip runs");
+    assert!(output.status.success(), "ip {line}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+impl Bridge {
+    /// Make it, and the lab's namespace.
+    pub fn new(lab: &Lab) -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("rt{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let bridge = Self { name, namespace: lab.namespace.clone() };
+        let Self { name, namespace } = &bridge;
+        ip(&format!("netns add {namespace}"));
+        ip(&format!("link add {name} type bridge"));
+        ip(&format!("link set {name} up"));
+        ip(&format!("link add {name}p master {name} type veth peer name {NEAR} netns {namespace}"));
+        ip(&format!("link set {name}p up"));
+        ip(&format!("-n {namespace} link set {NEAR} up"));
+        bridge
+    }
+
+    /// Give the lab an address in the bridge's network.
+    pub fn address(&self, address: &str) {
+        ip(&format!("-n {} addr add {address} dev {NEAR}", self.namespace));
+    }
+
+    /// The interfaces in the bridge, but for the way to the lab.
+    pub fn ports(&self) -> Vec<String> {
+        let output = Command::new("ip").args(["-o", "link", "show", "master", &self.name]).output().expect("ip runs");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let names = text.lines().filter_map(|line| Some(line.split(": ").nth(1)?.split('@').next()?.trim().to_owned()));
+        names.filter(|name| *name != format!("{}p", self.name)).collect()
+    }
+}
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        // The way to the lab goes with either of its ends.
+        for line in [
+            format!("link del {}p", self.name),
+            format!("link del {}", self.name),
+            format!("netns del {}", self.namespace),
+        ] {
+            let _ = Command::new("ip").args(line.split(' ')).stderr(Stdio::null()).status();
+        }
+    }
+}
