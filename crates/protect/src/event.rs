@@ -32,9 +32,9 @@ pub enum Event {
     },
     /// The store can be written again.
     StoreBack,
-    /// The guest is stopped by somebody else; checkpoints wait until it goes on.
+    /// The guest is stopped by somebody else, or its memory is not all there; checkpoints wait for it.
     Waiting {
-        /// QEMU's run state.
+        /// What is waited for.
         state: String,
     },
     /// Another QEMU runs the guest now, or its memory has another shape; tracking begins anew.
@@ -102,12 +102,18 @@ impl fmt::Display for Event {
         let ms = |us: u64| us as f64 / 1e3;
         match self {
             Self::Attached { pid, ram_bytes, incremental } => {
-                let next = if *incremental { "goes on where an earlier protector left off" } else { "a full one first" };
+                let next =
+                    if *incremental { "goes on where an earlier protector left off" } else { "a full one first" };
                 write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next}", mib(*ram_bytes))
             }
             Self::Checkpoint(done) => {
                 let Done { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**done;
-                write!(f, "checkpoint {number}: stopped {:.1} ms, {:.1} MiB dirty", ms(*stopped_us), mib(*dirty_bytes))?;
+                write!(
+                    f,
+                    "checkpoint {number}: stopped {:.1} ms, {:.1} MiB dirty",
+                    ms(*stopped_us),
+                    mib(*dirty_bytes)
+                )?;
                 write!(f, ", {:.1} MiB written, committed after {:.0} ms", mib(*bytes), ms(*commit_us))?;
                 match done.interval_ms {
                     Some(interval) => write!(f, ", interval {:.2} s of {:.2} s", ms(interval), ms(*every_ms)),
@@ -119,7 +125,7 @@ impl fmt::Display for Event {
             }
             Self::StoreAway { error } => write!(f, "the store cannot be written, trying again: {error}"),
             Self::StoreBack => write!(f, "the store can be written again"),
-            Self::Waiting { state } => write!(f, "the guest is stopped ({state}): waiting for it to go on"),
+            Self::Waiting { state } => write!(f, "no checkpoint for now: {state}"),
             Self::Moved { why } => write!(f, "tracking begins anew: {why}"),
         }
     }

@@ -14,11 +14,13 @@
 
 pub mod event;
 
+pub mod pager;
 mod pause;
 pub mod policy;
 pub mod protector;
 
 pub mod recipe;
+pub mod restore;
 
 mod session;
 pub mod target;

@@ -89,7 +89,12 @@ impl Laps {
 }
 
 impl Monitors {
-    pub(crate) fn new(process: Process, mut control: Qmp, save: Option<Qmp>, mark: PathBuf) -> Result<Self, PauseError> {
+    pub(crate) fn new(
+        process: Process,
+        mut control: Qmp,
+        save: Option<Qmp>,
+        mark: PathBuf,
+    ) -> Result<Self, PauseError> {
         let devices = DeviceState::open(&mut control)?;
         if mark.exists() {
             // Somebody of ours was killed in a pause.
@@ -146,9 +151,7 @@ impl Monitors {
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control).map_err(failed)?;
         laps.steps.stop = laps.lap();
         let begun = match (&mut self.save, stopped.qmp()) {
-            (Some(save), Some(control)) => {
-                self.devices.begin(save, true).and_then(|()| Ok(control.stage("cont", ())?))
-            }
+            (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| Ok(control.stage("cont", ())?)),
             (None, Some(control)) => self.devices.begin(control, false),
             (_, None) => Ok(()),
         };
@@ -168,9 +171,11 @@ impl Monitors {
         };
         drop(stopped);
         self.control.drop_events();
-        if self.save.is_some() { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }.map_err(failed)?;
+        if self.save.is_some() { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }
+            .map_err(failed)?;
         self.control.reply::<Value>("cont").map_err(failed)?;
-        let resumed = self.control.wait_event("RESUME", RESUME, |event| (event.name == "RESUME").then_some(event.host_us));
+        let resumed =
+            self.control.wait_event("RESUME", RESUME, |event| (event.name == "RESUME").then_some(event.host_us));
         let resumed_host_us = resumed.map_err(failed)?;
         laps.steps.resume = laps.lap();
         Ok((result, stopped_host_us, resumed_host_us))

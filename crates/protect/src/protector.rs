@@ -283,6 +283,10 @@ impl Loop<'_> {
     }
 
     fn attach(&mut self, target: &Target) -> Result<Session, Failure> {
+        if target.rundir().fill().exists() {
+            // What is not there yet would be taken for zero, or waited for with the guest stopped.
+            return Err(Failure::Session(SessionError::Filling));
+        }
         let plan = Plan::of(target, self.settings.policy, &self.settings.disks)?;
         let progress = Progress::read(target.rundir());
         let newest = self.writer.as_ref().map(|writer| writer.next_number() - 1);
@@ -333,8 +337,12 @@ impl Loop<'_> {
             }
             SessionError::Store(e) => Err(e.into()),
             SessionError::Pause(PauseError::NotRunning { state }) if target.vmm().is_alive() => {
-                tell(&Event::Waiting { state });
+                tell(&Event::Waiting { state: format!("somebody has stopped the guest ({state})") });
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))
+            }
+            e @ SessionError::Filling if target.vmm().is_alive() => {
+                tell(&Event::Waiting { state: e.to_string() });
+                Ok(Next::Wait(AGAIN))
             }
             SessionError::Target(TargetError::Life(e @ LifeError::NeedsRecovery { .. })) => {
                 tell(&Event::Waiting { state: e.to_string() });

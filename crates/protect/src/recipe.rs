@@ -12,7 +12,9 @@ pub const FORMAT: u32 = 1;
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
     /// It is of a newer format.
-    #[error("the checkpoint says how to build its VM in format {found}; this Rekindle knows up to {FORMAT}: use a newer one")]
+    #[error(
+        "the checkpoint says how to build its VM in format {found}; this Rekindle knows up to {FORMAT}: use a newer one"
+    )]
     Newer {
         /// Its format.
         found: u64,
@@ -75,9 +77,8 @@ impl Recipe {
             hardware.disks.iter().map(disk).collect::<Vec<_>>()
         };
         same("disks (id, read-only, cache, serial)", &disks(hardware), &disks(theirs));
-        let nets = |hardware: &Hardware| {
-            hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>()
-        };
+        let nets =
+            |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
         same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
         if hardware.accel != theirs.accel {
             // Registers are the same; what differs is speed, and which CPU features there can be at all.

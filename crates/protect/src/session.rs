@@ -50,6 +50,9 @@ pub(crate) enum SessionError {
     Adopt(#[from] AdoptError),
     #[error(transparent)]
     Target(#[from] TargetError),
+    /// A restore is still bringing its memory.
+    #[error("its memory is still being brought from a checkpoint")]
+    Filling,
     /// The store has not been opened again yet.
     #[error("the store is closed")]
     NoWriter,
@@ -193,11 +196,7 @@ impl Session {
                     (Tracking::Synchronous(tracker, copies), false)
                 }
                 Policy::Basic | Policy::Precopy => {
-                    let found = if resume {
-                        Asynchronous::resume(injector, Arc::clone(&ram), stopped)?
-                    } else {
-                        None
-                    };
+                    let found = if resume { Asynchronous::resume(injector, Arc::clone(&ram), stopped)? } else { None };
                     if resume && found.is_none() {
                         tracker::sweep(injector).map_err(TrackError::from)?;
                     }
@@ -214,7 +213,19 @@ impl Session {
         })?;
         let (tracking, resumed) = paused.result;
         let owed = if resumed { nothing(&ram) } else { Dirty::everything(&ram)? };
-        Ok(Self { target, policy, hook, monitors, ram, tracking, owed, full: !resumed, resumed, buffer: Vec::new(), stopped_host_us: None })
+        Ok(Self {
+            target,
+            policy,
+            hook,
+            monitors,
+            ram,
+            tracking,
+            owed,
+            full: !resumed,
+            resumed,
+            buffer: Vec::new(),
+            stopped_host_us: None,
+        })
     }
 
     /// What is copied when.

@@ -19,7 +19,9 @@ use std::os::unix::fs::FileExt;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceStateError {
     /// QEMU lacks the command.
-    #[error("QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out")]
+    #[error(
+        "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
+    )]
     NoCommand {
         /// Its version.
         version: String,
@@ -91,7 +93,11 @@ impl DeviceState {
     /// When QEMU has gone.
     pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), DeviceStateError> {
         seek(&self.writer, SeekFrom::Start(0)).map_err(|e| DeviceStateError::Memory(e.into()))?;
-        if staged { qmp.fire(SAVE_DEVICES)? } else { qmp.send(SAVE_DEVICES, self.arguments(), &[])? }
+        if staged {
+            qmp.fire(SAVE_DEVICES)?
+        } else {
+            qmp.send(SAVE_DEVICES, self.arguments(), &[])?
+        }
         Ok(())
     }
 

@@ -55,6 +55,18 @@ pub enum Command {
     /// On success: the store holds the newest checkpoint; the guest runs on.
     /// On failure: the guest runs on; the store holds what was committed before.
     Protect(Protect),
+    /// Let a guest go on from a checkpoint; its memory comes on demand.
+    ///
+    /// Needs: the store; room for the guest's RAM; no VM of that name that runs; a QEMU that knows its machine.
+    /// On success: the guest runs; a pager brings what of its memory is not there yet.
+    /// On failure: nothing is left behind; the checkpoint is where it was.
+    Restore(Restore),
+    /// Bring the memory of a restored VM, if the pager that `rekindle restore` started has ended.
+    ///
+    /// Needs: a restore that is still filling, and no other pager.
+    /// On success: all of the guest's memory is there.
+    /// On failure: whoever needs a missing page waits; it can be started again.
+    Pager(NameOnly),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Tell what this host lacks, and the mend.
@@ -175,6 +187,27 @@ pub struct Protect {
     /// End after so many checkpoints, and leave no trace in QEMU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub struct Restore {
+    /// The VM.
+    pub name: Name,
+    /// Where its checkpoints are: a directory, or tls://HOST:PORT/NAME.
+    #[arg(long, value_name = "URL")]
+    pub store: StoreUrl,
+    /// The checkpoint [default: the newest].
+    #[arg(long, value_name = "N")]
+    pub at: Option<u64>,
+    /// Bring all memory before the guest goes on.
+    #[arg(long)]
+    pub eager: bool,
+    /// How the VM is to be built here [default: as on the host of the checkpoint].
+    #[arg(long, value_name = "FILE")]
+    pub definition: Option<PathBuf>,
+    /// The QEMU to use instead of the one that the definition names.
+    #[arg(long, value_name = "PATH")]
+    pub qemu: Option<PathBuf>,
 }
 
 /// What of disks that a protected guest writes.

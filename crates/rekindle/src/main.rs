@@ -26,6 +26,8 @@ fn main() -> ExitCode {
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
+        Command::Restore(arguments) => commands::restore::restore(&output, &arguments),
+        Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),

@@ -196,6 +196,12 @@ pub enum StoreError {
         /// That failure.
         why: String,
     },
+    /// Stores on servers are not there yet.
+    #[error("{store}: stores on servers are not supported yet; name a directory (NFS and CephFS will do)")]
+    NotYet {
+        /// Its URL.
+        store: String,
+    },
     /// A store at the other end of a line cannot be reached.
     #[error("{store}: {doing} failed")]
     Line {
@@ -243,6 +249,7 @@ impl StoreError {
             Self::Blocks { .. } => "blocks",
             Self::TooLarge { .. } => "too-large",
             Self::Closed { .. } => "closed",
+            Self::NotYet { .. } => "not-yet",
             Self::Line { .. } => "line",
             Self::Refused { kind, .. } => kind,
         }

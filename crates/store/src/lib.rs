@@ -19,6 +19,7 @@ mod home;
 pub mod image;
 mod index;
 pub mod log;
+mod open;
 pub mod remote;
 mod segments;
 mod sparse;
@@ -29,5 +30,6 @@ pub mod url;
 pub mod writer;
 
 pub use error::{Result, StoreError};
+pub use open::Image;
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

@@ -98,6 +98,12 @@ impl RunDir {
         self.path.join(name)
     }
 
+    /// What a restore that has not brought all of the guest's memory yet leaves to its pager.
+    #[must_use]
+    pub fn fill(&self) -> PathBuf {
+        self.file("fill.json")
+    }
+
     /// The guest's serial console.
     #[must_use]
     pub fn console_log(&self) -> PathBuf {

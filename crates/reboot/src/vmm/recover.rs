@@ -18,6 +18,7 @@ use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
+use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -92,6 +93,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }
     let recovered = match journal.operation.kind {
         Kind::Run => recover_run(host, &held, journal),
+        Kind::Restore => recover_restore(host, &held, journal),
         Kind::Stop => {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
@@ -118,6 +120,24 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
     if held.vmm().is_ok() {
         journal.close().map_err(|source| file(held, source))?;
         return Ok(Recovered::Started);
+    }
+    life::clean_up(host, &held.rundir, &held.state)?;
+    Ok(Recovered::Removed)
+}
+
+/// A restore is finished if its guest was let go, else undone: the checkpoint is where it was.
+fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    let failed = |source| file(held, source);
+    let to = journal.operation.to.clone().filter(Vmm::is_alive);
+    if let Some(vmm) = to.filter(|_| journal.operation.step >= Step::Resume) {
+        let mut qmp = vmm.connect(vmm::START)?;
+        if life::run_state(&mut qmp)? != "running" {
+            resume(&mut qmp, true)?;
+        }
+        let state = State { version: Some(qmp.version().clone()), vmm: Some(vmm), ..held.state.clone() };
+        state.write(&held.rundir).map_err(failed)?;
+        journal.close().map_err(failed)?;
+        return Ok(Recovered::Finished);
     }
     life::clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)

@@ -11,6 +11,7 @@ pub mod probe;
 pub mod protect;
 pub mod reboot;
 pub mod recover;
+pub mod restore;
 pub mod run;
 pub mod show;
 pub mod stop;
