@@ -1,7 +1,8 @@
-//! What the tests share: a [`victim`] whose memory is written by several threads.
+//! What the tests share: a [`victim`] whose memory is written by several threads, and real guests ([`qemu`]).
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod qemu;
 pub mod victim;
 
 use std::thread;

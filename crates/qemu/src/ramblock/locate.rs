@@ -66,8 +66,22 @@ pub enum LocateError {
 /// # Errors
 /// [`LocateError`]; a block that cannot be found for certain is never left out.
 pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateError> {
+    /// A guest's firmware resizes blocks (ACPI tables) a few times, while it boots.
+    const ATTEMPTS: usize = 5;
+    let mut attempt = 1;
+    loop {
+        let blocks = list(qmp)?;
+        let found = with_addresses(qmp, process, blocks.clone());
+        // What is found by numbers that have changed meanwhile may be wrong, and what is not found may be there.
+        if attempt == ATTEMPTS || list(qmp)? == blocks {
+            return found;
+        }
+        attempt += 1;
+    }
+}
+
+fn with_addresses(qmp: &mut Qmp, process: Process, mut blocks: Vec<RamBlock>) -> Result<Vec<RamBlock>, LocateError> {
     let pid = process.pid;
-    let mut blocks = list(qmp)?;
     let memory = |source| LocateError::Memory { pid, source };
     let maps = maps::of(process).map_err(memory)?;
     if blocks.iter().any(|block| block.address.is_none()) {
@@ -81,14 +95,15 @@ pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateEr
                 possible.push(addresses);
             }
         }
-        let [addresses] = possible.as_slice() else {
-            return Err(LocateError::Uncertain { candidates: possible.len() });
-        };
-        if seen.is_empty() {
-            return Err(LocateError::Uncertain { candidates: 0 });
-        }
-        for (block, address) in blocks.iter_mut().zip(addresses) {
-            block.address = Some(*address);
+        // Without a piece that the guest sees nothing proves which word it is.
+        match (possible.as_slice(), seen.is_empty()) {
+            ([addresses], false) => {
+                for (block, address) in blocks.iter_mut().zip(addresses) {
+                    block.address = Some(*address);
+                }
+            }
+            (_, true) => return Err(LocateError::Uncertain { candidates: 0 }),
+            (several, false) => return Err(LocateError::Uncertain { candidates: several.len() }),
         }
     }
     for block in &blocks {
