@@ -118,6 +118,11 @@ impl MemoryDisk {
         self.1.lock().unwrap().0 = Some((after, meanwhile));
     }
 
+    /// The most bytes that all files with a name together ever had.
+    pub fn most(&self) -> u64 {
+        self.state().most
+    }
+
     /// The same content, apart from this one, with nothing recorded.
     pub fn copy(&self) -> Self {
         let mut state = self.state().clone();

@@ -3,7 +3,7 @@
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
 use crate::engine::{Engine, State};
-use crate::error::{Result, StoreError};
+use crate::error::Result;
 use std::sync::{Arc, Mutex};
 
 fn change(n: u64) -> Change {
