@@ -9,6 +9,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// Bytes of a page of x86-64. Everything here counts in such pages, also where the kernel maps larger ones.
 pub const PAGE_SIZE: usize = 4096;
@@ -135,11 +136,30 @@ pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
 }
 
 fn heap(process: Process) -> io::Result<Option<Range<u64>>> {
+    mapping(process, |_, name| name == "[heap]")
+}
+
+/// Where `process` has mapped the file at `path`, from its first byte on; `None` if it has not.
+///
+/// # Errors
+/// `NotFound` if the process has ended or there is no such file; `PermissionDenied` for the process of another user.
+pub fn mapping_of(process: Process, path: &Path) -> io::Result<Option<Range<u64>>> {
+    let path = path.canonicalize()?;
+    mapping(process, |offset, name| offset == 0 && Path::new(name) == path)
+}
+
+/// The first mapping of a process that is wanted, by its offset in a file and the file's name.
+fn mapping(process: Process, wanted: impl Fn(u64, &str) -> bool) -> io::Result<Option<Range<u64>>> {
     let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-    let line = maps.lines().find(|line| line.ends_with("[heap]"));
-    let range = line.and_then(|line| line.split(' ').next()).and_then(|range| range.split_once('-'));
-    let number = |text| u64::from_str_radix(text, 16).map_err(io::Error::other);
-    range.map(|(start, end)| Ok(number(start)?..number(end)?)).transpose()
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    // `START-END PERM OFFSET DEVICE INODE   NAME`, where a name may hold blanks.
+    Ok(maps.lines().find_map(|line| {
+        let mut words = line.splitn(6, ' ');
+        let (start, end) = words.next()?.split_once('-')?;
+        let offset = number(words.nth(1)?)?;
+        let name = words.nth(2)?.trim_start();
+        if wanted(offset, name) { Some(number(start)?..number(end)?) } else { None }
+    }))
 }
 
 /// Which pages of a process are populated. Reading an unpopulated page of anonymous memory would give zeroes; not
@@ -252,6 +272,23 @@ mod tests {
         write(me, area.as_ptr() as u64, &7u32.to_ne_bytes()).unwrap();
         assert_eq!(area.load(std::sync::atomic::Ordering::SeqCst), 7);
         assert!(write(me, 0x1000, &[0]).is_err());
+    }
+
+    #[test]
+    fn a_mapped_file_is_found_by_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("two words");
+        fs::write(&path, [0; 2 * PAGE_SIZE]).unwrap();
+        let me = Process::current().unwrap();
+        assert_eq!(mapping_of(me, &path).unwrap(), None);
+        let file = File::open(&path).unwrap();
+        let null = std::ptr::null_mut();
+        let (protection, fd) = (libc::PROT_READ, file.as_raw_fd());
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { libc::mmap(null, 2 * PAGE_SIZE, protection, libc::MAP_SHARED, fd, 0) } as u64;
+        assert_eq!(mapping_of(me, &path).unwrap(), Some(start..start + 2 * PAGE_SIZE as u64));
+        // SAFETY: what was mapped above, in which nobody has a reference.
+        unsafe { libc::munmap(start as *mut _, 2 * PAGE_SIZE) };
     }
 
     #[test]

@@ -51,6 +51,8 @@ pub struct Done {
     pub number: u64,
     /// Whether it holds all of the guest's memory, not only what changed.
     pub full: bool,
+    /// When the guest was stopped, in µs since 1970: what it did until then is in the checkpoint.
+    pub stopped_host_us: u64,
     /// Guest-stopped time: QEMU's `STOP` to `RESUME` by the host's clock, in µs.
     pub stopped_us: u64,
     /// From the guest's stop at the checkpoint before to its stop at this one, in ms; none for the first.

@@ -283,6 +283,7 @@ impl Session {
         Ok(Done {
             number: committed.number,
             full,
+            stopped_host_us: paused.stopped_host_us,
             stopped_us: paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
             interval_ms: interval,
             every_ms: every.as_millis() as u64,

@@ -55,6 +55,10 @@ pub struct Hardware {
     pub agent: bool,
     /// A source of randomness.
     pub rng: bool,
+    /// The VM generation ID (UAPI.14) that a device tells the guest. Another one says that the guest was set back to an
+    /// earlier moment or was doubled: so it stays over every reboot. None: there is no such device.
+    #[serde(default)]
+    pub vm_generation: Option<Uuid>,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
 }
@@ -273,6 +277,9 @@ impl Hardware {
             line.add("-object", "rng-random,id=rng,filename=/dev/urandom");
             line.device(SLOT_RNG, json!({"driver": "virtio-rng-pci", "id": "rng-device", "rng": "rng"}));
         }
+        if let Some(guid) = self.vm_generation {
+            line.add("-device", json!({"driver": "vmgenid", "id": "vm-generation", "guid": guid}).to_string());
+        }
         if self.agent {
             let socket = escaped_path(&directory.agent());
             line.add("-chardev", format!("socket,id=agent,path={socket},server=on,wait=off"));
@@ -439,6 +446,7 @@ mod tests {
             vga: true,
             agent: true,
             rng: true,
+            vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
             extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
         }
     }
@@ -468,11 +476,30 @@ mod tests {
     #[test]
     fn every_device_is_named_for_the_preflight() {
         let types = hardware().device_types();
-        for wanted in
-            ["VGA", "virtio-rng-pci", "virtserialport", "virtio-blk-pci", "virtio-net-pci", "virtio-balloon-pci"]
-        {
+        for wanted in [
+            "VGA",
+            "virtio-rng-pci",
+            "vmgenid",
+            "virtserialport",
+            "virtio-blk-pci",
+            "virtio-net-pci",
+            "virtio-balloon-pci",
+        ] {
             assert!(types.iter().any(|t| t == wanted), "{wanted} in {types:?}");
         }
+    }
+
+    #[test]
+    fn hardware_that_was_written_down_without_a_generation_has_none() {
+        let hardware = hardware();
+        let text = text(Start::Incoming);
+        assert!(text.contains(r#""guid":"324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87""#), "{text}");
+        let mut json = serde_json::to_value(&hardware).unwrap();
+        assert_eq!(serde_json::from_value::<Hardware>(json.clone()).unwrap(), hardware);
+        json.as_object_mut().unwrap().remove("vm_generation").unwrap();
+        let before: Hardware = serde_json::from_value(json).unwrap();
+        assert_eq!(before, Hardware { vm_generation: None, ..hardware });
+        assert!(!before.device_types().contains(&"vmgenid".to_owned()));
     }
 
     #[test]

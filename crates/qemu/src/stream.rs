@@ -78,6 +78,19 @@ pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
     }
 }
 
+/// The guest's address of its VM generation ID, as the section of the device `vmgenid` has it; `None` if there is no such
+/// device, or the firmware has not given it a place yet.
+#[must_use]
+pub fn generation_address(devices: &[u8]) -> Option<u64> {
+    // Name with its length, instance and version; then the address, and the section's end.
+    const START: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";
+    let mut found = devices.windows(START.len() + 9).filter_map(|section| {
+        let (address, rest) = section.strip_prefix(START)?.split_first_chunk::<8>()?;
+        (rest.first() == Some(&SECTION_FOOTER)).then(|| u64::from_le_bytes(*address))
+    });
+    found.next().filter(|address| *address != 0)
+}
+
 /// Writes the `ram` section that carries the blocks which are not shared.
 #[derive(Debug, Default)]
 pub struct RamSection {
@@ -250,6 +263,19 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_place_of_the_generation_is_found_in_its_section() {
+        let mut devices = b"\x04\0\0\0\x05\x07vmgenid\0\0\0\0\0\0\0\x01".to_vec();
+        devices.extend(0x7ffd_f028u64.to_le_bytes());
+        assert_eq!(generation_address(&devices), None, "cut short");
+        devices.extend([SECTION_FOOTER, 0, 0, 0, 5, END_OF_STREAM]);
+        assert_eq!(generation_address(&devices), Some(0x7ffd_f028));
+        let place = devices.len() - 14;
+        devices[place..place + 8].fill(0);
+        assert_eq!(generation_address(&devices), None, "the firmware has not run yet");
+        assert_eq!(generation_address(b"vmgenid"), None);
+    }
     use proptest::prelude::*;
 
     #[test]

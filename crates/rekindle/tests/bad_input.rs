@@ -182,6 +182,26 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     ticks_once(&guest.file("console.log"));
 }
 
+/// The load fails at its end, behind the device that writes the VM generation ID into the guest's RAM, and while it is
+/// decided that the new QEMU may go on: it must not be taken for one that has run the guest.
+#[test]
+fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
+    let lab = Lab::new();
+    let guest = lab.vm("late").boot(&[]);
+    guest.touch("16M");
+    let (boot, pid) = (guest.boot_id(), guest.only_qemu().process.pid);
+    let other_port = "for word; do shift; set -- \"$@\" \"${word/\\\"nr\\\":1/\\\"nr\\\":2}\"; done";
+    let qemu = odd_qemu(&lab, "crash-late", other_port);
+    for _ in 0..10 {
+        let done = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]).status(1);
+        assert_eq!(done.says(&["virtio-console"]).json()["vms"][0]["left"], "as-it-was");
+        assert_eq!(guest.only_qemu().process.pid, pid);
+    }
+    guest.verify();
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
+}
+
 #[test]
 fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
     let lab = Lab::new();

@@ -3,6 +3,7 @@
 use crate::definition::{Accel, Definition, NetBackend, TapPlace};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{self, Hardware};
+use rustix::rand::{GetRandomFlags, getrandom};
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
@@ -30,10 +31,23 @@ pub fn accelerator(accel: Accel) -> Result<&'static str, String> {
     }
 }
 
+/// A VM generation ID that no VM has had: 128 random bits (UAPI.14: not a UUID of version 4).
+///
+/// # Errors
+/// A text: the kernel gives no random bytes.
+pub fn new_generation() -> Result<Uuid, String> {
+    let mut bytes = [0; 16];
+    match getrandom(&mut bytes, GetRandomFlags::empty()) {
+        Ok(16) => Ok(Uuid::from_bytes(bytes)),
+        Ok(_) => Err("the kernel gives no random bytes for a VM generation ID; try again".into()),
+        Err(e) => Err(format!("the kernel gives no random bytes for a VM generation ID: {e}")),
+    }
+}
+
 /// The hardware of a definition in the hands of `binary`, with its RAM in the file `ram`.
 ///
 /// # Errors
-/// A text: no such accelerator, too many devices.
+/// A text: no such accelerator, too many devices, no random bytes.
 pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Hardware, String> {
     let accel = accelerator(definition.accel)?;
     let nets = definition.nets.iter().map(|net| command::Net {
@@ -78,6 +92,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         vga: definition.devices.vga,
         agent: definition.devices.agent,
         rng: definition.devices.rng,
+        vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
         extra: definition.qemu_args.clone(),
     };
     hardware.check_slots()?;

@@ -9,6 +9,7 @@
 //! `docs/vmm-restart.md` has the sequence and the argument; `docs/run-directory.md` what is written down when.
 
 mod cold;
+mod generation;
 mod handover;
 mod preflight;
 mod recover;

@@ -4,6 +4,7 @@
 //! it cannot map (firmware, ACPI tables, video memory). Then: stop, save the device state through this process into
 //! the new QEMU as it comes, continue there. RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
 
+use super::generation::Generation;
 use super::handover::Keeper;
 use super::preflight::compare_cpus;
 use super::verify::Snapshot;
@@ -63,6 +64,7 @@ struct Link {
     staged_cont: bool,
     /// Into the new QEMU.
     injector: Injector,
+    generation: Option<Generation>,
 }
 
 /// Where the RAM blocks come from that are not shared.
@@ -247,7 +249,9 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     if let Err(e) = populate_heap(injector) {
         tracing::debug!("the new QEMU takes its memory page by page: {e}");
     }
-    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, injector };
+    // Only where it loads while it is decided.
+    let generation = if staged_cont { Generation::new(hardware, new.process()).map_err(unready)? } else { None };
+    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, injector, generation };
     Ok(Ready { old_qmp, new, new_qmp, link, captures: taps.captures, stand_ins: taps.stand_ins })
 }
 
@@ -315,7 +319,7 @@ fn hand_over(
     new: &Vmm,
     new_qmp: &mut Qmp,
 ) -> Result<Handed, RebootError> {
-    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, injector } = link;
+    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, injector, generation } = link;
     let file = change.file_error("operation.json");
     let old = change.old.clone();
     let ram = change.held.state.hardware.ram.path.clone();
@@ -375,6 +379,9 @@ fn hand_over(
         feed.write(part)
     })?;
     drop(feed);
+    if let Some(generation) = generation {
+        generation.write(&devices);
+    }
     change.recorder.step("save devices");
     points("warm.suspend.saved");
     // While the new QEMU loads, the same state is kept for the case that both QEMUs die.

@@ -73,6 +73,9 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     }
     let hardware = &state.hardware;
     text += &format!("# pinned: machine {}, cpu {}, accel {}\n", hardware.machine, hardware.cpu, hardware.accel);
+    if let Some(generation) = hardware.vm_generation {
+        text += &format!("# VM generation ID: {generation}\n");
+    }
     text += &format!("# RAM: {}\n\n{definition}", hardware.ram.path.display());
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)

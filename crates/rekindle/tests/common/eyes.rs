@@ -1,7 +1,7 @@
 //! Eyes on QEMUs that trust nobody's records: processes, their run states over time, and what the guests print.
 
 use rekindle_kernel::process::Process;
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,6 +30,16 @@ impl Qemu {
         let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), patience).ok()?;
         let status: Value = qmp.execute("query-status", ()).ok()?;
         status["status"].as_str().map(str::to_owned)
+    }
+
+    /// The VM generation ID that its guest is told; none if it has no device for it.
+    pub fn generation(&self) -> Option<String> {
+        let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), Duration::from_secs(5)).expect("it answers");
+        match qmp.execute::<Value>("query-vm-generation-id", ()) {
+            Ok(told) => told["guid"].as_str().map(str::to_owned),
+            Err(QmpError::Refused { .. }) => None,
+            Err(e) => panic!("{e}"),
+        }
     }
 
     /// How its threads are scheduled, each way once: (nice, policy), normally as [`scheduling`] says of the test.

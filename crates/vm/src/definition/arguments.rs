@@ -34,7 +34,7 @@ const REFUSED: &[(&[&str], &str)] = &[
 pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
     let refuse =
         |argument: &Found<&str>, why: &str| section.invalid("qemu_args", quoted(argument.value), argument.at, why);
-    let mut after_option = false;
+    let mut before = None;
     for (index, argument) in arguments.iter().enumerate() {
         let text = argument.value;
         if text.contains('\0') {
@@ -56,13 +56,18 @@ pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
                     "no `migration.` property is allowed here; leave it out: Rekindle sets them for the states that it saves",
                 );
             }
-        } else if !after_option {
+        } else if before == Some("device") && driver(text) == "vmgenid" {
+            refuse(
+                argument,
+                "not allowed here; use the key `vmgenid` under [devices]: the ID must stay the same in every QEMU",
+            );
+        } else if before.is_none() {
             refuse(
                 argument,
                 "is no option's value: QEMU would take it for a disk; use [[disk]], or put its option before it",
             );
         }
-        after_option = option(text).is_some();
+        before = option(text);
     }
 }
 

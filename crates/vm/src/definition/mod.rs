@@ -151,6 +151,9 @@ pub struct Devices {
     pub agent: bool,
     /// virtio-rng, fed by the host.
     pub rng: bool,
+    /// The VM generation ID device.
+    #[serde(default)]
+    pub vmgenid: bool,
 }
 
 /// One `[[disk]]`.
@@ -244,7 +247,7 @@ impl Definition {
 
 impl Default for Devices {
     fn default() -> Self {
-        Self { vga: false, agent: true, rng: true }
+        Self { vga: false, agent: true, rng: true, vmgenid: true }
     }
 }
 

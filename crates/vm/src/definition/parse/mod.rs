@@ -39,7 +39,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ),
     ("ram", &["dir", "prealloc"]),
     ("boot", &["kernel", "initrd", "append"]),
-    ("devices", &["vga", "agent", "rng"]),
+    ("devices", &["vga", "agent", "rng", "vmgenid"]),
     ("disk", &["id", "path", "format", "readonly", "cache", "serial"]),
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
@@ -199,6 +199,7 @@ fn devices(top: &Section<'_>) -> Devices {
         vga: section.flag("vga", default.vga),
         agent: section.flag("agent", default.agent),
         rng: section.flag("rng", default.rng),
+        vmgenid: section.flag("vmgenid", default.vmgenid),
     }
 }
 

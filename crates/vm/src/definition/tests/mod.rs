@@ -60,7 +60,7 @@ fn the_least_definition_gets_every_default() {
         qemu_args: vec![],
         ram: Ram { dir: None, prealloc: false },
         boot: Some(Boot { kernel: dir.path().join("bzImage"), initrd: None, append: String::new() }),
-        devices: Devices { vga: false, agent: true, rng: true },
+        devices: Devices { vga: false, agent: true, rng: true, vmgenid: true },
         disks: vec![],
         nets: vec![],
     };
@@ -90,6 +90,7 @@ append = ""
 vga = false
 agent = true
 rng = true
+vmgenid = true
 "#
     );
 }
@@ -351,11 +352,11 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
         },
     );
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
-    let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 6]>());
+    let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 7]>());
     // Values with every character that TOML must escape, but no control character.
     let texts = ("[^\\p{Cc}]{0,20}", proptest::collection::vec("[^\\p{Cc}\\s-][^\\p{Cc}]{0,10}", 0..3), word(), word());
     (scalars, texts, disk, nets()).prop_map(move |(scalars, (append, values, machine, cpu), disk, nets)| {
-        let (name, mib, vcpus, accel, millis, [prealloc, initrd, vga, agent, rng, some]) = scalars;
+        let (name, mib, vcpus, accel, millis, [prealloc, initrd, vga, agent, rng, vmgenid, some]) = scalars;
         Definition {
             name: name.parse().unwrap(),
             memory: Bytes::from_mib(mib),
@@ -370,7 +371,7 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
             ram: Ram { dir: some.then(|| dir.join("ram")), prealloc },
             boot: Some(Boot { kernel: dir.join("bzImage"), initrd: initrd.then(|| dir.join("initrd.img")), append }),
-            devices: Devices { vga, agent, rng },
+            devices: Devices { vga, agent, rng, vmgenid },
             disks: vec![disk],
             nets,
         }

@@ -1,0 +1,104 @@
+//! The VM generation ID: it tells a guest that it was set back or doubled, so it must stay when it was not.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, wait_for};
+use serde_json::Value;
+use std::fs;
+
+/// The ID in the guest's hands: where the firmware has put it into RAM, by its bytes there (the first three fields are
+/// little-endian, as Windows has them).
+fn in_ram(guest: &Guest<'_>, generation: &str) -> Vec<usize> {
+    let hex: String = generation.chars().filter(|c| *c != '-').collect();
+    let mut bytes: Vec<_> = (0..32).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect();
+    for field in [0..4, 4..6, 6..8] {
+        bytes[field].reverse();
+    }
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let ram = fs::read(shown["hardware"]["ram"]["path"].as_str().unwrap()).unwrap();
+    // In a page of its own, behind room for a header.
+    let places = (40..ram.len()).step_by(4096).filter(|at| ram[*at..].starts_with(&bytes));
+    places.collect()
+}
+
+#[test]
+fn the_generation_stays_over_every_reboot() {
+    let lab = Lab::new();
+    let (old, new) = (qemu_old().to_str().unwrap(), qemu_new().to_str().unwrap());
+    let guest = lab.vm("same").boot(&["--qemu", old]);
+    guest.touch("16M");
+    let generation = guest.only_qemu().generation().expect("it has one by default");
+    let place = in_ram(&guest, &generation);
+    assert_eq!(place.len(), 1, "{generation} was to be in the guest's RAM once");
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    assert_eq!(shown["hardware"]["vm_generation"], generation.as_str());
+    guest.rekindle(&["show"]).ok().says(&["vmgenid = true", &format!("VM generation ID: {generation}")]);
+    let boot = guest.boot_id();
+    let same = |what: &str| {
+        assert_eq!(guest.only_qemu().generation().as_ref(), Some(&generation), "after {what}");
+        assert_eq!(in_ram(&guest, &generation), place, "after {what}");
+    };
+    for (how, arguments) in [
+        ("warm", &["--verify-memory"][..]),
+        ("warm", &["--verify-memory", "--qemu", new]),
+        ("warm", &["--verify-memory"]),
+        ("warm", &[]),
+        ("saved", &[]),
+        ("warm", &["--verify-memory", "--qemu", old]),
+        ("saved", &[]),
+        ("saved", &["--qemu", new]),
+    ] {
+        let report = guest.reboot(how, arguments).ok().json();
+        if arguments.contains(&"--verify-memory") {
+            assert_eq!(report["vms"][0]["memory_changed_bytes"], 0, "{report:#}");
+        }
+        same(how);
+        assert_eq!(guest.boot_id(), boot, "after {how}");
+        guest.verify();
+        guest.assert_sound();
+    }
+    guest.tell("reboot");
+    let other_boot = || guest.try_ask("boot-id").ok().filter(|reply| reply.strip_prefix("ok ") != Some(boot.as_str()));
+    wait_for("the guest to reboot", DEADLINE, other_boot);
+    same("a reboot of the guest");
+    guest.reboot("cold", &[]).ok();
+    guest.wait_ready();
+    same("cold");
+    guest.only_qemu().process.kill().unwrap();
+    wait_for("QEMU to end", DEADLINE, || guest.qemus().is_empty().then_some(()));
+    guest.rekindle(&["recover"]).ok().says(&["booted"]);
+    guest.wait_ready();
+    same("recover");
+    // Nothing is kept of a VM that was stopped.
+    guest.rekindle(&["stop", "--now"]).ok();
+    let again = lab.rekindle(["--json", "run", lab.path("same.toml").to_str().unwrap()]).ok().json();
+    assert!(again["hardware"]["vm_generation"].as_str().is_some_and(|it| it != generation), "{again:#}");
+}
+
+#[test]
+fn a_vm_without_a_generation_has_none_also_one_from_before_there_were_any() {
+    let lab = Lab::without_root();
+    let guest = lab.vm("none").net(Net::None).section("[devices]\nvmgenid = false").start(&[]);
+    let none = || {
+        assert_eq!(guest.only_qemu().generation(), None);
+        let shown = guest.rekindle(&["--json", "show"]).ok().json();
+        assert_eq!(shown["hardware"]["vm_generation"], Value::Null);
+        assert_eq!(shown["definition"]["devices"]["vmgenid"], false);
+    };
+    none();
+    let path = guest.file("state.json");
+    let mut state: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (part, key) in [("/hardware", "vm_generation"), ("/definition/devices", "vmgenid")] {
+        let removed = state.pointer_mut(part).unwrap().as_object_mut().unwrap().remove(key);
+        assert!(removed.is_some(), "{part} has no {key}");
+    }
+    fs::write(&path, state.to_string()).unwrap();
+    none();
+    for how in ["warm", "saved"] {
+        guest.reboot(how, &[]).ok();
+        none();
+        guest.assert_sound();
+    }
+}
