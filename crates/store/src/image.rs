@@ -200,7 +200,11 @@ impl LocalImage {
     }
 
     fn block(&self, block: usize) -> Result<&Block> {
-        self.table.blocks.get(block).map(|stored| &stored.block).ok_or_else(|| self.no_page(format!("number {block}"), 0))
+        self.table
+            .blocks
+            .get(block)
+            .map(|stored| &stored.block)
+            .ok_or_else(|| self.no_page(format!("number {block}"), 0))
     }
 
     fn no_page(&self, block: String, page: u64) -> StoreError {

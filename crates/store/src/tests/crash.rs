@@ -150,9 +150,10 @@ fn power_lost_at_every_step() {
 #[test]
 fn power_lost_at_any_step_with_any_mixture() {
     let stories = [story(1), story(3)];
-    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), TestRng::deterministic_rng(
-        proptest::test_runner::RngAlgorithm::ChaCha,
-    ));
+    let mut runner = TestRunner::new_with_rng(
+        ProptestConfig::default(),
+        TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+    );
     let fates = proptest::collection::vec(
         prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)],
         64,

@@ -81,7 +81,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
             bad.change(&name, |content| content[byte] ^= 1 << (byte % 8));
             for e in read_all(&bad, &model) {
                 let text = e.to_string();
-                    assert!(text.contains(name.trim_start_matches("log/last-")), "{text} does not name {name}");
+                assert!(text.contains(name.trim_start_matches("log/last-")), "{text} does not name {name}");
                 match e {
                     StoreError::Damaged { structure, .. } => drop(seen.insert(structure.to_string())),
                     StoreError::Page { .. } => drop(seen.insert("page".into())),

@@ -117,7 +117,8 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
     let settings = crate::engine::Settings { keep: 1, segment: 0 };
     let owner = crate::types::Owner::here("test");
     let mut engine =
-        crate::engine::Engine::open(std::sync::Arc::new(disk.clone()), &super::model::vm(), &owner, None, settings).unwrap();
+        crate::engine::Engine::open(std::sync::Arc::new(disk.clone()), &super::model::vm(), &owner, None, settings)
+            .unwrap();
     let mut model = Model { keep: 1, ..Model::default() };
     let blocks = vec![("ram", PAGES)];
     // All of it is incompressible.
@@ -141,7 +142,11 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
     }
     assert!(moved > 0, "segments were emptied");
     let (most, bound) = (disk.most(), 2 * PAGES * PAGE_SIZE as u64);
-    assert!(most <= bound, "{most} bytes at most, {bound} allowed: {:.3} times the RAM", most as f64 / bound as f64 * 2.0);
+    assert!(
+        most <= bound,
+        "{most} bytes at most, {bound} allowed: {:.3} times the RAM",
+        most as f64 / bound as f64 * 2.0
+    );
     drop(engine);
     model.check(&disk);
 }
