@@ -9,7 +9,7 @@ use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::PAGE_SIZE;
-use rekindle_store::{Image, StoreError, StoreUrl};
+use rekindle_store::{Image, StoreError, StoreUrl, Which};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -151,7 +151,7 @@ impl std::fmt::Display for Told {
 /// Pages out of a checkpoint, by names of blocks.
 pub(crate) struct Source<'a> {
     image: &'a Image,
-    blocks: Vec<(String, u64)>,
+    blocks: Vec<String>,
     tell: &'a mut dyn FnMut(&Told),
     /// What was told last, so that it is told once.
     told: Option<String>,
@@ -159,7 +159,7 @@ pub(crate) struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub(crate) fn new(image: &'a Image, tell: &'a mut dyn FnMut(&Told)) -> Self {
-        let blocks = image.info().blocks.into_iter().map(|block| (block.id.clone(), block.pages())).collect();
+        let blocks = image.info().blocks.iter().map(|block| block.id.clone()).collect();
         Self { image, blocks, tell, told: None }
     }
 }
@@ -169,7 +169,7 @@ impl PageSource for Source<'_> {
 
     fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, StoreError> {
         // A page beyond the block's end at the checkpoint is asked for as one that is not there: by name, never zero.
-        let position = self.blocks.iter().position(|(id, _)| id == block).unwrap_or(usize::MAX);
+        let position = self.blocks.iter().position(|id| id == block).unwrap_or(usize::MAX);
         self.image.read_page(position, page, buffer)?;
         self.told = None;
         Ok(Content::Data)
@@ -197,7 +197,7 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     let name = || rundir.name().to_owned();
     let _lock = lock(rundir)?;
     let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: name() })?;
-    let image = Image::open(&fill.store, Some(fill.number))?;
+    let image = Image::open(&fill.store, &Which { at: Some(fill.number), ..Which::default() })?;
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let main = |id: &str| id == MAIN_RAM;
@@ -235,7 +235,9 @@ fn lock(rundir: &RunDir) -> Result<File, FillError> {
 
 /// The pages of the main RAM that were written last, as runs.
 fn working_set(image: &Image) -> impl Iterator<Item = (usize, Range<u64>)> + '_ {
-    let main = image.info().blocks.iter().position(|block| block.id == MAIN_RAM);
+    let main = image.block(MAIN_RAM);
     let page = PAGE_SIZE as u64;
-    image.hot().filter(move |(block, _)| Some(*block) == main).map(move |(_, n)| (0, n * page..(n + 1) * page))
+    // Where the list cannot be read on, the rest comes in the order of memory.
+    let pages = image.hot().map_while(Result::ok).filter(move |(block, _)| Some(*block) == main);
+    pages.map(move |(_, n)| (0, n * page..(n + 1) * page))
 }

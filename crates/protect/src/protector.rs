@@ -420,10 +420,7 @@ impl From<ProtectError> for Failure {
 
 /// Whether a store may be well again later.
 fn is_passing(e: &StoreError) -> bool {
-    matches!(
-        e,
-        StoreError::NoSpace { .. } | StoreError::Io { .. } | StoreError::Line { .. } | StoreError::Closed { .. }
-    )
+    matches!(e, StoreError::NoSpace { .. } | StoreError::Io { .. } | StoreError::Closed { .. })
 }
 
 fn chain(e: &dyn std::error::Error) -> String {

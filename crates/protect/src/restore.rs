@@ -12,7 +12,7 @@ use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use rekindle_qemu::transfer::{Capabilities, Feed, TransferError, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, VmmError, log_tail};
-use rekindle_store::{Image, StoreError, StoreUrl};
+use rekindle_store::{Image, StoreError, StoreUrl, Which, admin};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, Step};
@@ -164,12 +164,13 @@ pub struct Restored {
 pub fn restore(host: &Host, name: Name, request: &Request) -> Result<Restored, RestoreError> {
     let began = Instant::now();
     let mut recorder = Recorder::new(name.as_str(), "restore");
-    let image = Image::open(&request.store, request.at)?;
+    let which = Which { at: request.at, ..Which::default() };
+    let image = Image::open(&request.store, &which)?;
     let recipe = Recipe::read(&image.definition()?)?;
     recorder.step("open the store");
     let definition = Definition { name, ..request.definition.clone().unwrap_or_else(|| recipe.definition.clone()) };
     let place = Place::take(host, definition, request.qemu.as_deref(), "restore", |hardware| recipe.fit(hardware))?;
-    match fill(&place, &image, request, &mut recorder, began) {
+    match fence(&image, request, &which, &place).and_then(|image| fill(&place, &image, request, &mut recorder, began)) {
         Ok(restored) => {
             recorder.write(&place.rundir);
             Ok(restored)
@@ -179,6 +180,13 @@ pub fn restore(host: &Host, name: Name, request: &Request) -> Result<Restored, R
             Err(e)
         }
     }
+}
+
+/// Become the store's owner: a host that was declared dead and is not can commit nothing any more. What it has committed
+/// until then counts.
+fn fence(image: &Image, request: &Request, which: &Which, place: &Place<'_>) -> Result<Image, RestoreError> {
+    admin::fence(&request.store, image.vm(), &format!("restore {}", place.rundir.name()), None)?;
+    Ok(Image::open(&request.store, which)?)
 }
 
 fn fill(
@@ -254,7 +262,7 @@ fn fill(
 
 /// What of the stream comes before the devices: all blocks but the main RAM.
 fn small_blocks(image: &Image) -> Result<Vec<u8>, RestoreError> {
-    let blocks = image.info().blocks;
+    let blocks = &image.info().blocks;
     let small: Vec<_> = blocks.iter().enumerate().filter(|(_, block)| block.id != MAIN_RAM).collect();
     let mut part = stream::HEADER.to_vec();
     let mut section = RamSection::start(&mut part, small.iter().map(|(_, block)| (block.id.as_str(), block.used)));

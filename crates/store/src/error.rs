@@ -202,27 +202,6 @@ pub enum StoreError {
         /// Its URL.
         store: String,
     },
-    /// A store at the other end of a line cannot be reached.
-    #[error("{store}: {doing} failed")]
-    Line {
-        /// Its URL.
-        store: String,
-        /// What was under way.
-        doing: &'static str,
-        /// Why.
-        #[source]
-        source: crate::remote::LineError,
-    },
-    /// The server refuses.
-    #[error("{store}: the server says: {text}")]
-    Refused {
-        /// Its URL.
-        store: String,
-        /// The kind of error there, e.g. `no-space`.
-        kind: String,
-        /// Its words.
-        text: String,
-    },
 }
 
 /// Result of the store.
@@ -250,8 +229,6 @@ impl StoreError {
             Self::TooLarge { .. } => "too-large",
             Self::Closed { .. } => "closed",
             Self::NotYet { .. } => "not-yet",
-            Self::Line { .. } => "line",
-            Self::Refused { kind, .. } => kind,
         }
     }
 

@@ -11,7 +11,6 @@ use crate::format::segment::Kind;
 use crate::format::{Flaw, Structure};
 use crate::home::Home;
 use crate::segments::{Files, frames, open_checked};
-use crate::sparse::Sparse;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
@@ -26,14 +25,97 @@ struct Loaded {
     parts: Vec<OnceLock<Box<[Spot]>>>,
 }
 
-/// What lies over the base: place, digest, checkpoint number; number 0 for nothing.
-type Over = [u64; 3];
+/// A record that lies over the base.
+#[derive(Debug, Clone, Copy)]
+struct Over {
+    place: Place,
+    digest: u64,
+    /// The checkpoint that it was written in.
+    number: u64,
+    page: u32,
+    /// Position of its block.
+    block: u32,
+}
+
+/// The records that lie over the base, sorted by part of a block; which of them count is found out part by part, when a
+/// page of it is wanted.
+#[derive(Debug, Default)]
+struct Overlay {
+    records: Vec<Over>,
+    /// Positions in `records`, sorted by part, and within a part as they came.
+    order: Vec<u32>,
+    /// Where each part begins in `order`, and the end.
+    starts: Vec<u32>,
+    /// For each page of a part the position in `records` plus one, or 0.
+    parts: Vec<OnceLock<Box<[u32]>>>,
+}
+
+impl Overlay {
+    fn new(records: Vec<Over>, blocks: &[Block]) -> Self {
+        let part_of = |record: &Over| {
+            let first = blocks.get(record.block as usize).map_or(0, |block| block.first_part);
+            first + record.page as usize / base::PART_PAGES as usize
+        };
+        let parts = blocks.last().map_or(0, |block| block.first_part + base::parts(block.pages) as usize);
+        let mut starts = vec![0u32; parts + 1];
+        for record in &records {
+            if let Some(count) = starts.get_mut(part_of(record) + 1) {
+                *count += 1;
+            }
+        }
+        let mut sum = 0;
+        for start in &mut starts {
+            sum += *start;
+            *start = sum;
+        }
+        let mut next = starts.clone();
+        let mut order = vec![0u32; records.len()];
+        for (position, record) in records.iter().enumerate() {
+            if let Some(at) = next.get_mut(part_of(record)) {
+                if let Some(place) = order.get_mut(*at as usize) {
+                    *place = position as u32;
+                }
+                *at += 1;
+            }
+        }
+        Self { records, order, starts, parts: (0..parts).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// The record of a page that counts among those here.
+    fn find(&self, block: &Block, page: u64) -> Option<&Over> {
+        let part = block.first_part + (page / base::PART_PAGES) as usize;
+        let pages = self.parts.get(part)?.get_or_init(|| self.build(part));
+        let position = pages.get((page % base::PART_PAGES) as usize)?.checked_sub(1)?;
+        self.records.get(position as usize)
+    }
+
+    fn build(&self, part: usize) -> Box<[u32]> {
+        let begin = self.starts.get(part).map_or(0, |start| *start as usize);
+        let end = self.starts.get(part + 1).map_or(begin, |start| *start as usize);
+        let records = self.order.get(begin..end).unwrap_or_default();
+        if records.is_empty() {
+            return Box::default();
+        }
+        let mut pages = vec![0u32; base::PART_PAGES as usize];
+        for position in records {
+            let Some(record) = self.records.get(*position as usize) else { continue };
+            let Some(best) = pages.get_mut(record.page as usize % base::PART_PAGES as usize) else { continue };
+            // Of two of one checkpoint the later one counts. Segments come in the order of their numbers.
+            let before = best.checked_sub(1).and_then(|before| self.records.get(before as usize));
+            if before.is_none_or(|before| record.number >= before.number) {
+                *best = position + 1;
+            }
+        }
+        pages.into_boxed_slice()
+    }
+}
 
 #[derive(Debug)]
 struct Block {
     stored: StoredBlock,
     pages: u64,
-    over: Sparse<Over>,
+    /// Its first part, counted over all blocks.
+    first_part: usize,
     /// First part and pages in the base.
     base: Option<(usize, u64)>,
 }
@@ -58,6 +140,7 @@ pub(crate) struct Index {
     /// Pages in directories that the base does not cover.
     pub uncovered: u64,
     blocks: Vec<Block>,
+    overlay: Overlay,
     base: Option<Loaded>,
 }
 
@@ -77,11 +160,13 @@ impl Index {
         }
         let mut by_number = HashMap::new();
         let mut blocks = Vec::with_capacity(table.blocks.len());
+        let mut first_part = 0;
         for (position, stored) in table.blocks.iter().enumerate() {
             by_number.insert(stored.number, position);
             let pages = stored.block.pages();
             let base = in_base.get(&stored.number).copied();
-            blocks.push(Block { stored: stored.clone(), pages, over: Sparse::new(pages), base });
+            blocks.push(Block { stored: stored.clone(), pages, first_part, base });
+            first_part += base::parts(pages) as usize;
         }
         let from = base.as_ref().map_or(0, |loaded| loaded.base.from);
         let covered: HashMap<(u64, u64), u64> = base
@@ -90,7 +175,9 @@ impl Index {
             .map(|extent| ((extent.epoch, extent.number), extent.len))
             .collect();
         let mut recent = Vec::new();
-        let mut uncovered = 0;
+        let mut records = Vec::new();
+        // Neighbours are mostly of one block.
+        let mut last = (u16::MAX, None);
         for (position, extent) in segments.iter().enumerate() {
             let begin = covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
             if begin >= extent.len {
@@ -104,27 +191,32 @@ impl Index {
                     }
                     recent.push(Recent { number: directory.header.number, segment: position, at });
                 }
-                uncovered += u64::from(directory.header.count);
                 for found in directory.pages().filter(|found| found.number <= table.number) {
-                    let Some(block) = by_number.get(&found.record.block).and_then(|n| blocks.get_mut(*n)) else {
-                        continue;
-                    };
-                    if block.stored.is_void(found.record.page.into(), found.number) {
+                    if last.0 != found.record.block || last.1.is_none() {
+                        let block = by_number.get(&found.record.block);
+                        last = (found.record.block, block.and_then(|n| Some((*n as u32, blocks.get(*n)?))));
+                    }
+                    let Some((block, of)) = last.1 else { continue };
+                    let page = u64::from(found.record.page);
+                    if page >= of.pages || of.stored.is_void(page, found.number) {
                         continue;
                     }
-                    let Some(over) = block.over.get_mut(found.record.page.into()) else { continue };
-                    // Of two of one checkpoint the later one counts. Segments come in the order of their numbers.
-                    if found.number >= over[2] {
-                        let place = Place::new(position, found.offset, found.record.len);
-                        *over = [place.0, found.record.digest, found.number];
-                    }
+                    records.push(Over {
+                        place: Place::new(position, found.offset, found.record.len),
+                        digest: found.record.digest,
+                        number: found.number,
+                        page: found.record.page,
+                        block,
+                    });
                 }
                 Ok(())
             })?;
         }
+        let uncovered = records.len() as u64;
+        let overlay = Overlay::new(records, &blocks);
         recent.sort_by_key(|frame| std::cmp::Reverse((frame.number, frame.segment, frame.at)));
         recent.retain(|frame| frame.number > from);
-        Ok(Self { number: table.number, segments, recent, uncovered, blocks, base })
+        Ok(Self { number: table.number, segments, recent, uncovered, blocks, overlay, base })
     }
 
     /// Whether a base index helped.
@@ -148,19 +240,23 @@ impl Index {
     /// When a part of the base index is damaged: build it anew without. The error says what is wrong with it.
     pub fn find(&self, home: &Home, block: usize, page: u64) -> Result<Spot> {
         let Some(block) = self.blocks.get(block) else { return Ok(Spot::default()) };
-        let [place, digest, number] = block.over.get(page);
-        let over = Spot { place: Place(place), digest };
-        let Some(base) = &self.base else { return Ok(over) };
-        if number > base.base.from {
-            return Ok(over);
+        if page >= block.pages {
+            return Ok(Spot::default());
+        }
+        let over = self.overlay.find(block, page);
+        let over_spot = over.map_or(Spot::default(), |over| Spot { place: over.place, digest: over.digest });
+        let Some(base) = &self.base else { return Ok(over_spot) };
+        if over.is_some_and(|over| over.number > base.base.from) {
+            return Ok(over_spot);
         }
         let covers = |(_, pages): &(usize, u64)| page < *pages && !block.stored.is_void(page, base.base.from);
-        let Some((first, _)) = block.base.filter(covers) else { return Ok(over) };
-        let part = base.part(home, first, page / base::PART_PAGES, block.base.map_or(0, |(_, pages)| pages))?;
+        let Some((first, pages)) = block.base.filter(covers) else { return Ok(over_spot) };
+        let part = base.part(home, first, page / base::PART_PAGES, pages)?;
         let spot = part.get((page % base::PART_PAGES) as usize).copied().unwrap_or_default();
         // A page that was moved since: content of the same page with the same digest is the same.
-        if number != 0 && spot.place.is_stored() && spot.digest == digest && over.place.len() == spot.place.len() {
-            return Ok(over);
+        let moved = |over: &&Over| over.digest == spot.digest && over.place.len() == spot.place.len();
+        if spot.place.is_stored() && over.filter(moved).is_some() {
+            return Ok(over_spot);
         }
         if spot.digest == 0 && !spot.place.is_stored() {
             return Ok(spot);

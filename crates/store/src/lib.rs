@@ -3,7 +3,8 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`writer`] | the owner of a store: begin, pages, commit |
-//! | [`image`] | a checkpoint opened for reading |
+//! | [`reader`] | a checkpoint opened for reading; [`image`] is one in a directory |
+//! | [`admin`] | what an administrator does: list, verify, compact, fence |
 //! | [`url`] | where a store is |
 //! | [`types`] | what a store is about |
 //! | [`error`] | what can go wrong, each by its own name |
@@ -11,6 +12,7 @@
 //! | [`remote`] | stores on a server |
 //! | [`format`] | what is in the files: `docs/store-format.md` |
 
+pub mod admin;
 pub mod disk;
 mod engine;
 pub mod error;
@@ -18,8 +20,9 @@ pub mod format;
 mod home;
 pub mod image;
 mod index;
+pub mod listing;
 pub mod log;
-mod open;
+pub mod reader;
 pub mod remote;
 mod segments;
 mod sparse;
@@ -27,9 +30,10 @@ mod sparse;
 mod tests;
 pub mod types;
 pub mod url;
+pub mod verify;
 pub mod writer;
 
 pub use error::{Result, StoreError};
-pub use open::Image;
+pub use reader::{Image, Which};
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

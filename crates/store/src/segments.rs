@@ -3,7 +3,9 @@
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::manifest::Extent;
-use crate::format::segment::{DIRECTORY_ROOM, Directory, HEADER_LEN, check_header};
+use crate::format::segment::{
+    DIRECTORY_ROOM, Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, RECORD_LEN, check_header,
+};
 use crate::format::{Flaw, Structure, names};
 use crate::home::Home;
 use std::collections::HashMap;
@@ -11,6 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Open files at most: a process may have 1024 by default.
 const MOST_OPEN: usize = 256;
+
+/// Bytes of the beginning of a frame that are read at first: the directory of 512 pages.
+const USUAL: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
 
 /// Open segments, for reading.
 #[derive(Debug, Default)]
@@ -71,7 +76,13 @@ pub(crate) fn frames(
     let mut at = from.max(HEADER_LEN);
     let mut buffer = vec![0; DIRECTORY_ROOM];
     while at < extent.len {
-        let found = file.read_at(&mut buffer, at).map_err(home.failed(&name, "reading"))?;
+        // Most directories are short.
+        let front = buffer.get_mut(..USUAL).unwrap_or_default();
+        let mut found = file.read_at(front, at).map_err(home.failed(&name, "reading"))?;
+        let header = FrameHeader::decode(front.get(..found).unwrap_or_default(), at).map_err(flawed)?;
+        if header.data_offset() > found {
+            found = file.read_at(&mut buffer, at).map_err(home.failed(&name, "reading"))?;
+        }
         let directory = Directory::decode(buffer.get(..found).unwrap_or_default(), at).map_err(flawed)?;
         let next = directory.header.next(at);
         if at + directory.header.len() > extent.len {

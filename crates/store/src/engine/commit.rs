@@ -55,7 +55,7 @@ impl Engine {
         } else {
             self.release();
         }
-        done
+        done.map_err(|e| self.explain(e))
     }
 
     fn commit_flight(&mut self, flight: &mut Flight, state: &State) -> Result<Committed> {

@@ -367,7 +367,7 @@ impl Engine {
             if !self.start_compaction(true) {
                 break;
             }
-            while self.step_compaction()? {}
+            while self.step_compaction().map_err(|e| self.explain(e))? {}
         }
         Ok(first.saturating_sub(self.used()))
     }

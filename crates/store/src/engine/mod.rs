@@ -386,6 +386,17 @@ impl Engine {
         }
     }
 
+    /// An owner that was superseded is told that, rather than what it ran into because of it.
+    fn explain(&self, error: StoreError) -> StoreError {
+        match error {
+            e @ (StoreError::Missing { .. } | StoreError::Io { .. }) => match self.check_owner() {
+                Err(superseded @ StoreError::Superseded { .. }) => superseded,
+                _ => e,
+            },
+            other => other,
+        }
+    }
+
     /// Take a frame of the checkpoint in hand: [`FRAME_HEADER_LEN`] free bytes, the directory of `count` pages, their content.
     /// What goes wrong is told by the commit.
     pub fn append(&mut self, frame: &mut [u8], count: usize) {

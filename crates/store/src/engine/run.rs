@@ -80,13 +80,11 @@ impl Engine {
     pub fn settle(&mut self) -> Result<()> {
         self.check_sound()?;
         while self.compaction.is_some() {
-            self.step_compaction()?;
+            self.step_compaction().map_err(|e| self.explain(e))?;
         }
         if !self.kept.is_empty() && (self.since_base > 0 || self.basing.is_some()) {
-            // An owner that was superseded is told that, rather than what it then ran into.
-            let why = |engine: &Self, e| engine.check_owner().err().unwrap_or(e);
-            self.start_base().map_err(|e| why(self, e))?;
-            while self.step_base().map_err(|e| why(self, e))? {}
+            self.start_base().map_err(|e| self.explain(e))?;
+            while self.step_base().map_err(|e| self.explain(e))? {}
         }
         Ok(())
     }
