@@ -155,6 +155,7 @@ impl Monitors {
             (None, Some(control)) => self.devices.begin(control, false),
             (_, None) => Ok(()),
         };
+        let staged = begun.is_ok() && self.save.is_some();
         let result = match begun {
             Ok(()) => {
                 let result = work(&mut stopped, laps);
@@ -169,10 +170,8 @@ impl Monitors {
             }
             Err(e) => Err(PauseError::from(e).into()),
         };
-        drop(stopped);
         self.control.drop_events();
-        if self.save.is_some() { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }
-            .map_err(failed)?;
+        if staged { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }.map_err(failed)?;
         self.control.reply::<Value>("cont").map_err(failed)?;
         let resumed =
             self.control.wait_event("RESUME", RESUME, |event| (event.name == "RESUME").then_some(event.host_us));

@@ -360,7 +360,8 @@ impl Session {
             }
             copied_for_writes = copies.pages.len() as u64;
             for (block, at, bytes) in &copies.pages {
-                send(checkpoint, *block, &[*at..*at + bytes.len() as u64], bytes)?;
+                let run = *at..*at + bytes.len() as u64;
+                send(checkpoint, *block, std::slice::from_ref(&run), bytes)?;
             }
         }
         // The first `cow` checkpoint of a store has sent nothing yet that could have to be zero now.

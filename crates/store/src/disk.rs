@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// An open file.
+#[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
 pub trait DiskFile: Debug + Send + Sync {
     /// Read from `offset` on until `buffer` is full or the file ends; how many bytes that are.
     ///

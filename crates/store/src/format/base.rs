@@ -50,6 +50,7 @@ impl Place {
 
     /// Stored bytes; 0 for a page of zeroes.
     #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
     pub fn len(self) -> u16 {
         (self.0 & 0x1fff) as u16
     }

@@ -216,6 +216,7 @@ impl Entry {
 
     /// The bytes of the whole file.
     #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
     pub fn len(&self) -> u64 {
         self.bytes.len() as u64
     }

@@ -147,6 +147,7 @@ impl FrameHeader {
 
     /// Bytes of the whole frame.
     #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
     pub fn len(&self) -> u64 {
         (self.data_offset() + self.data_len as usize) as u64
     }

@@ -32,7 +32,7 @@ impl Superblock {
         out.extend_from_slice(self.vm.uuid.as_bytes());
         out.put_u64(self.created_us);
         // Names of VMs have at most 63 characters; QEMU's may be longer.
-        out.put_text(self.vm.name.get(..self.vm.name.floor_char_boundary(1024)).unwrap_or_default());
+        out.put_text(shortened(&self.vm.name, 1024));
         out.resize(LEN - 8, 0);
         let sum = checksum(&out);
         out.put_u64(sum);
@@ -66,4 +66,9 @@ impl Superblock {
         };
         rest().ok_or_else(|| bad(24, "its content makes no sense"))
     }
+}
+
+/// As much of `text` as fits into `most` bytes.
+fn shortened(text: &str, most: usize) -> &str {
+    (0..=most).rev().find_map(|end| text.get(..end)).filter(|_| text.len() > most).unwrap_or(text)
 }
