@@ -243,13 +243,18 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
 fn measure() {
     const DIRTY: u64 = 10_000;
     let milliseconds = |begun: Instant| begun.elapsed().as_secs_f64() * 1e3;
-    for (kind, mib) in [(Kind::Shared, 512u64), (Kind::Shared, 2048), (Kind::Shared, 8192), (Kind::Private, 512)] {
+    let kinds = [(Kind::Shared, 512u64), (Kind::Shared, 2048), (Kind::Shared, 8192), (Kind::Private, 512)];
+    for ((kind, mib), shrinks) in kinds.into_iter().flat_map(|kind| [(kind, true), (kind, false)]) {
         let mut victim = Victim::server(kind, mib << 8);
+        if !shrinks {
+            let told = victim.ram.blocks()[0].told.clone();
+            victim.ram = Arc::new(GuestRam::from_blocks(victim.process, vec![told]).unwrap().never_shrinking());
+        }
         let injector = Injector::new(victim.process).unwrap();
         let mut stopped = Stopped::vouched();
         let shared = Arc::clone(&victim.ram);
         let ram = || Arc::clone(&shared);
-        println!("{kind:?} {mib} MiB");
+        println!("{kind:?} {mib} MiB, {}", if shrinks { "may shrink" } else { "never shrinks" });
         let calls = 200;
         let begun = Instant::now();
         for _ in 0..calls {
@@ -274,7 +279,7 @@ fn measure() {
             );
             if round == 2 {
                 let block = &victim.ram.blocks()[0];
-                let mut buffer = vec![0; dirty.bytes() as usize];
+                let mut buffer = vec![1; dirty.bytes() as usize];
                 let begun = Instant::now();
                 victim.ram.read(block, &dirty.written[0], &mut buffer).unwrap();
                 let how = if block.file().is_some() { "pread" } else { "process_vm_readv" };
