@@ -15,7 +15,7 @@ use rekindle_qemu::stopped::Stopped;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 #[test]
 #[ignore = "run by the other tests"]
@@ -234,4 +234,83 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
         assert!(!victim.is_registered(), "round {round}");
     }
     assert_writes(&victim);
+}
+
+/// Not a test: what `docs/attach.md` says it costs. `cargo test --release -p rekindle-memory --test tracker measure --
+/// --ignored --nocapture`
+#[test]
+#[ignore = "prints figures"]
+fn measure() {
+    const DIRTY: u64 = 10_000;
+    let milliseconds = |begun: Instant| begun.elapsed().as_secs_f64() * 1e3;
+    let kinds = [(Kind::Shared, 512u64), (Kind::Shared, 2048), (Kind::Shared, 8192), (Kind::Private, 512)];
+    for ((kind, mib), shrinks) in kinds.into_iter().flat_map(|kind| [(kind, true), (kind, false)]) {
+        let mut victim = Victim::server(kind, mib << 8);
+        if !shrinks {
+            let told = victim.ram.blocks()[0].told.clone();
+            victim.ram = Arc::new(GuestRam::from_blocks(victim.process, vec![told]).unwrap().never_shrinking());
+        }
+        let injector = Injector::new(victim.process).unwrap();
+        let mut stopped = Stopped::vouched();
+        let shared = Arc::clone(&victim.ram);
+        let ram = || Arc::clone(&shared);
+        println!("{kind:?} {mib} MiB, {}", if shrinks { "may shrink" } else { "never shrinks" });
+        let calls = 200;
+        let begun = Instant::now();
+        for _ in 0..calls {
+            injector.call(rekindle_kernel::inject::Call::new("getpid", libc::SYS_getpid, [])).unwrap();
+        }
+        println!("  system call inside the process: {:.3} ms", milliseconds(begun) / f64::from(calls));
+        let nothing = |_: &GuestRam, _: usize, _: Range<u64>| {};
+        let begun = Instant::now();
+        let mut asynchronous = Asynchronous::attach(injector, ram(), &mut stopped, None).unwrap();
+        println!("  asynchronous: attach {:.2} ms", milliseconds(begun));
+        for round in 0..3 {
+            let took = victim.write_some(DIRTY);
+            let begun = Instant::now();
+            let pages = asynchronous.look().unwrap().bytes() / PAGE;
+            let looked = milliseconds(begun);
+            let begun = Instant::now();
+            let dirty = asynchronous.collect(&mut stopped).unwrap();
+            let collected = milliseconds(begun);
+            println!(
+                "  asynchronous {round}: {pages} pages, {:.2} us a write, look {looked:.2} ms, collect {collected:.2} ms",
+                took as f64 / 1e3 / DIRTY as f64
+            );
+            if round == 2 {
+                let block = &victim.ram.blocks()[0];
+                let mut buffer = vec![1; dirty.bytes() as usize];
+                let begun = Instant::now();
+                victim.ram.read(block, &dirty.written[0], &mut buffer).unwrap();
+                let how = if block.file().is_some() { "pread" } else { "process_vm_readv" };
+                let own = milliseconds(begun);
+                let pieces = |run: &Range<u64>| (block.address + run.start, (run.end - run.start) as usize);
+                let pieces: Vec<_> = dirty.written[0].iter().map(pieces).collect();
+                let begun = Instant::now();
+                rekindle_kernel::memory::read_pieces(victim.process, &pieces, &mut buffer).unwrap();
+                let pages = dirty.bytes() / PAGE;
+                println!(
+                    "  {pages} scattered pages: {how} {own:.2} ms, process_vm_readv {:.2} ms",
+                    milliseconds(begun)
+                );
+            }
+        }
+        let begun = Instant::now();
+        asynchronous.detach().unwrap();
+        println!("  asynchronous: detach {:.2} ms", milliseconds(begun));
+        let begun = Instant::now();
+        let mut synchronous = Synchronous::attach(injector, ram(), &mut stopped, nothing, None).unwrap();
+        println!("  synchronous: attach {:.2} ms", milliseconds(begun));
+        for (round, count) in [100, 1000, DIRTY].into_iter().enumerate() {
+            let took = victim.write_some(count);
+            let begun = Instant::now();
+            let pages = synchronous.collect(&mut stopped).unwrap().bytes() / PAGE;
+            println!(
+                "  synchronous {round}: {pages} pages, {:.2} us a write, collect {:.2} ms",
+                took as f64 / 1e3 / count as f64,
+                milliseconds(begun)
+            );
+        }
+        synchronous.detach().unwrap();
+    }
 }

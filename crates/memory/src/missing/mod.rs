@@ -19,6 +19,7 @@
 
 mod paged;
 mod pager;
+mod serve;
 mod source;
 
 pub use pager::{Pager, PagerError, Progress};

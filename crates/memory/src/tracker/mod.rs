@@ -14,12 +14,12 @@
 //! arming and re-arming ask for a [`Stopped`]; looking does not.
 //!
 //! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. Of shared
-//! memory the kernel keeps the protection where a page was punched out of the file, so it does not count as written: that
-//! there was such a thing is told by the file's change time, and then all holes of the file are told in [`Dirty::zero`].
-//! (hugetlbfs has neither; there, what is not mapped is told each time.) One case is not told: a page of shared memory that
-//! was given back and then only *read*, or whose first write had just begun when the guest was stopped. It is zero, and is
-//! taken for what it was before. A guest that gives a page back says that it does not need what is in it, and that it may
-//! find it unchanged.
+//! memory the kernel keeps the protection where a page was punched out of the file, so it does not count as written: what
+//! is not mapped is looked for in the file, and its holes are told in [`Dirty::zero`], unless
+//! [`GuestRam::never_shrinking`]. (hugetlbfs does not tell holes; there, what is not mapped is told as written each time if
+//! it cannot be told otherwise.) One case is not told: a page of shared memory that was given back and then only *read*, or
+//! whose first write had just begun when the guest was stopped. It is zero, and is taken for what it was before. A guest
+//! that gives a page back says that it does not need what is in it, and that it may find it unchanged.
 //!
 //! **Blocks that come and go** are not noticed here: ask [`GuestRam::changes`] at each stop, and [`Tracker::adjust`].
 

@@ -9,12 +9,10 @@ use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, tells_given_ba
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode};
-use std::fs::File;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// What every kind of ours asks for. QEMU itself never asks for unpopulated pages, so it is also how ours are known.
 const COMMON: Features =
@@ -25,10 +23,6 @@ pub(super) const ASYNCHRONOUS: Features = COMMON.union(Features::WP_ASYNC);
 pub(super) const SYNCHRONOUS: Features = COMMON.union(Features::EXACT_ADDRESS);
 
 const PAGE: u64 = memory::PAGE_SIZE as u64;
-
-/// A change time that is younger than this may be shared by a later change: clocks of file systems tick up to 100 times
-/// a second.
-const TICK: Duration = Duration::from_millis(50);
 
 /// Userfaultfds of trackers that an earlier process of ours left in QEMU.
 ///
@@ -62,60 +56,25 @@ pub(super) struct Area {
     pub page: u64,
     /// What cannot be written need not be tracked.
     tracked: bool,
-    file: Option<Punched>,
+    /// It is shared memory.
+    shared: bool,
 }
 
 impl Area {
-    fn of(block: &ram::Block) -> Result<Self, TrackError> {
-        let file = block.file().map(|(file, _)| Punched::now(file, &block.told.id)).transpose()?;
-        Ok(Self {
+    fn of(block: &ram::Block) -> Self {
+        Self {
             id: block.told.id.clone(),
             total: block.total(),
             used: block.used(),
             page: block.told.page_size,
             tracked: block.writable,
-            file,
-        })
+            shared: block.file().is_some(),
+        }
     }
 
     pub(super) fn offsets(&self, runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
         let start = self.total.start;
         runs.into_iter().map(|run| run.start - start..run.end - start).collect()
-    }
-}
-
-/// Notices that pages were punched out of a file.
-#[derive(Debug)]
-struct Punched {
-    file: File,
-    /// The change time that was seen last, unless it was too young to be told from a later one.
-    seen: Mutex<Option<(i64, i64)>>,
-}
-
-impl Punched {
-    fn now(file: &File, id: &str) -> Result<Self, TrackError> {
-        let failed = |source| TrackError::Proof { id: id.into(), source };
-        let file = file.try_clone().map_err(failed)?;
-        let punched = Self { file, seen: Mutex::new(None) };
-        punched.is_new(id)?;
-        Ok(punched)
-    }
-
-    /// Whether something may have changed since the last time.
-    fn is_new(&self, id: &str) -> Result<bool, TrackError> {
-        let metadata = self.file.metadata().map_err(|source| TrackError::Proof { id: id.into(), source })?;
-        let time = (metadata.ctime(), metadata.ctime_nsec());
-        let mut seen = lock(&self.seen);
-        let is_new = *seen != Some(time);
-        let when = UNIX_EPOCH + Duration::new(u64::try_from(time.0).unwrap_or(0), u32::try_from(time.1).unwrap_or(0));
-        let age = SystemTime::now().duration_since(when).unwrap_or_default();
-        *seen = (age > TICK).then_some(time);
-        Ok(is_new)
-    }
-
-    /// It is not known what was seen last.
-    fn forget(&self) {
-        *lock(&self.seen) = None;
     }
 }
 
@@ -151,7 +110,7 @@ impl Registered {
     ) -> Result<Self, TrackError> {
         sweep(injector)?;
         let scanner = Mutex::new(Scanner::open(injector.process()).map_err(TrackError::Scanner)?);
-        let areas = ram.blocks().iter().map(Area::of).collect::<Result<Vec<_>, _>>()?;
+        let areas = ram.blocks().iter().map(Area::of).collect::<Vec<_>>();
         let remote = Remote::open(injector, features, device)?;
         let registered = Self { remote, areas, scanner };
         match registered.areas.iter().try_for_each(|area| registered.register(area)) {
@@ -163,12 +122,10 @@ impl Registered {
         }
     }
 
-    /// Take over what an earlier process of ours left. What it had last seen of the files is not known.
+    /// Take over what an earlier process of ours left.
     pub(super) fn take_over(remote: Remote, ram: &GuestRam) -> Result<Self, TrackError> {
         let scanner = Mutex::new(Scanner::open(ram.process()).map_err(TrackError::Scanner)?);
-        let areas = ram.blocks().iter().map(Area::of).collect::<Result<Vec<_>, _>>()?;
-        areas.iter().filter_map(|area| area.file.as_ref()).for_each(Punched::forget);
-        Ok(Self { remote, areas, scanner })
+        Ok(Self { remote, areas: ram.blocks().iter().map(Area::of).collect(), scanner })
     }
 
     fn register(&self, area: &Area) -> Result<(), TrackError> {
@@ -217,7 +174,7 @@ impl Registered {
         let query = Query { none, ..Query::all(Categories::empty()) };
         self.areas
             .iter()
-            .map(|area| match area.tracked && area.file.is_none() && !tells_given_back() {
+            .map(|area| match area.tracked && !area.shared && !tells_given_back() {
                 false => Ok(Vec::new()),
                 true => {
                     let absent = scanner.matching(area.used.clone(), query);
@@ -227,34 +184,30 @@ impl Registered {
             .collect()
     }
 
-    /// Holes of the files in which there may be new ones, as offsets in the blocks.
-    fn holes(&self, ram: &GuestRam) -> Result<Vec<Holes>, TrackError> {
-        let mut all = Vec::new();
-        for (area, block) in self.areas.iter().zip(ram.blocks()) {
-            all.push(match &area.file {
-                None => Holes::default(),
-                Some(file) if area.page > PAGE => self.huge_holes(area, file)?,
-                Some(file) if file.is_new(&area.id)? => Holes { zero: ram.holes(block)?, unknown: Vec::new() },
-                Some(_) => Holes::default(),
+    /// Holes of a shared block.
+    fn holes(&self, area: &Area, block: &ram::Block) -> Result<Holes, TrackError> {
+        let failed = |source| TrackError::Scan { id: area.id.clone(), source };
+        let Some((file, offset)) = block.file().filter(|_| area.shared) else { return Ok(Holes::default()) };
+        // A page that was punched out is not mapped, but one that is not mapped may be in the file.
+        let query = Query { none: Categories::PRESENT, ..Query::all(Categories::empty()) };
+        let absent = lock(&self.scanner).matching(area.used.clone(), query);
+        let absent = area.offsets(absent.map_err(failed)?);
+        let looked = |source| TrackError::Proof { id: area.id.clone(), source };
+        if area.page > PAGE {
+            // hugetlbfs does not tell its holes. If as much is mapped as the file has, all the rest is holes.
+            let there = (area.used.end - area.used.start) - pages::bytes(&absent);
+            return Ok(match there == file.metadata().map_err(looked)?.blocks() * 512 {
+                true => Holes { zero: absent, unknown: Vec::new() },
+                false => Holes { zero: Vec::new(), unknown: absent },
             });
         }
-        Ok(all)
-    }
-
-    /// The holes of a file of hugetlbfs, which tells neither a change time nor holes: what is not mapped, if as much is
-    /// mapped as the file has. Otherwise what is not mapped may be anything.
-    fn huge_holes(&self, area: &Area, file: &Punched) -> Result<Holes, TrackError> {
-        let failed = |source| TrackError::Scan { id: area.id.clone(), source };
-        let there = lock(&self.scanner).matching(area.total.clone(), Query::all(Categories::PRESENT));
-        let there = area.offsets(there.map_err(failed)?);
-        let metadata = file.file.metadata().map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-        let absent = pages::complement(&there, area.used.end - area.used.start);
-        let all_seen = pages::bytes(&there) == metadata.blocks() * 512;
-        Ok(if all_seen {
-            Holes { zero: absent, unknown: Vec::new() }
-        } else {
-            Holes { zero: Vec::new(), unknown: absent }
-        })
+        let mut zero = Vec::new();
+        for run in absent {
+            let there = ram::data(file, offset + run.start..offset + run.end).map_err(looked)?;
+            let holes = pages::complement(&there, run.end - run.start);
+            holes.into_iter().for_each(|hole| pages::push(&mut zero, run.start + hole.start..run.start + hole.end));
+        }
+        Ok(Holes { zero, unknown: Vec::new() })
     }
 
     /// What was written (addresses) and given back (addresses), with what the files tell, as offsets in the blocks.
@@ -266,7 +219,8 @@ impl Registered {
     ) -> Result<Dirty, TrackError> {
         let mut dirty = Dirty::default();
         let found = written.into_iter().zip(given_back);
-        for ((area, holes), (written, given_back)) in self.areas.iter().zip(self.holes(ram)?).zip(found) {
+        for ((area, block), (written, given_back)) in self.areas.iter().zip(ram.blocks()).zip(found) {
+            let holes = if ram.may_shrink() { self.holes(area, block)? } else { Holes::default() };
             let zero = pages::union(&area.offsets(given_back), &holes.zero);
             let written = pages::union(&area.offsets(written), &holes.unknown);
             // What is known to be zero need not be read.
@@ -312,14 +266,10 @@ impl Registered {
     pub(super) fn adjust(&mut self, ram: &GuestRam) -> Result<(), TrackError> {
         let mut areas = Vec::new();
         for block in ram.blocks() {
-            let mut area = Area::of(block)?;
-            let old = self.areas.iter_mut().find(|old| old.id == area.id && old.total == area.total);
-            match old {
-                Some(old) => area.file = old.file.take(),
-                None => {
-                    self.register(&area)?;
-                    self.protect(&area, std::slice::from_ref(&area.total), true)?;
-                }
+            let area = Area::of(block);
+            if !self.areas.iter().any(|old| old.id == area.id && old.total == area.total) {
+                self.register(&area)?;
+                self.protect(&area, std::slice::from_ref(&area.total), true)?;
             }
             areas.push(area);
         }

@@ -86,6 +86,20 @@ impl Victim {
         Self::start_as(kind, pages, "give")
     }
 
+    /// Start one that has all its pages and writes when it is told to.
+    pub fn server(kind: Kind, pages: u64) -> Self {
+        Self::start_as(kind, pages, "serve")
+    }
+
+    /// Let a server write random pages; the nanoseconds it took.
+    pub fn write_some(&mut self, count: u64) -> u64 {
+        let input = self.input.as_mut().unwrap();
+        std::io::Write::write_all(input, format!("{count}\n").as_bytes()).unwrap();
+        let mut line = String::new();
+        self.output.as_mut().unwrap().read_line(&mut line).unwrap();
+        line.trim_end().split_once("took ").unwrap().1.parse().unwrap()
+    }
+
     /// Let a reader begin.
     pub fn begin(&mut self) {
         std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
@@ -272,7 +286,26 @@ pub fn act() {
     match role {
         "read" => read(&area, false),
         "give" => read(&area, true),
+        "serve" => serve(&area),
         role => write(&area, role == "give-back"),
+    }
+}
+
+/// Touches every page; then writes as many random pages as each line of input says, and answers with the nanoseconds.
+fn serve(area: &Area) {
+    (0..area.pages).for_each(|page| area.word(page * area.page).store(page + 1, Ordering::SeqCst));
+    println!("address {}", area.start as u64);
+    let mut random = 88172645463325252u64;
+    for line in std::io::stdin().lines() {
+        let count: u64 = line.unwrap().parse().unwrap();
+        let begun = std::time::Instant::now();
+        for _ in 0..count {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            area.word((random >> 20) % area.pages * area.page).store(random, Ordering::SeqCst);
+        }
+        println!("took {}", begun.elapsed().as_nanos());
     }
 }
 

@@ -66,17 +66,20 @@ pub enum LocateError {
 /// # Errors
 /// [`LocateError`]; a block that cannot be found for certain is never left out.
 pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateError> {
-    /// A guest's firmware resizes blocks (ACPI tables) a few times, while it boots.
+    /// A guest's firmware resizes blocks (ACPI tables) a few times while it boots, and QEMU's heap changes.
     const ATTEMPTS: usize = 5;
     let mut attempt = 1;
     loop {
         let blocks = list(qmp)?;
         let found = with_addresses(qmp, process, blocks.clone());
         // What is found by numbers that have changed meanwhile may be wrong, and what is not found may be there.
-        if attempt == ATTEMPTS || list(qmp)? == blocks {
-            return found;
+        let is_sound = list(qmp)? == blocks;
+        match found {
+            Ok(blocks) if is_sound => return Ok(blocks),
+            Ok(_) if attempt == ATTEMPTS => return Err(LocateError::Uncertain { candidates: 0 }),
+            Err(e) if attempt == ATTEMPTS => return Err(e),
+            _ => attempt += 1,
         }
-        attempt += 1;
     }
 }
 
@@ -159,11 +162,18 @@ fn records(process: Process, maps: &[Mapping], blocks: &[RamBlock]) -> io::Resul
             let some = (map.range.end - at).min(CHUNK + OVERLAP);
             let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
             match memory::read(process, at, chunk) {
-                Ok(()) => in_chunk(chunk, blocks, &mut found),
-                // Given back meanwhile.
-                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {}
+                Ok(()) => {}
+                // A part was given back meanwhile: a heap shrinks and grows.
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+                    for (page, address) in chunk.chunks_mut(PAGE_SIZE).zip((at..).step_by(PAGE_SIZE)) {
+                        if memory::read(process, address, page).is_err() {
+                            page.fill(0);
+                        }
+                    }
+                }
                 Err(e) => return Err(e),
             }
+            in_chunk(chunk, blocks, &mut found);
             at += CHUNK;
         }
     }
