@@ -7,6 +7,7 @@
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
 //! - [`ramblock`]: where its RAM blocks are;
 //! - [`stream`]: QEMU's migration stream, as far as Rekindle writes and checks it;
+//! - [`incoming`]: such a stream read as it comes, with all of the RAM;
 //! - [`transfer`]: a stream out of one QEMU and into another.
 //!
 //! QEMU is stock: everything here is done through what any QEMU since 7.2 offers, and what differs between versions
@@ -15,6 +16,7 @@
 pub mod agent;
 pub mod binary;
 pub mod command;
+pub mod incoming;
 pub mod qmp;
 pub mod ramblock;
 pub mod stream;
