@@ -9,6 +9,7 @@
 //! - [`ramblock`]: where its RAM blocks are;
 //! - [`stopped`]: proof that its guest is stopped;
 //! - [`stream`]: QEMU's migration stream, as far as Rekindle writes and checks it;
+//! - [`incoming`]: such a stream read as it comes, with all of the RAM;
 //! - [`transfer`]: a stream out of one QEMU and into another.
 //!
 //! QEMU is stock: everything here is done through what any QEMU since 7.2 offers, and what differs between versions
@@ -19,6 +20,7 @@ pub mod agent;
 pub mod binary;
 pub mod command;
 pub mod devices;
+pub mod incoming;
 pub mod qmp;
 pub mod ramblock;
 pub mod stopped;

@@ -6,6 +6,7 @@
 //! | [`reader`] | a checkpoint opened for reading; [`image`] is one in a directory |
 //! | [`admin`] | what an administrator does: list, verify, compact, fence |
 //! | [`url`] | where a store is |
+//! | [`export`] | a checkpoint as a stream that QEMU loads, and back |
 //! | [`types`] | what a store is about |
 //! | [`error`] | what can go wrong, each by its own name |
 //! | [`disk`] | all that is done with files |
@@ -16,6 +17,7 @@ pub mod admin;
 pub mod disk;
 mod engine;
 pub mod error;
+pub mod export;
 pub mod format;
 mod home;
 pub mod image;
