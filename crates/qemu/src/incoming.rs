@@ -121,6 +121,7 @@ impl<R: Read> Incoming<R> {
     ///
     /// # Errors
     /// [`IncomingError`] when it is cut short, or holds what is not known here.
+    #[allow(clippy::type_complexity, reason = "read once, where it is used")]
     pub fn next_page(&mut self) -> Result<Option<(usize, u64, &[u8; PAGE])>, IncomingError> {
         while !self.done {
             let word = match self.ahead.take() {
@@ -292,6 +293,7 @@ mod tests {
         out
     }
 
+    #[allow(clippy::type_complexity, reason = "a test")]
     fn read(bytes: &[u8]) -> Result<(Vec<(String, u64)>, Pages, Vec<u8>), IncomingError> {
         let mut incoming = Incoming::open(bytes)?;
         let mut pages = Pages::new();

@@ -67,6 +67,9 @@ pub enum Command {
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
     Pager(NameOnly),
+    /// Look after the checkpoints of a VM.
+    #[command(subcommand)]
+    Store(Store),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Tell what this host lacks, and the mend.
@@ -208,6 +211,50 @@ pub struct Restore {
     /// The QEMU to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Store {
+    /// List the checkpoints of a store, who owns it, and what room it takes.
+    Ls(StoreOnly),
+    /// Check every page and structure of a store against its checksum.
+    ///
+    /// Needs: a store. On success: all is as it was written. On failure: exit status 1, and each bad thing by its name.
+    Verify(StoreOnly),
+    /// Free all room that can be freed.
+    ///
+    /// Needs: no protector at work on the store: this becomes its owner, and that one is refused from then on.
+    /// On success: what was freed is told. On failure: the store is as it was.
+    Compact(StoreOnly),
+    /// Write a checkpoint as a stream that stock QEMU loads by `-incoming`.
+    ///
+    /// Needs: a QEMU with the same machine and devices, started with `-machine suppress-vmdesc=on` and `-global
+    /// migration.send-configuration=off`, or with --configuration without the latter.
+    /// On success: the stream is whole. On failure: no file is left.
+    Export(Export),
+}
+
+#[derive(Debug, Args)]
+pub struct StoreOnly {
+    /// The store.
+    #[arg(value_name = "URL")]
+    pub store: StoreUrl,
+}
+
+#[derive(Debug, Args)]
+pub struct Export {
+    /// The store.
+    #[arg(value_name = "URL")]
+    pub store: StoreUrl,
+    /// Where to write it; must not exist [default: standard output].
+    #[arg(long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+    /// The checkpoint [default: the newest].
+    #[arg(long, value_name = "N")]
+    pub at: Option<u64>,
+    /// Write the machine's name as well, which a QEMU expects that was started without send-configuration=off.
+    #[arg(long)]
+    pub configuration: bool,
 }
 
 /// What of disks that a protected guest writes.

@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Restore(arguments) => commands::restore::restore(&output, &arguments),
         Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
+        Command::Store(command) => commands::store::store(&output, &command),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),

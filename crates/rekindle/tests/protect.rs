@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
 use rekindle_kernel::process;
 use serde_json::Value;
 use std::fs;
@@ -199,6 +199,70 @@ fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
     assert_eq!((restored["filled"].clone(), restored["checkpoint"].clone()), (true.into(), 2.into()));
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
+}
+
+#[test]
+fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
+    let lab = Lab::new();
+    // A virtio-net that had a tap asks for one again; this guest has none, so that any QEMU will do.
+    let guest = lab.vm("kept").memory("96M").net(Net::None).start(&[]);
+    let ticks = |console: &Path| {
+        let text = fs::read_to_string(console).unwrap_or_default();
+        text.lines().filter(|line| line.starts_with("tick ")).nth(3).map(str::to_owned)
+    };
+    wait_for("the guest to tick", DEADLINE, || ticks(&guest.file("console.log")));
+    let store = store(&lab, "kept");
+    let path = store.to_str().unwrap();
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "2"]);
+    assert!(protector.child.wait().unwrap().success());
+    let listed = lab.rekindle(["--json", "store", "ls", path]).ok().json();
+    assert_eq!(listed["checkpoints"].as_array().unwrap().len(), 2, "{listed:#}");
+    assert_eq!(listed["vm"]["name"], "kept");
+    lab.rekindle(["store", "ls", path]).ok().says(&["CHECKPOINT", "protect kept", "on disk"]);
+    lab.rekindle(["store", "verify", path]).ok().says(&["2 checkpoints", "all as it was written"]);
+    lab.rekindle(["store", "compact", path]).ok().says(&["freed"]);
+    lab.rekindle(["store", "verify", "tls://host:1/x"]).status(1).says(&["not supported yet"]);
+
+    // The same command line with RAM of its own, as anybody would start it.
+    let stream = lab.path("kept.stream");
+    let file = stream.to_str().unwrap();
+    lab.rekindle(["store", "export", path, "--file", file]).ok().says(&["checkpoint 2"]);
+    lab.rekindle(["store", "export", path, "--file", file]).status(1).says(&["kept.stream", "exists"]);
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();
+    crash(&guest);
+    let aside = lab.path("aside");
+    fs::create_dir(&aside).unwrap();
+    let own = |word: &String| {
+        let word =
+            word.replace(&format!("{}/vmm-1", guest.file("").display()).replace("//", "/"), aside.to_str().unwrap());
+        let word = word.replace(guest.file("").to_str().unwrap(), &format!("{}/", aside.display()));
+        if word.starts_with("memory-backend-file") { "memory-backend-ram,id=ram,size=96M".to_owned() } else { word }
+    };
+    let mut words: Vec<String> = line.iter().map(own).collect();
+    words.extend(["-incoming".to_owned(), format!("exec:cat {file}")]);
+    let mut qemu = std::process::Command::new(qemu_new()).args(&words).stderr(Stdio::piped()).spawn().unwrap();
+    let console = aside.join("console.log");
+    let ticked = wait_for("the guest to tick in another QEMU", DEADLINE, || {
+        if let Some(status) = qemu.try_wait().unwrap() {
+            let mut said = String::new();
+            std::io::Read::read_to_string(qemu.stderr.as_mut().unwrap(), &mut said).unwrap();
+            panic!("{status}: {said}\n{words:?}");
+        }
+        ticks(&console)
+    });
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
+    assert!(ticked.starts_with("tick "));
+
+    // A flipped bit is found, and named.
+    let segments = common::lab::entries(&store.join("segments"));
+    let segment = segments.iter().max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
+    let mut bytes = fs::read(segment).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(segment, bytes).unwrap();
+    lab.rekindle(["store", "verify", path]).status(1).says(&["damaged", "bad:", "segments/"]);
 }
 
 #[test]

@@ -15,6 +15,7 @@ pub mod restore;
 pub mod run;
 pub mod show;
 pub mod stop;
+pub mod store;
 
 /// A flag that an interrupt sets, for what ends in order then.
 fn interrupts() -> Result<Arc<AtomicBool>> {
