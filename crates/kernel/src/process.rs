@@ -86,7 +86,8 @@ impl Process {
         }
     }
 
-    /// Wait until the process has ended (a zombie has), at most for `timeout`.
+    /// Wait until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on it holds
+    /// nothing any more; [`Process::is_alive`] says of its first thread only that it has ended.
     ///
     /// On success: `true` if it has ended. The process need not be a child.
     ///
@@ -107,7 +108,7 @@ impl Process {
             };
             let mut fds = [PollFd::new(&fd, PollFlags::IN)];
             match poll(&mut fds, Some(&spec)) {
-                Ok(0) => return Ok(!self.is_alive()),
+                Ok(0) => return Ok(false),
                 Ok(_) => return Ok(true),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
@@ -187,6 +188,22 @@ mod tests {
         child.wait().unwrap();
         process.kill().unwrap();
         assert!(process.pidfd().is_err());
+    }
+
+    #[test]
+    fn a_process_whose_first_thread_alone_has_ended_has_not() {
+        let run = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); ctypes.CDLL(None).pthread_exit(None)";
+        let mut child = Command::new("python3").args(["-c", run]).stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let process = Process::of(child.id()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while process.is_alive() {
+            assert!(Instant::now() < deadline, "its first thread does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(!process.wait_end(Duration::from_millis(20)).unwrap());
+        drop(child.stdin.take());
+        assert!(process.wait_end(Duration::from_secs(10)).unwrap());
+        child.wait().unwrap();
     }
 
     #[test]

@@ -150,6 +150,18 @@ impl Vmm {
         self.process().is_alive()
     }
 
+    /// If it has ended, wait until it has also let go of its taps, its images and its RAM: the last of its threads may be
+    /// on the way out when its first one is gone. One that runs is not waited for.
+    ///
+    /// # Errors
+    /// When it cannot be watched, or still holds them 10 s later (a thread stuck in the kernel).
+    pub fn wait_released(&self) -> io::Result<()> {
+        if self.is_alive() || self.process().wait_end(Duration::from_secs(10))? {
+            return Ok(());
+        }
+        Err(io::Error::other(format!("QEMU (process {}) has ended, but a thread of it does not end", self.pid)))
+    }
+
     /// Kill it and wait until it is gone, so that its RAM mapping, its locks and its taps are free.
     ///
     /// # Errors

@@ -198,7 +198,7 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], with the journal that an operation left behind.
+    /// As [`Held::take`], with the journal that an operation left behind. A QEMU that is just ending has ended wholly then.
     ///
     /// # Errors
     /// No such VM; busy.
@@ -212,6 +212,10 @@ impl Held {
         let lock = Lock::acquire(&rundir, operation)?;
         let state = State::read(&rundir).map_err(failed)?.ok_or_else(unknown)?;
         let journal = Journal::left_behind(&rundir).map_err(failed)?;
+        let (from, to) = journal.as_ref().map_or((&None, &None), |left| (&left.operation.from, &left.operation.to));
+        for vmm in [&state.vmm, from, to].into_iter().flatten() {
+            vmm.wait_released().map_err(failed)?;
+        }
         Ok((Self { rundir, state, _lock: lock }, journal))
     }
 

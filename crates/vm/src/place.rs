@@ -69,6 +69,9 @@ impl<'a> Place<'a> {
             return Err(LifeError::NeedsRecovery { name, kind, step });
         }
         if let Some(state) = State::read(&rundir).map_err(failed)? {
+            if let Some(vmm) = &state.vmm {
+                vmm.wait_released().map_err(failed)?;
+            }
             match state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
                 Some(vmm) => return Err(LifeError::Running { name, pid: vmm.pid }),
                 // It ended by itself: its RAM is worth nothing without a QEMU.
