@@ -133,7 +133,6 @@ fn the_synchronous_tracker_lets_every_page_be_copied_as_it_was_at_the_stop() {
             thread::sleep(Duration::from_millis(5));
             victim.stop();
             let dirty = tracker.collect(&mut stopped).unwrap();
-            assert!(dirty.bytes() > 0);
             let now = victim.memory();
             tracker.begin(&dirty.written, &mut stopped).unwrap();
             assert!(
