@@ -73,6 +73,8 @@ pub(crate) struct Plan {
     pub(crate) policy: Policy,
     hook: Option<String>,
     control: Qmp,
+    /// The guest has a device through which it gives memory back.
+    gives_back: bool,
 }
 
 impl Plan {
@@ -104,7 +106,7 @@ impl Plan {
             (None, Some(_)) => Policy::Cow,
             (None, None) => Policy::Precopy,
         };
-        Ok(Self { policy, hook, control })
+        Ok(Self { policy, hook, control, gives_back: adopted.gives_back })
     }
 }
 
@@ -178,11 +180,12 @@ impl Session {
     /// Begin to track the memory of `target`. `resume`: what an earlier protector collected has all arrived, so its tracking
     /// may be gone on with.
     pub(crate) fn attach(target: Target, plan: Plan, resume: bool) -> Result<Self, SessionError> {
-        let Plan { policy, hook, control } = plan;
+        let Plan { policy, hook, control, gives_back } = plan;
         let save = Qmp::connect(&target.vmm().directory().save(), GREETING)?;
-        let mark = target.rundir().file("paused");
+        let mark = target.rundir().paused();
         let mut monitors = Monitors::new(target.process(), control, Some(save), mark)?;
-        let ram = Arc::new(GuestRam::of(monitors.control(), target.process())?);
+        let ram = GuestRam::of(monitors.control(), target.process())?;
+        let ram = Arc::new(if gives_back { ram } else { ram.never_shrinking() });
         let injector = Injector::new(target.process())?;
         let copies = Arc::<Mutex<Copies>>::default();
         if !resume || policy == Policy::Cow {

@@ -297,6 +297,30 @@ fn protection_goes_on_over_a_warm_reboot_and_over_its_own_death() {
 }
 
 #[test]
+fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
+    let lab = Lab::new();
+    let guest = lab.vm("left").boot(&[]);
+    let store = store(&lab, "left");
+    let stop = || {
+        let path = guest.only_qemu().directory.join("watch.sock");
+        let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, DEADLINE).unwrap();
+        qmp.execute::<Value>("stop", ()).unwrap();
+        fs::write(guest.file("paused"), []).unwrap();
+    };
+    stop();
+    assert!(guest.status().contains("paused"));
+    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "goes on"]);
+    assert_eq!(guest.status(), "running");
+    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    stop();
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    protector.wait("checkpoint");
+    assert!(protector.child.wait().unwrap().success());
+    assert_eq!(guest.status(), "running");
+    guest.assert_sound();
+}
+
+#[test]
 fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let lab = Lab::new();
     let disk = lab.path("disk.raw");

@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 pub enum Recovered {
     /// There was nothing to do.
     Nothing,
+    /// A checkpoint that was cut off had left the guest stopped; it goes on.
+    Unpaused,
     /// The operation was undone: the guest runs in the QEMU that it ran in before, with its memory.
     Undone,
     /// The operation was finished: the guest runs in the new QEMU, with its memory.
@@ -48,6 +50,7 @@ impl std::fmt::Display for Recovered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Nothing => "there was nothing to recover",
+            Self::Unpaused => "a checkpoint that was cut off had left the guest stopped; it goes on",
             Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
             Self::FromState => "the guest was started again from its saved state, with its memory",
@@ -71,9 +74,9 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
     let Some(journal) = journal else {
         return match held.vmm() {
-            Ok(_) => {
+            Ok(vmm) => {
                 forget_saved(host, &held);
-                Ok(Recovered::Nothing)
+                end_pause(&held, vmm)
             }
             // A start that was cut off before it began.
             Err(_) if held.state.vmm.is_none() => {
@@ -103,6 +106,20 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }?;
     forget_saved(host, &held);
     Ok(recovered)
+}
+
+/// Let a guest go on whose checkpoint was cut off in the pause.
+fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let mark = held.rundir.paused();
+    if !mark.exists() {
+        return Ok(Recovered::Nothing);
+    }
+    let mut qmp = vmm.connect(vmm::START)?;
+    if life::run_state(&mut qmp)? == "paused" {
+        resume(&mut qmp, true)?;
+    }
+    std::fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
+    Ok(Recovered::Unpaused)
 }
 
 /// Remove a saved state that nobody needs: the guest runs. Also one that was cut off before a journal named it, or that
