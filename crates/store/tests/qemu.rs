@@ -69,7 +69,9 @@ impl Guest {
 
     /// Load a stream, and wait until it is loaded.
     fn load(&mut self, stream: &Path) {
-        self.qmp.execute::<Value>("migrate-incoming", json!({"uri": format!("exec:cat {}", stream.display())})).unwrap();
+        self.qmp
+            .execute::<Value>("migrate-incoming", json!({"uri": format!("exec:cat {}", stream.display())}))
+            .unwrap();
         self.wait("query-migrate", "completed");
     }
 

@@ -285,6 +285,11 @@ impl Engine {
         self.slot
     }
 
+    /// Of the store.
+    pub fn id(&self) -> uuid::Uuid {
+        self.home.id
+    }
+
     /// The digester of its pages.
     pub fn digester(&self) -> crate::format::page::Digester {
         self.home.digester()

@@ -1,77 +1,61 @@
-//! Stores on a server.
+//! Stores on a server: `tls://HOST:PORT/NAME`, and the server.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`identity`] | certificates, and what is wrong with them |
+//! | `line` | a connection: frames, limits, patience |
+//! | `protocol` | what the two say to each other |
+//! | `session` | a writer whose store is on a server |
+//! | `image` | an image on a server |
+//! | [`server`] | the server |
 
-use crate::error::Result;
+pub mod identity;
+mod image;
+pub(crate) mod line;
+pub(crate) mod protocol;
+pub mod server;
+mod serving;
+mod session;
+
+use crate::error::{Result, StoreError};
+use crate::listing::Listing;
+use crate::types::{Owner, Vm};
 use crate::url::Remote;
-use crate::writer::{Opened, Options};
-use std::sync::mpsc::Receiver;
+use crate::verify::Verified;
+use line::Line;
+use protocol::{Kind, Purpose, Welcome};
 
-/// x
-#[derive(Debug, thiserror::Error)]
-pub enum LineError {
-    /// x
-    #[error("x")]
-    X,
-}
-/// x
-#[derive(Debug, Clone)]
-pub struct Identity;
+pub use identity::Identity;
+pub use image::RemoteHot;
+pub(crate) use image::RemoteImage;
+pub use line::LineError;
+pub(crate) use session::WriteSession;
 
-#[derive(Debug)]
-pub(crate) struct RemoteImage;
-impl RemoteImage {
-    pub fn open(
-        _: &Remote,
-        _: &crate::reader::Which,
-    ) -> Result<(Self, crate::types::Vm, crate::types::CheckpointInfo)> {
-        todo_()
-    }
-    pub fn section(&self, _: crate::format::entry::Section) -> Result<Vec<u8>> {
-        todo_()
-    }
-    pub fn name(&self) -> &str {
-        ""
-    }
-    pub fn read_page(&self, _: usize, _: u64, _: &mut crate::types::Page) -> Result<()> {
-        todo_()
-    }
-    pub fn read_many(
-        &self,
-        _: &[crate::image::PageId],
-        _: impl FnMut(crate::image::PageId, &crate::types::Page),
-    ) -> Result<()> {
-        todo_()
-    }
-    pub fn hot(&self) -> RemoteHot<'_> {
-        RemoteHot(self)
-    }
+/// Connect, say what for, and be welcomed.
+fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Line, Welcome)> {
+    let store = server.to_string();
+    let failed = |doing| {
+        let store = store.clone();
+        move |source| StoreError::Line { store, doing, source }
+    };
+    let mut line = Line::connect(server, identity).map_err(failed("connecting"))?;
+    let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: purpose.clone() };
+    let welcome = line.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
+    Ok((line, welcome))
 }
-fn todo_<T>() -> Result<T> {
-    Err(crate::StoreError::Closed { store: String::new(), why: String::new() })
+
+pub(crate) fn listing(server: &Remote, identity: Option<&Identity>) -> Result<Listing> {
+    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
+    line.ask_json(&server.to_string(), Kind::List, &(), Kind::Listing)
 }
-/// x
-#[derive(Debug)]
-pub struct RemoteHot<'a>(&'a RemoteImage);
-impl RemoteHot<'_> {
-    pub(crate) fn next(&mut self) -> Option<Result<crate::image::PageId>> {
-        None
-    }
+
+pub(crate) fn verified(server: &Remote, identity: Option<&Identity>) -> Result<Verified> {
+    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
+    line.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
 }
-pub(crate) fn listing(_: &Remote, _: Option<&Identity>) -> Result<crate::listing::Listing> {
-    todo_()
-}
-pub(crate) fn verified(_: &Remote, _: Option<&Identity>) -> Result<crate::verify::Verified> {
-    todo_()
-}
-pub(crate) fn fence(_: &Remote, _: &crate::types::Vm, _: &str, _: Option<&Identity>) -> Result<u64> {
-    todo_()
-}
-pub(crate) struct WriteSession;
-impl WriteSession {
-    pub fn open(_: &Remote, _: &Options) -> Result<Self> {
-        Ok(Self)
-    }
-    pub fn opened(&self) -> Opened {
-        Opened { digester: crate::format::page::Digester::new(uuid::Uuid::nil()), newest: 0, epoch: 0 }
-    }
-    pub fn run(self, _: &Receiver<crate::engine::Request>) {}
+
+pub(crate) fn fence(server: &Remote, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<u64> {
+    let purpose = Purpose::Fence { vm: vm.clone(), owner: Owner::here(operation) };
+    let (_, welcome) = greet(server, identity, &purpose)?;
+    Ok(welcome.epoch)
 }
