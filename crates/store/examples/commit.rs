@@ -29,7 +29,7 @@ fn fill(page: &mut Page, program: &[u8], state: &mut u64) {
         4 | 5 => {
             for (n, word) in page.as_chunks_mut::<8>().0.iter_mut().enumerate() {
                 let value =
-                    if n % 4 == 0 { 0x7f3a_0000_0000 + (random ^ n as u64 * 4099) % (1 << 24) } else { n as u64 / 5 };
+                    if n % 4 == 0 { 0x7f3a_0000_0000 + (random ^ (n as u64 * 4099)) % (1 << 24) } else { n as u64 / 5 };
                 *word = value.to_le_bytes();
             }
         }
@@ -149,7 +149,6 @@ fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
     let url = StoreUrl::Directory(directory.join(format!("open-{}", ram >> 20)));
     let mut writer = Writer::open(&url, &Options { keep: 10, ..Options::new(vm("bench"), "bench") })?;
     let mut state = 1;
-    let mut page = [0; PAGE_SIZE];
     let pages = ram / PAGE_SIZE as u64;
     for round in 0..8 {
         if round == 2 {
@@ -160,7 +159,7 @@ fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
         let step = if round == 0 { 1 } else { 37 };
         for number in (0..pages).step_by(step) {
             // Short, so that 8 GiB do not take 3 GiB of disk.
-            page = [0; PAGE_SIZE];
+            let mut page = [0; PAGE_SIZE];
             state += 1;
             page.as_chunks_mut::<8>()
                 .0

@@ -38,7 +38,7 @@ pub trait DiskFile: Debug + Send + Sync {
     ///
     /// # Errors
     /// The system's.
-    fn len(&self) -> io::Result<u64>;
+    fn length(&self) -> io::Result<u64>;
 }
 
 /// A directory with files.
@@ -145,7 +145,7 @@ impl DiskFile for LocalFile {
         self.0.set_len(len)
     }
 
-    fn len(&self) -> io::Result<u64> {
+    fn length(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.len())
     }
 }

@@ -137,25 +137,8 @@ pub enum StoreError {
         source: io::Error,
     },
     /// A page cannot be had as it was stored.
-    #[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
-    Page {
-        /// Where.
-        store: String,
-        /// The VM.
-        vm: String,
-        /// The checkpoint.
-        checkpoint: u64,
-        /// The RAM block.
-        block: String,
-        /// Number of the page in its block.
-        page: u64,
-        /// The file.
-        file: String,
-        /// Where in the file.
-        at: u64,
-        /// What is wrong.
-        what: String,
-    },
+    #[error(transparent)]
+    Page(#[from] Box<BadPage>),
     /// A page or block that the checkpoint does not have.
     #[error("{store}: checkpoint {checkpoint} has no page {page} in block {block}")]
     NoSuchPage {
@@ -219,6 +202,28 @@ pub enum StoreError {
     },
 }
 
+/// A page that cannot be had as it was stored.
+#[derive(Debug, thiserror::Error)]
+#[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
+pub struct BadPage {
+    /// The store.
+    pub store: String,
+    /// The VM.
+    pub vm: String,
+    /// The checkpoint.
+    pub checkpoint: u64,
+    /// The RAM block.
+    pub block: String,
+    /// Number of the page in its block.
+    pub page: u64,
+    /// The file.
+    pub file: String,
+    /// Where in the file.
+    pub at: u64,
+    /// What is wrong.
+    pub what: String,
+}
+
 /// Result of the store.
 pub type Result<T> = std::result::Result<T, StoreError>;
 
@@ -238,7 +243,7 @@ impl StoreError {
             Self::Superseded { .. } => "superseded",
             Self::NoSpace { .. } => "no-space",
             Self::Io { .. } => "io",
-            Self::Page { .. } => "page",
+            Self::Page(_) => "page",
             Self::NoSuchPage { .. } => "no-such-page",
             Self::Blocks { .. } => "blocks",
             Self::TooLarge { .. } => "too-large",

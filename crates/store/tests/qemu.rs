@@ -1,6 +1,8 @@
 //! Export and import against the real thing: what the store exports a stock QEMU loads, page by page the same, and what
 //! QEMU saves the store takes in.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::Qmp;

@@ -9,3 +9,4 @@ pub mod recover;
 pub mod run;
 pub mod show;
 pub mod stop;
+pub mod store;

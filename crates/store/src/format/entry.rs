@@ -141,6 +141,7 @@ pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section,
     (out, footer)
 }
 
+#[expect(clippy::len_without_is_empty, reason = "none is empty")]
 impl Entry {
     /// From the bytes of a file.
     ///

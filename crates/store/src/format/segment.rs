@@ -131,6 +131,7 @@ pub struct FrameHeader {
     pub number: u64,
 }
 
+#[expect(clippy::len_without_is_empty, reason = "none is empty")]
 impl FrameHeader {
     /// Bytes of the directory.
     #[must_use]

@@ -1,6 +1,6 @@
 //! The superblock: whose store it is.
 
-use super::codec::{Reader, Writer};
+use super::codec::{Reader, Writer, shortened};
 use super::{Flaw, Structure, VERSION, checksum};
 use crate::types::Vm;
 use uuid::Uuid;
@@ -32,7 +32,7 @@ impl Superblock {
         out.extend_from_slice(self.vm.uuid.as_bytes());
         out.put_u64(self.created_us);
         // Names of VMs have at most 63 characters; QEMU's may be longer.
-        out.put_text(self.vm.name.get(..self.vm.name.floor_char_boundary(1024)).unwrap_or_default());
+        out.put_text(shortened(&self.vm.name, 1024));
         out.resize(LEN - 8, 0);
         let sum = checksum(&out);
         out.put_u64(sum);

@@ -4,7 +4,7 @@ use super::greet;
 use super::identity::Identity;
 use super::line::{Line, LineError};
 use super::protocol::{Kind, PAGES, Purpose, decode_ids, decode_stored, encode_ids};
-use crate::error::{Result, StoreError};
+use crate::error::{BadPage, Result, StoreError};
 use crate::format::codec::Writer;
 use crate::format::entry::Section;
 use crate::format::page::{Digester, unpack};
@@ -126,15 +126,17 @@ impl RemoteImage {
     }
 
     fn unpack(&self, id: PageId, (digest, stored): &(u64, Vec<u8>), content: &mut Page) -> Result<()> {
-        unpack(self.digester, stored, *digest, content).map_err(|what| StoreError::Page {
-            store: self.store.clone(),
-            vm: self.vm.clone(),
-            checkpoint: self.info.number,
-            block: self.info.blocks.get(id.0).map(|block| block.id.clone()).unwrap_or_default(),
-            page: id.1,
-            file: "on the server".into(),
-            at: 0,
-            what: what.into(),
+        unpack(self.digester, stored, *digest, content).map_err(|what| {
+            StoreError::from(Box::new(BadPage {
+                store: self.store.clone(),
+                vm: self.vm.clone(),
+                checkpoint: self.info.number,
+                block: self.info.blocks.get(id.0).map(|block| block.id.clone()).unwrap_or_default(),
+                page: id.1,
+                file: "on the server".into(),
+                at: 0,
+                what: what.into(),
+            }))
         })
     }
 

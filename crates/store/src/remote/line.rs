@@ -105,14 +105,38 @@ impl LineError {
 }
 
 /// What goes in both directions.
-trait Stream: Read + Write + Send {}
-impl<T: Read + Write + Send> Stream for T {}
+trait Stream: Read + Write + Send {
+    /// Say that no more will come.
+    fn close(&mut self);
+}
+
+impl Stream for StreamOwned<ClientConnection, TcpStream> {
+    fn close(&mut self) {
+        self.conn.send_close_notify();
+        let _ = self.conn.write_tls(&mut self.sock);
+    }
+}
+
+impl Stream for StreamOwned<ServerConnection, TcpStream> {
+    fn close(&mut self) {
+        self.conn.send_close_notify();
+        let _ = self.conn.write_tls(&mut self.sock);
+    }
+}
 
 /// One end of a connection.
 pub(crate) struct Line {
     stream: Box<dyn Stream>,
     tcp: TcpStream,
     patience: Duration,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // So that the other side can tell an end from a break. It does not wait for a peer that takes nothing any more.
+        let _ = self.tcp.set_write_timeout(Some(Duration::from_millis(100)));
+        self.stream.close();
+    }
 }
 
 impl fmt::Debug for Line {

@@ -9,7 +9,7 @@ use super::server::Patience;
 use crate::disk::LocalDisk;
 use crate::engine::{self, Begun, Engine, Frame, Request, Settings, State};
 use crate::error::{Result, StoreError};
-use crate::format::codec::{Reader, Writer};
+use crate::format::codec::{Reader, Writer, shortened};
 use crate::format::entry::Section;
 use crate::format::segment::FRAME_HEADER_LEN;
 use crate::home::Home;
@@ -78,7 +78,7 @@ pub(super) fn serve(mut line: Line, directory: &Path, patience: Patience) -> End
 /// Tell the client what went wrong; the connection goes on.
 fn fail(line: &mut Line, e: &StoreError) -> Ended {
     let mut failure = Failure::of(e);
-    failure.text.truncate(failure.text.floor_char_boundary(16 << 10));
+    failure.text = shortened(&failure.text, 16 << 10).to_owned();
     line.send_json(Kind::Failure, &failure)
 }
 

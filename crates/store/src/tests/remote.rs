@@ -140,7 +140,10 @@ fn which(identity: &Identity) -> Which {
 const PAGES: u64 = 600;
 
 fn pages(round: u64) -> Vec<(u64, Page)> {
-    (0..PAGES).filter(|page| (page + round) % 3 != 0).map(|page| (page, content(page * 7 % 60 + round))).collect()
+    (0..PAGES)
+        .filter(|page| !(page + round).is_multiple_of(3))
+        .map(|page| (page, content(page * 7 % 60 + round)))
+        .collect()
 }
 
 fn commit(writer: &mut Writer, round: u64) -> crate::Result<crate::types::Committed> {
