@@ -8,6 +8,7 @@ use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Pro
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
+use rekindle_store::remote::Identity;
 use rekindle_store::types::PAGE_SIZE;
 use rekindle_store::{Image, StoreError, StoreUrl, Which};
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -70,6 +71,9 @@ pub struct Fill {
     format: u32,
     /// Where the checkpoint is.
     pub store: StoreUrl,
+    /// Certificate, key and authority for a store on a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    identity: Option<[PathBuf; 3]>,
     /// Its number.
     pub number: u64,
     /// The QEMU whose memory it becomes.
@@ -79,9 +83,17 @@ pub struct Fill {
 }
 
 impl Fill {
-    pub(crate) fn new(store: StoreUrl, number: u64, vmm: Vmm, ram: &GuestRam) -> Self {
+    pub(crate) fn new(store: StoreUrl, identity: Option<&Identity>, number: u64, vmm: Vmm, ram: &GuestRam) -> Self {
         let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
-        Self { format: FORMAT, store, number, vmm, blocks }
+        // The pager may be started from elsewhere.
+        let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
+        Self { format: FORMAT, store, identity, number, vmm, blocks }
+    }
+
+    fn which(&self) -> Which {
+        let identity = self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca });
+        Which { at: Some(self.number), identity, ..Which::default() }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {
@@ -197,7 +209,7 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     let name = || rundir.name().to_owned();
     let _lock = lock(rundir)?;
     let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: name() })?;
-    let image = Image::open(&fill.store, &Which { at: Some(fill.number), ..Which::default() })?;
+    let image = Image::open(&fill.store, &fill.which())?;
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let main = |id: &str| id == MAIN_RAM;

@@ -420,7 +420,10 @@ impl From<ProtectError> for Failure {
 
 /// Whether a store may be well again later.
 fn is_passing(e: &StoreError) -> bool {
-    matches!(e, StoreError::NoSpace { .. } | StoreError::Io { .. } | StoreError::Closed { .. })
+    matches!(
+        e,
+        StoreError::NoSpace { .. } | StoreError::Io { .. } | StoreError::Line { .. } | StoreError::Closed { .. }
+    )
 }
 
 fn chain(e: &dyn std::error::Error) -> String {

@@ -12,6 +12,7 @@ use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use rekindle_qemu::transfer::{Capabilities, Feed, TransferError, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, VmmError, log_tail};
+use rekindle_store::remote::Identity;
 use rekindle_store::{Image, StoreError, StoreUrl, Which, admin};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::host::Host;
@@ -44,6 +45,8 @@ const EAGER: Duration = Duration::from_secs(24 * 3600);
 pub struct Request {
     /// Where the checkpoint is.
     pub store: StoreUrl,
+    /// Who we are to a store on a server.
+    pub identity: Option<Identity>,
     /// Its number; none: the newest.
     pub at: Option<u64>,
     /// Bring all memory before the guest goes on.
@@ -164,7 +167,7 @@ pub struct Restored {
 pub fn restore(host: &Host, name: Name, request: &Request) -> Result<Restored, RestoreError> {
     let began = Instant::now();
     let mut recorder = Recorder::new(name.as_str(), "restore");
-    let which = Which { at: request.at, ..Which::default() };
+    let which = Which { at: request.at, identity: request.identity.clone(), ..Which::default() };
     let image = Image::open(&request.store, &which)?;
     let recipe = Recipe::read(&image.definition()?)?;
     recorder.step("open the store");
@@ -185,7 +188,7 @@ pub fn restore(host: &Host, name: Name, request: &Request) -> Result<Restored, R
 /// Become the store's owner: a host that was declared dead and is not can commit nothing any more. What it has committed
 /// until then counts.
 fn fence(image: &Image, request: &Request, which: &Which, place: &Place<'_>) -> Result<Image, RestoreError> {
-    admin::fence(&request.store, image.vm(), &format!("restore {}", place.rundir.name()), None)?;
+    admin::fence(&request.store, image.vm(), &format!("restore {}", place.rundir.name()), request.identity.as_ref())?;
     Ok(Image::open(&request.store, which)?)
 }
 
@@ -216,7 +219,7 @@ fn fill(
     let main = |id: &str| id == MAIN_RAM;
     let pager = Pager::begin(Injector::new(vmm.process())?, &ram, main, &mut Source::new(image, &mut silent), None)?;
     drop(pager);
-    Fill::new(request.store.clone(), info.number, vmm.clone(), &ram).write(&place.rundir)?;
+    Fill::new(request.store.clone(), request.identity.as_ref(), info.number, vmm.clone(), &ram).write(&place.rundir)?;
     start_pager(&place.rundir)?;
     recorder.step("register its memory");
 

@@ -41,6 +41,9 @@ pub enum IncomingError {
     TooLong,
 }
 
+/// A page of a stream: position of its block, its number there, its content.
+pub type IncomingPage<'a> = (usize, u64, &'a [u8; PAGE]);
+
 /// A stream being read.
 #[derive(Debug)]
 pub struct Incoming<R> {
@@ -121,8 +124,7 @@ impl<R: Read> Incoming<R> {
     ///
     /// # Errors
     /// [`IncomingError`] when it is cut short, or holds what is not known here.
-    #[allow(clippy::type_complexity, reason = "read once, where it is used")]
-    pub fn next_page(&mut self) -> Result<Option<(usize, u64, &[u8; PAGE])>, IncomingError> {
+    pub fn next_page(&mut self) -> Result<Option<IncomingPage<'_>>, IncomingError> {
         while !self.done {
             let word = match self.ahead.take() {
                 Some(word) => word,
@@ -293,8 +295,10 @@ mod tests {
         out
     }
 
-    #[allow(clippy::type_complexity, reason = "a test")]
-    fn read(bytes: &[u8]) -> Result<(Vec<(String, u64)>, Pages, Vec<u8>), IncomingError> {
+    /// Blocks, pages, devices.
+    type Whole = (Vec<(String, u64)>, Pages, Vec<u8>);
+
+    fn read(bytes: &[u8]) -> Result<Whole, IncomingError> {
         let mut incoming = Incoming::open(bytes)?;
         let mut pages = Pages::new();
         while let Some((block, page, content)) = incoming.next_page()? {

@@ -67,7 +67,7 @@ pub enum Command {
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
     Pager(NameOnly),
-    /// Look after the checkpoints of a VM.
+    /// Look after fail-over images: what `rekindle protect` writes and `rekindle restore` reads.
     #[command(subcommand)]
     Store(Store),
     /// Watch a service and tell its gaps: the longest silence a client sees.
@@ -90,6 +90,117 @@ pub enum Reboot {
     /// On success: each guest runs in a new QEMU.
     /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
     Vmm(RebootVmm),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Store {
+    /// List the checkpoints of a store, its owner, and what it takes on the disk.
+    Ls(StoreAt),
+    /// Look at every byte of a store that counts, and name what is bad.
+    ///
+    /// Needs: to read the store. It may be in use.
+    /// On success: all is well.
+    /// On failure: exit status 1, with each bad thing named; nothing was changed.
+    Verify(StoreAt),
+    /// Free all room of a store that can be freed.
+    ///
+    /// Needs: that nothing protects a VM into it: this becomes its owner.
+    /// On success: hardly more than the kept checkpoints is left.
+    /// On failure: the store is as it was.
+    Compact(StoreAt),
+    /// Write a checkpoint as a stream that stock QEMU loads with -incoming.
+    ///
+    /// Needs: to read the store.
+    /// On success: the file is there, whole.
+    /// On failure: there is no file; what went to standard output is no whole stream, and no QEMU takes it for one.
+    Export(StoreExport),
+    /// Read a stream that was exported, or saved by QEMU, into a store as its next checkpoint.
+    ///
+    /// Needs: that nothing protects a VM into it: this becomes its owner.
+    /// On success: the checkpoint can be restored.
+    /// On failure: the store is as it was.
+    Import(StoreImport),
+    /// Keep stores for other hosts, at tls://THIS-HOST:PORT/NAME.
+    ///
+    /// Needs: a certificate, and the authority that has signed those of the clients.
+    /// On success: serves until it is interrupted.
+    Serve(StoreServe),
+}
+
+/// Who we are to a server.
+#[derive(Debug, Args)]
+pub struct Tls {
+    /// Our certificate, for a store on a server (PEM).
+    #[arg(long, value_name = "FILE", requires_all = ["key", "ca"])]
+    pub cert: Option<PathBuf>,
+    /// Its key (PEM).
+    #[arg(long, value_name = "FILE", requires = "cert")]
+    pub key: Option<PathBuf>,
+    /// The authority that has signed the server's certificate (PEM).
+    #[arg(long, value_name = "FILE", requires = "cert")]
+    pub ca: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct StoreAt {
+    /// The store: a directory, or tls://HOST:PORT/NAME.
+    pub store: StoreUrl,
+    #[command(flatten)]
+    pub tls: Tls,
+}
+
+#[derive(Debug, Args)]
+pub struct StoreExport {
+    #[command(flatten)]
+    pub from: StoreAt,
+    /// Number of the checkpoint [default: the newest].
+    #[arg(long, value_name = "N")]
+    pub at: Option<u64>,
+    /// The file to be made; `-` for standard output.
+    #[arg(long, short, value_name = "FILE", default_value = "-")]
+    pub output: PathBuf,
+    /// Machine type, e.g. pc-q35-10.0: needed by a QEMU without `-global migration.send-configuration=off`.
+    #[arg(long, value_name = "TYPE")]
+    pub machine: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct StoreImport {
+    #[command(flatten)]
+    pub to: StoreAt,
+    /// The stream; `-` for standard input.
+    pub file: PathBuf,
+    /// Name of the VM, for a store that is to be made.
+    #[arg(long)]
+    pub name: Option<Name>,
+    /// Its UUID [default: a new one].
+    #[arg(long, requires = "name")]
+    pub uuid: Option<uuid::Uuid>,
+    /// How many checkpoints are kept.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep: u32,
+}
+
+#[derive(Debug, Args)]
+pub struct StoreServe {
+    /// Where to listen.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: String,
+    /// The directory of the stores.
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+    /// The server's certificate (PEM).
+    #[arg(long, value_name = "FILE")]
+    pub cert: PathBuf,
+    /// Its key (PEM).
+    #[arg(long, value_name = "FILE")]
+    pub key: PathBuf,
+    /// The authority that has signed the clients' certificates (PEM).
+    #[arg(long, value_name = "FILE")]
+    pub client_ca: PathBuf,
+    /// How long a client may be idle.
+    #[arg(long, value_name = "TIME", default_value = "10m")]
+    pub idle: Span,
 }
 
 #[derive(Debug, Args)]
@@ -169,6 +280,8 @@ pub struct Protect {
     /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
+    #[command(flatten)]
+    pub tls: Tls,
     /// Time from one checkpoint to the next.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub every: Span,
@@ -199,6 +312,8 @@ pub struct Restore {
     /// Where its checkpoints are: a directory, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
+    #[command(flatten)]
+    pub tls: Tls,
     /// The checkpoint [default: the newest].
     #[arg(long, value_name = "N")]
     pub at: Option<u64>,
@@ -211,50 +326,6 @@ pub struct Restore {
     /// The QEMU to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
-}
-
-#[derive(Debug, Subcommand)]
-pub enum Store {
-    /// List the checkpoints of a store, who owns it, and what room it takes.
-    Ls(StoreOnly),
-    /// Check every page and structure of a store against its checksum.
-    ///
-    /// Needs: a store. On success: all is as it was written. On failure: exit status 1, and each bad thing by its name.
-    Verify(StoreOnly),
-    /// Free all room that can be freed.
-    ///
-    /// Needs: no protector at work on the store: this becomes its owner, and that one is refused from then on.
-    /// On success: what was freed is told. On failure: the store is as it was.
-    Compact(StoreOnly),
-    /// Write a checkpoint as a stream that stock QEMU loads by `-incoming`.
-    ///
-    /// Needs: a QEMU with the same machine and devices, started with `-machine suppress-vmdesc=on` and `-global
-    /// migration.send-configuration=off`, or with --configuration without the latter.
-    /// On success: the stream is whole. On failure: no file is left.
-    Export(Export),
-}
-
-#[derive(Debug, Args)]
-pub struct StoreOnly {
-    /// The store.
-    #[arg(value_name = "URL")]
-    pub store: StoreUrl,
-}
-
-#[derive(Debug, Args)]
-pub struct Export {
-    /// The store.
-    #[arg(value_name = "URL")]
-    pub store: StoreUrl,
-    /// Where to write it; must not exist [default: standard output].
-    #[arg(long, value_name = "FILE")]
-    pub file: Option<PathBuf>,
-    /// The checkpoint [default: the newest].
-    #[arg(long, value_name = "N")]
-    pub at: Option<u64>,
-    /// Write the machine's name as well, which a QEMU expects that was started without send-configuration=off.
-    #[arg(long)]
-    pub configuration: bool,
 }
 
 /// What of disks that a protected guest writes.

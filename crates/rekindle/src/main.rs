@@ -7,7 +7,7 @@ mod commands;
 mod output;
 
 use clap::Parser;
-use cli::{Cli, Command, Reboot};
+use cli::{Cli, Command, Reboot, Store};
 use output::Output;
 use std::process::ExitCode;
 
@@ -28,7 +28,12 @@ fn main() -> ExitCode {
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Restore(arguments) => commands::restore::restore(&output, &arguments),
         Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
-        Command::Store(command) => commands::store::store(&output, &command),
+        Command::Store(Store::Ls(arguments)) => commands::store::list(&output, &arguments),
+        Command::Store(Store::Verify(arguments)) => commands::store::verify(&output, &arguments),
+        Command::Store(Store::Compact(arguments)) => commands::store::compact(&output, &arguments),
+        Command::Store(Store::Export(arguments)) => commands::store::export(&output, &arguments),
+        Command::Store(Store::Import(arguments)) => commands::store::import(&output, &arguments),
+        Command::Store(Store::Serve(arguments)) => commands::store::serve(&output, &arguments),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),

@@ -91,9 +91,27 @@ pub fn duration(us: u64) -> String {
     }
 }
 
+/// Bytes for people: `3.4 MiB`.
+pub fn bytes(count: u64) -> String {
+    match count {
+        0..1024 => format!("{count} B"),
+        1024..0x10_0000 => format!("{:.1} KiB", count as f64 / 1024.0),
+        0x10_0000..0x4000_0000 => format!("{:.1} MiB", count as f64 / f64::from(1 << 20)),
+        _ => format!("{:.2} GiB", count as f64 / f64::from(1 << 30)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_have_the_unit_that_fits() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(3500), "3.4 KiB");
+        assert_eq!(bytes(46 << 20), "46.0 MiB");
+        assert_eq!(bytes(5 << 29), "2.50 GiB");
+    }
 
     #[test]
     fn durations_have_the_unit_that_fits() {

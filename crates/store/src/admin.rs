@@ -23,7 +23,7 @@ pub(crate) fn home(path: &Path) -> Result<Home> {
 /// What is in a store.
 ///
 /// # Errors
-/// [`crate::StoreError::NotAStore`], damage by name; [`crate::StoreError::NotYet`] for one on a server.
+/// [`crate::StoreError::NotAStore`], damage by name; for one on a server also [`crate::StoreError::Line`].
 pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     match url {
         StoreUrl::Directory(path) => list(&home(path)?),

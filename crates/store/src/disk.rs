@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// An open file.
-#[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
 pub trait DiskFile: Debug + Send + Sync {
     /// Read from `offset` on until `buffer` is full or the file ends; how many bytes that are.
     ///
@@ -39,7 +38,7 @@ pub trait DiskFile: Debug + Send + Sync {
     ///
     /// # Errors
     /// The system's.
-    fn len(&self) -> io::Result<u64>;
+    fn length(&self) -> io::Result<u64>;
 }
 
 /// A directory with files.
@@ -98,6 +97,12 @@ impl LocalDisk {
         Self { root: root.to_owned(), name: root.display().to_string() }
     }
 
+    /// As [`LocalDisk::new`], called `name` in messages.
+    #[must_use]
+    pub fn named(root: &Path, name: &str) -> Self {
+        Self { root: root.to_owned(), name: name.to_owned() }
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         if name.is_empty() { self.root.clone() } else { self.root.join(name) }
     }
@@ -140,7 +145,7 @@ impl DiskFile for LocalFile {
         self.0.set_len(len)
     }
 
-    fn len(&self) -> io::Result<u64> {
+    fn length(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.len())
     }
 }

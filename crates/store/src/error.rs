@@ -137,25 +137,8 @@ pub enum StoreError {
         source: io::Error,
     },
     /// A page cannot be had as it was stored.
-    #[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
-    Page {
-        /// Where.
-        store: String,
-        /// The VM.
-        vm: String,
-        /// The checkpoint.
-        checkpoint: u64,
-        /// The RAM block.
-        block: String,
-        /// Number of the page in its block.
-        page: u64,
-        /// The file.
-        file: String,
-        /// Where in the file.
-        at: u64,
-        /// What is wrong.
-        what: String,
-    },
+    #[error(transparent)]
+    Page(#[from] Box<BadPage>),
     /// A page or block that the checkpoint does not have.
     #[error("{store}: checkpoint {checkpoint} has no page {page} in block {block}")]
     NoSuchPage {
@@ -196,12 +179,49 @@ pub enum StoreError {
         /// That failure.
         why: String,
     },
-    /// Stores on servers are not there yet.
-    #[error("{store}: stores on servers are not supported yet; name a directory (NFS and CephFS will do)")]
-    NotYet {
+    /// A store at the other end of a line cannot be reached.
+    #[error("{store}: {doing} failed")]
+    Line {
         /// Its URL.
         store: String,
+        /// What was under way.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: crate::remote::LineError,
     },
+    /// The server refuses.
+    #[error("{store}: the server says: {text}")]
+    Refused {
+        /// Its URL.
+        store: String,
+        /// The kind of error there, e.g. `no-space`.
+        kind: String,
+        /// Its words.
+        text: String,
+    },
+}
+
+/// A page that cannot be had as it was stored.
+#[derive(Debug, thiserror::Error)]
+#[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
+pub struct BadPage {
+    /// The store.
+    pub store: String,
+    /// The VM.
+    pub vm: String,
+    /// The checkpoint.
+    pub checkpoint: u64,
+    /// The RAM block.
+    pub block: String,
+    /// Number of the page in its block.
+    pub page: u64,
+    /// The file.
+    pub file: String,
+    /// Where in the file.
+    pub at: u64,
+    /// What is wrong.
+    pub what: String,
 }
 
 /// Result of the store.
@@ -223,12 +243,13 @@ impl StoreError {
             Self::Superseded { .. } => "superseded",
             Self::NoSpace { .. } => "no-space",
             Self::Io { .. } => "io",
-            Self::Page { .. } => "page",
+            Self::Page(_) => "page",
             Self::NoSuchPage { .. } => "no-such-page",
             Self::Blocks { .. } => "blocks",
             Self::TooLarge { .. } => "too-large",
             Self::Closed { .. } => "closed",
-            Self::NotYet { .. } => "not-yet",
+            Self::Line { .. } => "line",
+            Self::Refused { kind, .. } => kind,
         }
     }
 

@@ -115,7 +115,7 @@ impl Home {
 pub(crate) fn read_whole(disk: &Arc<dyn Disk>, name: &str, limit: u64) -> Result<Vec<u8>> {
     let failed = |doing| move |e| StoreError::io(disk.name(), name, doing, e);
     let file = disk.open(name).map_err(failed("opening"))?;
-    let len = file.len().map_err(failed("looking at its length"))?;
+    let len = file.length().map_err(failed("looking at its length"))?;
     if len > limit {
         let e = io::Error::new(io::ErrorKind::InvalidData, format!("{len} bytes long; at most {limit} make sense"));
         return Err(failed("reading")(e));

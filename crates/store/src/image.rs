@@ -1,6 +1,6 @@
 //! An image opened for reading, on this machine.
 
-use crate::error::{Result, StoreError};
+use crate::error::{BadPage, Result, StoreError};
 use crate::format::base::Spot;
 use crate::format::entry::{Entry, Kind, Section};
 use crate::format::manifest::{Manifest, Table};
@@ -214,7 +214,7 @@ impl LocalImage {
 
     fn bad_page(&self, index: &Index, (block, page): PageId, spot: Spot, what: &str) -> StoreError {
         let extent = index.segments.get(spot.place.segment());
-        StoreError::Page {
+        StoreError::from(Box::new(BadPage {
             store: self.home.name().into(),
             vm: self.home.vm.name.clone(),
             checkpoint: self.table.number,
@@ -223,7 +223,7 @@ impl LocalImage {
             file: extent.map(|extent| names::segment(extent.epoch, extent.number)).unwrap_or_default(),
             at: spot.place.offset(),
             what: what.into(),
-        }
+        }))
     }
 
     /// Where pages are, in the order asked for.

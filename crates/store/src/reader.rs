@@ -45,7 +45,7 @@ impl Image {
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`], damage by
-    /// name; [`StoreError::NotYet`] for one on a server.
+    /// name; for one on a server also [`StoreError::Line`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, which: &Which) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),

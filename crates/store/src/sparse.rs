@@ -106,6 +106,11 @@ impl Digests {
         new
     }
 
+    /// Whether none was ever set.
+    pub fn is_untouched(&self) -> bool {
+        self.parts.iter().all(|part| part.get().is_none())
+    }
+
     /// The digest of a page; 0 beyond the end.
     pub fn get(&self, page: u64) -> u64 {
         let (part, within) = split(page);

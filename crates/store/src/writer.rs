@@ -100,7 +100,7 @@ impl Writer {
     ///
     /// # Errors
     /// [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage by name; [`StoreError::Superseded`] with
-    /// [`Options::only_if`]; [`StoreError::NotYet`] for one on a server. The earlier owner then
+    /// [`Options::only_if`]; [`StoreError::Line`] and [`StoreError::Refused`] for one on a server. The earlier owner then
     /// still is the owner.
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
         match url {

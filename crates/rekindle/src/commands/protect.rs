@@ -1,6 +1,7 @@
 //! `rekindle protect`.
 
 use super::interrupts;
+use super::store::identity;
 use crate::cli::{DiskRule, Protect};
 use crate::output::Output;
 use anyhow::Result;
@@ -18,7 +19,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     };
     let settings = Settings {
         store: arguments.store.clone(),
-        identity: None,
+        identity: identity(&arguments.tls),
         every: arguments.every.as_duration(),
         policy: arguments.policy,
         keep: arguments.keep,

@@ -1,6 +1,7 @@
 //! `rekindle restore` and `rekindle pager`.
 
 use super::interrupts;
+use super::store::identity;
 use crate::cli::{NameOnly, Restore};
 use crate::output::{Output, duration};
 use anyhow::Result;
@@ -16,6 +17,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     let host = Host::open()?;
     let request = Request {
         store: arguments.store.clone(),
+        identity: identity(&arguments.tls),
         at: arguments.at,
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,

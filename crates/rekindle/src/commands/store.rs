@@ -1,141 +1,248 @@
-//! `rekindle store`: what an administrator does with fail-over images.
+//! `rekindle store`.
 
-use crate::cli::{Export, Store, StoreOnly};
-use crate::output::Output;
+use crate::cli::{StoreAt, StoreExport, StoreImport, StoreServe, Tls};
+use crate::output::{Output, Usage, bytes, duration};
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
-use rekindle_protect::recipe::Recipe;
-use rekindle_store::listing::Listing;
-use rekindle_store::types::utc;
-use rekindle_store::{Image, Which, admin, export};
-use serde_json::json;
-use std::fs::OpenOptions;
-use std::io::{IsTerminal, Write, stdout};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rekindle_store::admin;
+use rekindle_store::export as streams;
+use rekindle_store::listing::{Listed, Listing};
+use rekindle_store::remote::Identity;
+use rekindle_store::remote::server::{Patience, Server};
+use rekindle_store::types::{Vm, utc};
+use rekindle_store::{Image, Options, StoreError, Which, Writer};
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufReader, IsTerminal, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+use uuid::Uuid;
 
-pub fn store(output: &Output, command: &Store) -> Result<ExitCode> {
-    match command {
-        Store::Ls(arguments) => list(output, arguments),
-        Store::Verify(arguments) => verify(output, arguments),
-        Store::Compact(arguments) => compact(output, arguments),
-        Store::Export(arguments) => write_stream(output, arguments),
+/// The identity that was given.
+pub(super) fn identity(tls: &Tls) -> Option<Identity> {
+    let Tls { cert: Some(cert), key: Some(key), ca: Some(ca) } = tls else { return None };
+    Some(Identity { cert: cert.clone(), key: key.clone(), ca: ca.clone() })
+}
+
+pub fn list(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
+    let listing = admin::listing(&arguments.store, identity(&arguments.tls).as_ref())?;
+    output.result(&listing, draw(&listing))?;
+    let damaged = listing.checkpoints.iter().any(|listed| listed.error.is_some());
+    Ok(if damaged { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn draw(listing: &Listing) -> String {
+    let Vm { uuid, name } = &listing.vm;
+    let mut text = format!("VM {name} ({uuid})\n");
+    match &listing.owner {
+        Some(owner) => text += &format!("owner epoch {}: {owner}\n", listing.epoch),
+        None => text += "no owner yet\n",
     }
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
-/// A bar with rate and time left, where somebody sees it.
-fn bar(output: &Output) -> ProgressBar {
-    if output.json() || !std::io::stderr().is_terminal() {
-        return ProgressBar::hidden();
+    let times = if listing.ram == 0 { 0.0 } else { listing.disk as f64 / listing.ram as f64 };
+    text += &format!("{} on the disk, {times:.2} times the RAM of {}\n", bytes(listing.disk), bytes(listing.ram));
+    if listing.checkpoints.is_empty() {
+        return text + "no checkpoint yet\n";
     }
-    let style = ProgressStyle::with_template("{bar:40} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left");
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = style {
-        bar.set_style(style);
-    }
-    bar
-}
-
-fn list(output: &Output, arguments: &StoreOnly) -> Result<ExitCode> {
-    let listing = admin::listing(&arguments.store, None)?;
-    output.result(&listing, text(&listing))?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn text(listing: &Listing) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["CHECKPOINT", "TIME", "PAGES", "WRITTEN", "DEVICES", ""]);
-    for listed in &listing.checkpoints {
-        let number = listed.number.to_string();
-        let row = match &listed.info {
-            Some(info) => [
-                number,
+    let header = ["NUMBER", "TIME", "PAGES", "ZERO", "UNCHANGED", "BYTES", "DEVICES", "EPOCH"];
+    table.load_preset(presets::NOTHING).set_header(header);
+    for Listed { number, info, error } in &listing.checkpoints {
+        match info {
+            Some(info) => table.add_row([
+                number.to_string(),
                 utc(info.time_us),
                 info.pages.stored.to_string(),
-                mib(info.bytes),
-                format!("{} KiB", info.devices >> 10),
-                String::new(),
-            ],
-            None => {
-                let why = listed.error.clone().unwrap_or_default();
-                [number, String::new(), String::new(), String::new(), String::new(), why]
-            }
+                info.pages.zero.to_string(),
+                info.pages.unchanged.to_string(),
+                bytes(info.bytes),
+                bytes(info.devices),
+                info.epoch.to_string(),
+            ]),
+            None => table.add_row([number.to_string(), error.clone().unwrap_or_default()]),
         };
-        table.add_row(row);
     }
-    let owner = listing.owner.as_ref().map_or("nobody yet".to_owned(), ToString::to_string);
-    format!(
-        "{} ({}), owner epoch {}: {owner}\n{} on disk, {} of RAM\n{}",
-        listing.vm.name,
-        listing.vm.uuid,
-        listing.epoch,
-        mib(listing.disk),
-        mib(listing.ram),
-        table.trim_fmt()
-    )
+    text + &table.trim_fmt()
 }
 
-fn verify(output: &Output, arguments: &StoreOnly) -> Result<ExitCode> {
-    let bar = bar(output);
-    let mut progress = |done, total| {
+pub fn verify(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
+    let bar = progress(output, "verifying");
+    let looked = admin::verified(&arguments.store, identity(&arguments.tls).as_ref(), &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
-    };
-    let verified = admin::verified(&arguments.store, None, &mut progress)?;
+    });
     bar.finish_and_clear();
-    let mut text = format!("{} checkpoints, {} pages, {}: ", verified.checkpoints, verified.pages, mib(verified.bytes));
-    text += if verified.is_good() { "all as it was written" } else { "damaged" };
+    let verified = looked?;
+    let mut text = String::new();
     for bad in &verified.bad {
-        text += &format!("\n  bad: {bad}");
+        text += &format!("bad: {bad}\n");
     }
     for warning in &verified.warnings {
-        text += &format!("\n  can be made anew: {warning}");
+        text += &format!("can be made anew: {warning}\n");
     }
+    text += &format!(
+        "{} checkpoints, {} pages ({}): {}",
+        verified.checkpoints,
+        verified.pages,
+        bytes(verified.bytes),
+        if verified.is_good() { "all good".to_owned() } else { format!("{} bad", verified.bad.len()) }
+    );
     output.result(&verified, text)?;
     Ok(if verified.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn compact(output: &Output, arguments: &StoreOnly) -> Result<ExitCode> {
-    let freed = admin::compact(&arguments.store, None)?;
-    output.result(&json!({ "freed_bytes": freed }), format!("{} freed", mib(freed)))?;
+pub fn compact(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
+    let freed = admin::compact(&arguments.store, identity(&arguments.tls).as_ref())?;
+    output.result(&json!({"freed_bytes": freed}), format!("{} freed", bytes(freed)))?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn write_stream(output: &Output, arguments: &Export) -> Result<ExitCode> {
-    let image = Image::open(&arguments.store, &Which { at: arguments.at, ..Which::default() })?;
-    let machine =
-        if arguments.configuration { Some(Recipe::read(&image.definition()?)?.hardware.machine) } else { None };
-    let bar = bar(output);
-    let mut progress = |done, total| {
+pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
+    let StoreExport { from, at, output: file, machine } = arguments;
+    let to_stdout = file == Path::new("-");
+    if to_stdout && output.json() {
+        return Err(Usage("--json says on standard output what was done: name a file, --output FILE".into()).into());
+    }
+    if to_stdout && io::stdout().is_terminal() {
+        return Err(Usage("a stream is not for a terminal: name a file, --output FILE, or a pipe".into()).into());
+    }
+    let which = Which { at: *at, identity: identity(&from.tls), vm: None };
+    let image = Image::open(&from.store, &which)?;
+    let bar = progress(output, "exporting");
+    let mut step = |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     };
-    let number = image.info().number;
-    let bytes = match &arguments.file {
-        None => export::export(&image, &mut stdout().lock(), machine.as_deref(), &mut progress)?,
-        Some(path) => {
-            let named = || format!("{}", path.display());
-            let mut options = OpenOptions::new();
-            let mut file = options.write(true).create_new(true).mode(0o600).open(path).with_context(named)?;
-            let written = export::export(&image, &mut file, machine.as_deref(), &mut progress);
-            let synced = written.and_then(|bytes| file.sync_all().map(|()| bytes).map_err(export::ExportError::Write));
-            if synced.is_err() {
-                let _ = std::fs::remove_file(path);
-            }
-            synced.with_context(named)?
-        }
+    let machine = machine.as_deref();
+    let written = if to_stdout {
+        streams::export(&image, &mut io::stdout().lock(), machine, &mut step).map_err(anyhow::Error::from)
+    } else {
+        whole_file(file, |out| Ok(streams::export(&image, out, machine, &mut step)?))
     };
     bar.finish_and_clear();
-    if arguments.file.is_some() {
-        let text = format!("checkpoint {number}: {} written", mib(bytes));
-        output.result(&json!({ "checkpoint": number, "bytes": bytes }), text)?;
+    let (written, number) = (written?, image.info().number);
+    let text = format!("checkpoint {number} of VM {}: {}", image.vm().name, bytes(written));
+    if to_stdout {
+        eprintln!("{text}");
     } else {
-        stdout().flush()?;
+        output.result(&json!({"checkpoint": number, "bytes": written, "file": file}), text)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Write a file that nobody else can read, and that is there only once it is whole. What is no file, a pipe or a device, is
+/// written to as it is.
+fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
+    if fs::metadata(file).is_ok_and(|there| !there.is_file()) {
+        let mut out = OpenOptions::new().write(true).open(file).with_context(|| format!("{}", file.display()))?;
+        return write(&mut out);
+    }
+    let mut partial = file.as_os_str().to_owned();
+    partial.push(".part");
+    let partial = Path::new(&partial);
+    let named = || format!("{}", partial.display());
+    let made = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(partial);
+    let mut out = made.with_context(named)?;
+    let written = write(&mut out).and_then(|done| {
+        out.sync_data().with_context(named)?;
+        fs::rename(partial, file).with_context(|| format!("{}", file.display()))?;
+        Ok(done)
+    });
+    if written.is_err() {
+        let _ = fs::remove_file(partial);
+    }
+    written
+}
+
+pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
+    let StoreImport { to, file, name, uuid, keep } = arguments;
+    let identity = identity(&to.tls);
+    let vm = match (admin::listing(&to.store, identity.as_ref()), name) {
+        (Ok(found), None) => found.vm,
+        (Ok(found), Some(name)) => {
+            // Only of the same VM: which one that is the writer compares.
+            Vm { uuid: uuid.unwrap_or(found.vm.uuid), name: name.to_string() }
+        }
+        (Err(e), Some(name)) if e.kind() == "not-a-store" => {
+            Vm { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_string() }
+        }
+        (Err(e), None) if e.kind() == "not-a-store" => {
+            let text = format!("{} is no store yet: give the VM's name, --name NAME, and it is made", to.store);
+            return Err(Usage(text).into());
+        }
+        (Err(e), _) => return Err(e.into()),
+    };
+    let from: Box<dyn Read> = if file == Path::new("-") {
+        Box::new(io::stdin().lock())
+    } else {
+        Box::new(File::open(file).with_context(|| format!("{}", file.display()))?)
+    };
+    let options = Options { keep: *keep, identity, ..Options::new(vm, "store import") };
+    let mut writer = Writer::open(&to.store, &options)?;
+    let bar = progress(output, "importing");
+    let done = streams::import(&mut writer, BufReader::with_capacity(1 << 20, from), &Value::Null, &mut |pages| {
+        bar.set_length(pages * 4096);
+        bar.set_position(pages * 4096);
+    });
+    bar.finish_and_clear();
+    let done = done?;
+    // Only to be fast the next time.
+    if let Err(e) = writer.settle() {
+        tracing::warn!("{e}");
+    }
+    let text = format!(
+        "checkpoint {}: {} pages, {}, in {}",
+        done.number,
+        done.pages.stored,
+        bytes(done.bytes),
+        duration((done.writing + done.syncing).as_micros() as u64)
+    );
+    output.result(&done, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
+    let StoreServe { listen, dir, cert, key, client_ca, idle } = arguments;
+    let identity = Identity { cert: cert.clone(), key: key.clone(), ca: client_ca.clone() };
+    let patience = Patience { idle: idle.as_duration(), ..Patience::default() };
+    let server = Server::bind(listen, dir, &identity)?.with_patience(patience);
+    let address = server.address().map_err(|source| StoreError::Io {
+        store: dir.display().to_string(),
+        file: String::new(),
+        doing: "asking for the address",
+        source,
+    })?;
+    let stop = server.stopper();
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    let handle = signals.handle();
+    let waiting = thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            stop.stop();
+        }
+    });
+    output.result(&json!({"listening": address, "directory": dir}), format!("listening on {address}"))?;
+    let served = server.run();
+    handle.close();
+    let _ = waiting.join();
+    served?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A bar with rate and time left, for people at a terminal, once it has taken a second.
+fn progress(output: &Output, what: &'static str) -> ProgressBar {
+    if output.json() || !io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5)).with_message(what);
+    let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_secs(1));
+    bar
 }

@@ -19,6 +19,7 @@ const TRAILER_LONGEST: u64 = 256 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Place(pub u64);
 
+#[expect(clippy::len_without_is_empty, reason = "0 means a page of zeroes")]
 impl Place {
     /// Segments that can be told apart.
     pub const SEGMENTS: usize = 1 << 24;
@@ -50,7 +51,6 @@ impl Place {
 
     /// Stored bytes; 0 for a page of zeroes.
     #[must_use]
-    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
     pub fn len(self) -> u16 {
         (self.0 & 0x1fff) as u16
     }

@@ -66,6 +66,13 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// The beginning of a text, of at most `most` bytes.
+#[must_use]
+pub fn shortened(text: &str, most: usize) -> &str {
+    let end = (0..=text.len().min(most)).rev().find(|&end| text.is_char_boundary(end));
+    text.get(..end.unwrap_or(0)).unwrap_or_default()
+}
+
 /// Appends what [`Reader`] takes.
 pub trait Writer {
     /// A number.
@@ -98,8 +105,7 @@ impl Writer for Vec<u8> {
     }
 
     fn put_text(&mut self, text: &str) {
-        let end = (0..=text.len().min(usize::from(u16::MAX))).rev().find(|&end| text.is_char_boundary(end));
-        let text = text.get(..end.unwrap_or(0)).unwrap_or_default();
+        let text = shortened(text, usize::from(u16::MAX));
         self.put_u16(text.len() as u16);
         self.extend_from_slice(text.as_bytes());
     }

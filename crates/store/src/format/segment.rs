@@ -131,6 +131,7 @@ pub struct FrameHeader {
     pub number: u64,
 }
 
+#[expect(clippy::len_without_is_empty, reason = "none is empty")]
 impl FrameHeader {
     /// Bytes of the directory.
     #[must_use]
@@ -147,7 +148,6 @@ impl FrameHeader {
 
     /// Bytes of the whole frame.
     #[must_use]
-    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
     pub fn len(&self) -> u64 {
         (self.data_offset() + self.data_len as usize) as u64
     }

@@ -1,6 +1,6 @@
 //! The superblock: whose store it is.
 
-use super::codec::{Reader, Writer};
+use super::codec::{Reader, Writer, shortened};
 use super::{Flaw, Structure, VERSION, checksum};
 use crate::types::Vm;
 use uuid::Uuid;
@@ -66,9 +66,4 @@ impl Superblock {
         };
         rest().ok_or_else(|| bad(24, "its content makes no sense"))
     }
-}
-
-/// As much of `text` as fits into `most` bytes.
-fn shortened(text: &str, most: usize) -> &str {
-    (0..=most).rev().find_map(|end| text.get(..end)).filter(|_| text.len() > most).unwrap_or(text)
 }

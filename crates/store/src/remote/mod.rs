@@ -1,90 +1,61 @@
-//! Stores on a server: refused by name until there is one.
+//! Stores on a server: `tls://HOST:PORT/NAME`, and the server.
 //!
-//! The types have no values, so that nothing can pretend to be connected.
+//! | module | what it is for |
+//! |---|---|
+//! | [`identity`] | certificates, and what is wrong with them |
+//! | `line` | a connection: frames, limits, patience |
+//! | `protocol` | what the two say to each other |
+//! | `session` | a writer whose store is on a server |
+//! | `image` | an image on a server |
+//! | [`server`] | the server |
+
+pub mod identity;
+mod image;
+pub(crate) mod line;
+pub(crate) mod protocol;
+pub mod server;
+mod serving;
+mod session;
 
 use crate::error::{Result, StoreError};
-use crate::format::entry::Section;
-use crate::image::PageId;
 use crate::listing::Listing;
-use crate::reader::Which;
-use crate::types::{CheckpointInfo, Page, Vm};
-use crate::url::{Remote, StoreUrl};
+use crate::types::{Owner, Vm};
+use crate::url::Remote;
 use crate::verify::Verified;
-use crate::writer::{Opened, Options};
-use std::sync::mpsc::Receiver;
+use line::Line;
+use protocol::{Kind, Purpose, Welcome};
 
-/// Who we are to a server.
-#[derive(Debug, Clone)]
-pub enum Identity {}
+pub use identity::Identity;
+pub use image::RemoteHot;
+pub(crate) use image::RemoteImage;
+pub use line::LineError;
+pub(crate) use session::WriteSession;
 
-fn not_yet<T>(server: &Remote) -> Result<T> {
-    Err(StoreError::NotYet { store: StoreUrl::Remote(server.clone()).to_string() })
+/// Connect, say what for, and be welcomed.
+fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Line, Welcome)> {
+    let store = server.to_string();
+    let failed = |doing| {
+        let store = store.clone();
+        move |source| StoreError::Line { store, doing, source }
+    };
+    let mut line = Line::connect(server, identity).map_err(failed("connecting"))?;
+    let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: purpose.clone() };
+    let welcome = line.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
+    Ok((line, welcome))
 }
 
-#[derive(Debug)]
-pub(crate) enum RemoteImage {}
-
-impl RemoteImage {
-    pub(crate) fn open(server: &Remote, _: &Which) -> Result<(Self, Vm, CheckpointInfo)> {
-        not_yet(server)
-    }
-
-    pub(crate) fn section(&self, _: Section) -> Result<Vec<u8>> {
-        match *self {}
-    }
-
-    pub(crate) fn name(&self) -> &str {
-        match *self {}
-    }
-
-    pub(crate) fn read_page(&self, _: usize, _: u64, _: &mut Page) -> Result<()> {
-        match *self {}
-    }
-
-    pub(crate) fn read_many(&self, _: &[PageId], _: impl FnMut(PageId, &Page)) -> Result<()> {
-        match *self {}
-    }
-
-    pub(crate) fn hot(&self) -> RemoteHot<'_> {
-        match *self {}
-    }
+pub(crate) fn listing(server: &Remote, identity: Option<&Identity>) -> Result<Listing> {
+    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
+    line.ask_json(&server.to_string(), Kind::List, &(), Kind::Listing)
 }
 
-/// Pages of an image on a server, those written last first.
-#[derive(Debug)]
-pub struct RemoteHot<'a>(&'a RemoteImage);
-
-impl RemoteHot<'_> {
-    pub(crate) fn next(&mut self) -> Option<Result<PageId>> {
-        match *self.0 {}
-    }
+pub(crate) fn verified(server: &Remote, identity: Option<&Identity>) -> Result<Verified> {
+    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
+    line.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
 }
 
-pub(crate) fn listing(server: &Remote, _: Option<&Identity>) -> Result<Listing> {
-    not_yet(server)
-}
-
-pub(crate) fn verified(server: &Remote, _: Option<&Identity>) -> Result<Verified> {
-    not_yet(server)
-}
-
-pub(crate) fn fence(server: &Remote, _: &Vm, _: &str, _: Option<&Identity>) -> Result<u64> {
-    not_yet(server)
-}
-
-#[derive(Debug)]
-pub(crate) enum WriteSession {}
-
-impl WriteSession {
-    pub(crate) fn open(server: &Remote, _: &Options) -> Result<Self> {
-        not_yet(server)
-    }
-
-    pub(crate) fn opened(&self) -> Opened {
-        match *self {}
-    }
-
-    pub(crate) fn run(self, _: &Receiver<crate::engine::Request>) {
-        match self {}
-    }
+pub(crate) fn fence(server: &Remote, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<u64> {
+    let purpose = Purpose::Fence { vm: vm.clone(), owner: Owner::here(operation) };
+    let (_, welcome) = greet(server, identity, &purpose)?;
+    Ok(welcome.epoch)
 }

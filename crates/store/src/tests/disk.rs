@@ -289,7 +289,7 @@ impl DiskFile for MemoryFile {
         self.0.step(Op::Truncate(self.1, len)).map(drop)
     }
 
-    fn len(&self) -> io::Result<u64> {
+    fn length(&self) -> io::Result<u64> {
         Ok(self.0.state().files[self.1].len() as u64)
     }
 }

@@ -7,3 +7,4 @@ mod epoch;
 mod full;
 mod history;
 mod model;
+mod remote;

@@ -1,0 +1,154 @@
+//! Opening: from what the log says to a writer that can go on.
+
+use super::pool::{History, Pool, Segment, cost};
+use super::{BlockState, Engine, Settings};
+use crate::disk::Disk;
+use crate::error::{Result, StoreError};
+use crate::format::manifest::{Extent, Manifest, StoredBlock, Table};
+use crate::format::{entry, names};
+use crate::home::Home;
+use crate::index::Index;
+use crate::log;
+use crate::segments::Files;
+use crate::sparse::{Digests, Sparse};
+use crate::types::{Owner, Vm};
+use std::sync::Arc;
+
+impl Engine {
+    /// Open the store in `disk`, or make it, and become its owner. With `only_if`, only if that is still the owner
+    /// epoch.
+    pub fn open(disk: Arc<dyn Disk>, vm: &Vm, owner: &Owner, only_if: Option<u64>, settings: Settings) -> Result<Self> {
+        let home = Home::open_or_create(disk, vm)?;
+        let (claim, tail) = log::claim(&home, owner, only_if)?;
+        let mut engine = Self {
+            slot: claim.slot,
+            state: 0,
+            claim,
+            home,
+            settings,
+            pool: Pool::default(),
+            files: Files::default(),
+            blocks: Vec::new(),
+            next_block: 0,
+            next_segment: 1,
+            kept: Vec::new(),
+            held: None,
+            history: History::default(),
+            flight: None,
+            active: None,
+            compaction: None,
+            basing: None,
+            tired: false,
+            since_base: 0,
+            beside: 0,
+            retired: Vec::new(),
+            broken: None,
+        };
+        if let Some((state, manifest)) = tail.state {
+            engine.state = state.slot;
+            let Some(newest) = manifest.newest() else { return Ok(engine) };
+            let entry = crate::image::kept_entry(&engine.home, &manifest, newest)?;
+            let table = crate::image::table(&engine.home, &entry)?;
+            engine.load(&manifest, &table)?;
+            engine.clean(&manifest);
+        } else {
+            engine.clean(&Manifest::default());
+        }
+        engine.beside = engine.measure_beside();
+        Ok(engine)
+    }
+
+    /// Take over what is there.
+    fn load(&mut self, manifest: &Manifest, table: &Table) -> Result<()> {
+        let index = Index::build(&self.home, &self.files, manifest, table, true)?;
+        match self.fill(manifest, table, &index) {
+            Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
+                tracing::warn!("{e}; the index is made from the directories instead");
+                let index = Index::build(&self.home, &self.files, manifest, table, false)?;
+                self.fill(manifest, table, &index)
+            }
+            other => other,
+        }
+    }
+
+    fn fill(&mut self, manifest: &Manifest, table: &Table, index: &Index) -> Result<()> {
+        self.pool = Pool::default();
+        self.blocks.clear();
+        for extent in &manifest.segments {
+            self.pool.add(Segment::found(*extent));
+        }
+        for (position, StoredBlock { number, block, cuts }) in table.blocks.iter().enumerate() {
+            let pages = block.pages();
+            let (mut places, digests) = (Sparse::new(pages), Digests::new(pages));
+            for page in 0..pages {
+                let spot = index.find(&self.home, position, page)?;
+                if !spot.place.is_stored() {
+                    continue;
+                }
+                if let Some(place) = places.get_mut(page) {
+                    *place = spot.place.0;
+                }
+                digests.set(page, spot.digest);
+                if let Some(segment) = self.pool.of(spot.place) {
+                    segment.live += cost(spot.place.len());
+                }
+            }
+            let (number, block, cuts, digests) = (*number, block.clone(), cuts.clone(), Arc::new(digests));
+            self.blocks.push(BlockState { number, block, cuts, places, digests, new: false });
+        }
+        let newest = manifest.newest().map_or(0, |kept| kept.number);
+        if manifest.oldest().is_some_and(|oldest| oldest < newest) {
+            // What is not the newest may be needed by an older checkpoint.
+            self.pool.iter_mut().for_each(|segment| segment.unknown_until = newest);
+        }
+        self.kept.clone_from(&manifest.kept);
+        self.next_block = manifest.next_block;
+        self.next_segment = manifest.next_segment;
+        self.since_base = index.uncovered;
+        Ok(())
+    }
+
+    /// Remove what an earlier owner has left. Nothing depends on it.
+    fn clean(&self, manifest: &Manifest) {
+        let disk = &self.home.disk;
+        let mine = self.claim.epoch;
+        let remove = |name: String| {
+            if let Err(e) = disk.remove(&name) {
+                tracing::debug!("{}/{name} is left over, and cannot be removed: {e}", disk.name());
+            }
+        };
+        for (name, _) in disk.list("").unwrap_or_default() {
+            if name.starts_with(names::NEW) {
+                remove(name);
+            }
+        }
+        for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
+            for (name, len) in disk.list(directory).unwrap_or_default() {
+                let old_new = names::parse_new(&name).is_some_and(|epoch| epoch < mine)
+                    || names::parse_last(&name).is_some_and(|slot| slot < self.slot);
+                let segment = (directory == names::SEGMENTS).then(|| names::parse_segment(&name)).flatten();
+                let unused = segment.is_some_and(|(epoch, number)| {
+                    let counts = |extent: &Extent| (extent.epoch, extent.number) == (epoch, number);
+                    epoch < mine && !manifest.segments.iter().any(counts)
+                });
+                let entry = (directory == names::LOG).then(|| names::parse_entry(&name)).flatten();
+                let replaced = entry.is_some_and(|slot| {
+                    let needed = slot >= self.state || manifest.kept.iter().any(|kept| kept.slot == slot);
+                    // Claims are short; they are never removed.
+                    !needed
+                        && (len > 1024 || slot > manifest.claim)
+                        && log::read(&self.home, slot).is_ok_and(|entry| entry.kind != entry::Kind::Claim)
+                });
+                if old_new || unused || replaced {
+                    remove(format!("{directory}/{name}"));
+                }
+            }
+        }
+    }
+
+    /// Bytes of the log and the base indices, looked up.
+    pub(super) fn measure_beside(&self) -> u64 {
+        let files = [names::LOG, names::INDEX].map(|directory| self.home.disk.list(directory).unwrap_or_default());
+        files.iter().flatten().map(|(_, len)| len.next_multiple_of(4096)).sum()
+    }
+}

@@ -1,0 +1,472 @@
+//! Stores on a server: the same as in a directory, and what may happen to a line.
+
+use super::model::{block, content, vm};
+use crate::admin;
+use crate::error::StoreError;
+use crate::export::export;
+use crate::reader::{Image, Which};
+use crate::remote::line::Line;
+use crate::remote::protocol::{Kind, Purpose};
+use crate::remote::server::{Patience, Server, Stop};
+use crate::remote::{Identity, LineError};
+use crate::types::{Owner, PAGE_SIZE, Page};
+use crate::url::StoreUrl;
+use crate::writer::{Options, Writer};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
+use serde_json::json;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// An authority of our own, with what it signs.
+struct Authority {
+    directory: TempDir,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    fn new(name: &str) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::OrganizationName, name);
+        let key = KeyPair::generate().unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("ca.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
+        Self { directory, issuer: Issuer::new(params, key) }
+    }
+
+    fn ca(&self) -> PathBuf {
+        self.directory.path().join("ca.pem")
+    }
+
+    /// A certificate for `name`, good until `year`.
+    fn sign(&self, name: &str, year: i32) -> Identity {
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.not_after = date_time_ymd(year, 1, 1);
+        let key = KeyPair::generate().unwrap();
+        let path = |what: &str| self.directory.path().join(format!("{name}-{year}.{what}"));
+        fs::write(path("pem"), params.signed_by(&key, &self.issuer).unwrap().pem()).unwrap();
+        fs::write(path("key"), key.serialize_pem()).unwrap();
+        Identity { cert: path("pem"), key: path("key"), ca: self.ca() }
+    }
+}
+
+/// A server that runs until it is dropped.
+struct Running {
+    address: SocketAddr,
+    stop: Stop,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    fn new(directory: &Path, identity: &Identity, patience: Patience) -> Self {
+        let server = Server::bind("127.0.0.1:0", directory, identity).unwrap().with_patience(patience);
+        let (address, stop) = (server.address().unwrap(), server.stopper());
+        let thread = Some(thread::spawn(move || server.run().unwrap()));
+        Self { address, stop, thread }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+/// Passes bytes on to a server until so many have gone to it, and then cuts the line; again and again.
+struct Cutter {
+    address: SocketAddr,
+    left: Arc<AtomicI64>,
+}
+
+impl Cutter {
+    fn new(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let left = Arc::new(AtomicI64::new(i64::MAX));
+        let shared = left.clone();
+        // Ends with the test.
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { continue };
+                let left = shared.clone();
+                let (mut from, mut into) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                thread::spawn(move || {
+                    let mut buffer = [0; 512];
+                    while let Ok(n @ 1..) = from.read(&mut buffer) {
+                        if left.fetch_sub(n as i64, Ordering::SeqCst) < n as i64
+                            || into.write_all(&buffer[..n]).is_err()
+                        {
+                            break;
+                        }
+                    }
+                    let _ = (from.shutdown(Shutdown::Both), into.shutdown(Shutdown::Both));
+                });
+                let (mut from, mut into) = (server, client);
+                thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut into);
+                    let _ = (from.shutdown(Shutdown::Both), into.shutdown(Shutdown::Both));
+                });
+            }
+        });
+        Self { address, left }
+    }
+}
+
+fn url(address: SocketAddr, name: &str) -> StoreUrl {
+    format!("tls://127.0.0.1:{}/{name}", address.port()).parse().unwrap()
+}
+
+fn options(identity: &Identity, operation: &str) -> Options {
+    Options { keep: 3, identity: Some(identity.clone()), ..Options::new(vm(), operation) }
+}
+
+fn which(identity: &Identity) -> Which {
+    Which { identity: Some(identity.clone()), ..Which::default() }
+}
+
+const PAGES: u64 = 600;
+
+fn pages(round: u64) -> Vec<(u64, Page)> {
+    (0..PAGES)
+        .filter(|page| !(page + round).is_multiple_of(3))
+        .map(|page| (page, content(page * 7 % 60 + round)))
+        .collect()
+}
+
+fn commit(writer: &mut Writer, round: u64) -> crate::Result<crate::types::Committed> {
+    let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)])?;
+    checkpoint.pages(0, pages(round).iter().map(|(page, content)| (*page, content)))?;
+    let devices = [b"QEVM\0\0\0\x03".to_vec(), vec![round as u8 + 1; 50_000], vec![0]].concat();
+    checkpoint.commit(&json!({"name": "web"}), &json!({"round": round}), &devices)
+}
+
+/// What is in it now, page by page.
+fn expected(rounds: u64) -> Vec<Page> {
+    let mut all = vec![[0; PAGE_SIZE]; PAGES as usize];
+    for round in 0..rounds {
+        pages(round).into_iter().for_each(|(page, content)| all[page as usize] = content);
+    }
+    all
+}
+
+fn check(image: &Image, rounds: u64) {
+    let all = expected(rounds);
+    assert_eq!(image.info().number, rounds);
+    let mut seen = 0;
+    image
+        .read_pages(0, 0..PAGES, |page, content| {
+            assert!(*content == all[page as usize], "page {page}");
+            seen += 1;
+        })
+        .unwrap();
+    assert_eq!(seen, PAGES);
+    let mut content = [1; PAGE_SIZE];
+    for page in (0..PAGES).rev().step_by(7) {
+        image.read_page(0, page, &mut content).unwrap();
+        assert!(content == all[page as usize], "page {page}");
+    }
+    assert_eq!(image.metadata().unwrap(), json!({"round": rounds - 1}));
+    assert_eq!(image.devices().unwrap()[9], rounds as u8);
+}
+
+#[test]
+fn a_store_on_a_server_is_as_one_in_a_directory() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = Running::new(directory.path(), &server, Patience::default());
+    let there = url(running.address, "web");
+    let here = StoreUrl::Directory(directory.path().join("web"));
+    let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
+    for round in 0..4 {
+        assert_eq!(writer.next_number(), round + 1);
+        commit(&mut writer, round).unwrap();
+    }
+    // What has not changed is not sent: the server would not know.
+    let again = commit(&mut writer, 3).unwrap();
+    assert_eq!((again.pages.stored, again.pages.zero), (0, 0));
+    assert_eq!(again.pages.unchanged, pages(3).len() as u64);
+    // Also not by a writer that comes later.
+    drop(writer);
+    let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
+    let again = commit(&mut writer, 3).unwrap();
+    assert_eq!((again.number, again.pages.stored, again.pages.zero), (6, 0, 0));
+    commit(&mut writer, 4).unwrap();
+    // Given up, it leaves no trace.
+    let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)]).unwrap();
+    checkpoint.pages(0, [(0, &content(5))]).unwrap();
+    drop(checkpoint);
+    writer.settle().unwrap();
+
+    let remote = Image::open(&there, &which(&client)).unwrap();
+    let local = Image::open(&here, &Which::default()).unwrap();
+    assert_eq!((remote.info(), remote.vm()), (local.info(), local.vm()));
+    assert_eq!(remote.definition().unwrap(), local.definition().unwrap());
+    let hot = |image: &Image| image.hot().collect::<crate::Result<Vec<_>>>().unwrap();
+    assert_eq!(hot(&remote), hot(&local));
+    assert!(hot(&remote).len() > 500);
+    let exported = |image: &Image| {
+        let mut out = Vec::new();
+        export(image, &mut out, None, &mut |_, _| {}).unwrap();
+        out
+    };
+    assert!(exported(&remote) == exported(&local));
+    let mut content = [0; PAGE_SIZE];
+    for image in [&remote, &local] {
+        let e = image.read_page(0, PAGES, &mut content).unwrap_err();
+        assert_eq!(e.kind(), "no-such-page", "{e}");
+        assert!(e.to_string().contains("600"), "{e}");
+    }
+    let at = |at| Image::open(&there, &Which { at: Some(at), ..which(&client) });
+    assert_eq!(at(6).unwrap().info().number, 6);
+    assert!(matches!(at(2).unwrap_err(), StoreError::NoSuchCheckpoint { have, .. } if have == [5, 6, 7]));
+    let e = Image::open(&url(running.address, "other"), &which(&client)).unwrap_err();
+    assert_eq!(e.kind(), "not-a-store", "{e}");
+
+    let listing = admin::listing(&there, Some(&client)).unwrap();
+    assert_eq!(listing, admin::listing(&here, None).unwrap());
+    assert_eq!(listing.owner.as_ref().unwrap().operation, "protect web");
+    assert_eq!(listing.checkpoints.len(), 3);
+    let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
+    assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
+    // Whoever takes over is told to the one before, by name.
+    assert_eq!(admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap(), 3);
+    let e = commit(&mut writer, 5).unwrap_err();
+    assert_eq!(super::model::owner_of(&e), Some((2, 3, "restore web")), "{e}");
+    assert!(admin::compact(&there, Some(&client)).is_ok());
+    check_rest(&there, &client);
+}
+
+fn check_rest(there: &StoreUrl, client: &Identity) {
+    let image = Image::open(there, &which(client)).unwrap();
+    assert_eq!(image.info().number, 7);
+    let all = expected(5);
+    let mut content = [0; PAGE_SIZE];
+    for page in 0..PAGES {
+        image.read_page(0, page, &mut content).unwrap();
+        assert!(content == all[page as usize]);
+    }
+}
+
+#[test]
+fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = Running::new(directory.path(), &server, Patience::default());
+    let cutter = Cutter::new(running.address);
+    let there = url(cutter.address, "web");
+    let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
+    commit(&mut writer, 0).unwrap();
+    let mut committed = 1;
+    let mut lost = 0;
+    let cuts = [0, 300, 900, 2_000, 4_000, 9_000].into_iter().chain((1..).map(|n| n * 70_000));
+    for cut in cuts {
+        cutter.left.store(cut, Ordering::SeqCst);
+        let epoch = writer.epoch();
+        let done = commit(&mut writer, committed);
+        let whole = cutter.left.swap(i64::MAX, Ordering::SeqCst) >= 0;
+        match done {
+            Ok(done) => {
+                committed += 1;
+                assert_eq!(done.number, committed);
+                if whole {
+                    break;
+                }
+            }
+            Err(e @ StoreError::Line { .. }) => {
+                lost += 1;
+                // What counts is what was committed; or all of it, when only the answer was lost.
+                let image = Image::open(&url(running.address, "web"), &which(&client)).unwrap();
+                assert!((committed..=committed + 1).contains(&image.info().number), "{e}");
+                committed = image.info().number;
+                check(&image, committed);
+            }
+            Err(e) => panic!("cut after {cut}: {e}"),
+        }
+        // And it goes on, as the same owner with a new epoch.
+        let done = commit(&mut writer, committed).unwrap_or_else(|e| panic!("after the cut at {cut}: {e}"));
+        committed += 1;
+        assert_eq!(done.number, committed);
+        assert!(writer.epoch() > epoch || whole);
+    }
+    assert!(lost > 3, "{lost} of them were cut");
+    // Reading goes on over a new line, too.
+    let image = Image::open(&there, &which(&client)).unwrap();
+    for cut in [0, 700, 2_000, 5_000] {
+        cutter.left.store(cut, Ordering::SeqCst);
+        let mut content = [0; PAGE_SIZE];
+        let failed = (0..PAGES).step_by(40).filter(|page| image.read_page(0, *page, &mut content).is_err()).count();
+        cutter.left.store(i64::MAX, Ordering::SeqCst);
+        assert!(failed > 0 || cut > 0);
+        check(&image, committed);
+    }
+    // With another owner meanwhile it does not go on.
+    cutter.left.store(0, Ordering::SeqCst);
+    assert!(matches!(commit(&mut writer, 9), Err(StoreError::Line { .. })));
+    cutter.left.store(i64::MAX, Ordering::SeqCst);
+    admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap();
+    let e = commit(&mut writer, 9).unwrap_err();
+    assert!(super::model::owner_of(&e).is_some_and(|(_, _, operation)| operation == "restore web"), "{e}");
+}
+
+#[test]
+fn certificates_that_do_not_fit_are_named_with_the_mend() {
+    let (ours, theirs) = (Authority::new("ours"), Authority::new("theirs"));
+    let directory = tempfile::tempdir().unwrap();
+    let good = ours.sign("127.0.0.1", 2100);
+    let client = ours.sign("client", 2100);
+    let running = Running::new(directory.path(), &good, Patience::default());
+    let there = url(running.address, "web");
+    let told = |there: &StoreUrl, identity: Option<Identity>| {
+        let e = admin::listing(there, identity.as_ref()).unwrap_err();
+        let StoreError::Line { source, .. } = e else { panic!("{e}") };
+        source.to_string()
+    };
+    let listed = admin::listing(&there, Some(&client)).unwrap_err();
+    assert_eq!(listed.kind(), "not-a-store", "{listed}");
+    for (identity, words) in [
+        (None, ["--cert", "--key"]),
+        // Signed by somebody else.
+        (
+            Some(Identity { ca: ours.ca(), ..theirs.sign("client", 2100) }),
+            ["does not know the authority", "--client-ca"],
+        ),
+        // The server's is signed by somebody else.
+        (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the authority", "--ca"]),
+        (Some(ours.sign("client", 2001)), ["certificate has expired", "renew"]),
+        (Some(Identity { cert: "/nowhere.pem".into(), ..client.clone() }), ["/nowhere.pem", "certificate"]),
+        (Some(Identity { key: good.key.clone(), ..client.clone() }), ["client-2100.pem", "key"]),
+        (Some(Identity { ca: client.key.clone(), ..client.clone() }), ["client-2100.key", "certificate"]),
+    ] {
+        let text = told(&there, identity);
+        assert!(words.iter().all(|word| text.contains(word)), "{text} has not {words:?}");
+    }
+    for (name, year, words) in [("elsewhere", 2100, "for another name"), ("127.0.0.1", 2001, "has expired")] {
+        let running = Running::new(directory.path(), &ours.sign(name, year), Patience::default());
+        let text = told(&url(running.address, "web"), Some(client.clone()));
+        assert!(text.contains(words), "{text}");
+    }
+    // Something else listens there, or nobody.
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap();
+    let chatter = thread::spawn(move || other.accept().unwrap().0.write_all(b"220 mail ready\r\n").unwrap());
+    let text = told(&url(address, "web"), Some(client.clone()));
+    assert!(text.contains("does not speak TLS") || text.contains("closed"), "{text}");
+    chatter.join().unwrap();
+    let text = told(&url(address, "web"), Some(client));
+    assert!(text.contains("rekindle store serve"), "{text}");
+    // And the server lives.
+    assert!(TcpStream::connect(running.address).is_ok());
+    let e =
+        Server::bind("127.0.0.1:0", directory.path(), &Identity { key: "/nowhere.key".into(), ..good }).unwrap_err();
+    assert!(e.to_string().contains("/nowhere.key"), "{e}");
+}
+
+#[test]
+fn whoever_says_nothing_is_dropped() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let soon = Duration::from_millis(100);
+    let running = Running::new(directory.path(), &server, Patience { within: soon, idle: soon });
+    let there = url(running.address, "web");
+    // One that does not even greet.
+    let mut mute = TcpStream::connect(running.address).unwrap();
+    mute.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    while !matches!(mute.read(&mut [0; 100]), Ok(0) | Err(_)) {}
+    // A writer is dropped with its checkpoint; at the next one it is there again.
+    let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
+    commit(&mut writer, 0).unwrap();
+    let epoch = writer.epoch();
+    let mut checkpoint = writer.begin(&[block("ram", PAGES)]).unwrap();
+    checkpoint.pages(0, [(1, &content(1))]).unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    let store = directory.path().join("web/segments");
+    let partial = |store: &Path| fs::read_dir(store).unwrap().count();
+    while partial(&store) > 1 && std::time::Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(20));
+    }
+    thread::sleep(soon * 3);
+    let e = checkpoint.commit(&json!(0), &json!(0), &[]).unwrap_err();
+    assert!(matches!(e, StoreError::Line { .. }), "{e}");
+    commit(&mut writer, 1).unwrap();
+    assert!(writer.epoch() > epoch);
+    assert_eq!(Image::open(&there, &which(&client)).unwrap().info().number, 2);
+}
+
+/// A line to a server, greeted for `purpose`.
+fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Line {
+    let StoreUrl::Remote(remote) = url(address, "web") else { panic!("not a server") };
+    let mut line = Line::connect(&remote, Some(client)).unwrap();
+    if let Some(purpose) = purpose {
+        let hello = crate::remote::protocol::Hello { version: 1, name: remote.name, purpose };
+        line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap();
+    }
+    line
+}
+
+#[test]
+fn nothing_that_a_client_says_harms_the_server_or_the_store() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = Running::new(directory.path(), &server, Patience::default());
+    let there = url(running.address, "web");
+    let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
+    commit(&mut writer, 0).unwrap();
+    drop(writer);
+    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
+    let payload = prop_oneof![
+        proptest::collection::vec(any::<u8>(), 0..300),
+        Just(br#"{"blocks":[{"id":"ram","used":17592186044416,"max":17592186044416,"page_size":4096}]}"#.to_vec()),
+        Just(br#"{"blocks":[{"id":"ram","used":4096,"max":8192,"page_size":4096}]}"#.to_vec()),
+        Just([&1u32.to_le_bytes()[..], &[0; 16]].concat()),
+        Just([&u32::MAX.to_le_bytes()[..], &[7; 40]].concat()),
+    ];
+    let said = proptest::collection::vec((0..Kind::ALL.len(), payload), 1..6);
+    for round in 0..120 {
+        let purpose = match round % 4 {
+            0 => None,
+            1 => Some(Purpose::Look),
+            2 => Some(Purpose::Read { vm: None, at: None }),
+            _ => Some(Purpose::Write { vm: vm(), owner: Owner::here("odd"), only_if: None, keep: 3, segment: 0 }),
+        };
+        let mut line = raw(running.address, &client, purpose);
+        for (kind, payload) in said.new_tree(&mut runner).unwrap().current() {
+            let kind = Kind::ALL[kind];
+            if line.send(kind, &[&payload[..payload.len().min(kind.limit())]]).is_err() {
+                break;
+            }
+        }
+    }
+    // Lengths beyond the limit.
+    for kind in Kind::ALL {
+        let mut line = raw(running.address, &client, Some(Purpose::Look));
+        let text = line.send_length(u32::MAX, kind.code()).and_then(|()| line.receive());
+        assert!(!matches!(text, Ok(Some((kind, _))) if kind != Kind::Failure));
+    }
+    check(&Image::open(&there, &which(&client)).unwrap(), 1);
+    assert!(admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap().is_good());
+    // Another protocol is refused by its number.
+    let StoreUrl::Remote(remote) = there else { panic!("not a server") };
+    let mut line = Line::connect(&remote, Some(&client)).unwrap();
+    let hello = crate::remote::protocol::Hello { version: 2, name: remote.name, purpose: Purpose::Look };
+    let e = line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap_err();
+    assert!(e.to_string().contains("protocol version 2"), "{e}");
+    assert!(matches!(line.receive(), Ok(None) | Err(LineError::Closed)));
+}
