@@ -72,7 +72,8 @@ fn store(lab: &Lab, name: &str) -> PathBuf {
 
 /// The host of the guest has died: its QEMU, and all that Rekindle kept of it.
 fn crash(guest: &Guest<'_>) {
-    let qemu = guest.only_qemu();
+    // Whatever it does: a checkpoint may have stopped it just now.
+    let [qemu] = guest.qemus().try_into().expect("one QEMU");
     qemu.process.kill().unwrap();
     assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
     guest.rekindle(&["stop", "--now"]).ok();
