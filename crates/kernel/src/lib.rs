@@ -2,9 +2,10 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
+//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
-//! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]) and who runs first ([`sched`]).
+//! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
+//! hints about files ([`file`]) and who runs first ([`sched`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -12,8 +13,10 @@
 #![allow(unsafe_code)]
 
 pub mod descriptor;
+pub mod file;
 pub mod inject;
 mod ioctl;
+pub mod maps;
 pub mod memory;
 pub mod netns;
 pub mod packet;

@@ -136,6 +136,10 @@ mod tests {
         Carried { blocks: vec![Block { id: "vga.vram".into(), used: 1 << 20, runs }] }
     }
 
+    fn block(used: u64, address: Option<u64>) -> RamBlock {
+        RamBlock { id: "pc.bios".into(), used, total: used, page_size: PAGE_SIZE as u64, offset: 0, address }
+    }
+
     #[test]
     fn a_resized_block_gives_no_patch() {
         let old = carried(&BTreeMap::new());
@@ -147,7 +151,7 @@ mod tests {
     #[test]
     fn a_block_without_an_address_is_refused_by_name() {
         let me = Process::current().unwrap();
-        let blocks = [RamBlock { id: "pc.bios".into(), used: 4096, address: None }];
+        let blocks = [block(4096, None)];
         let e = Carried::read(me, &blocks).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::Unsupported);
         assert!(e.to_string().contains("pc.bios"), "{e}");
@@ -160,7 +164,7 @@ mod tests {
         let start = (area.as_ptr() as usize).next_multiple_of(PAGE_SIZE) - area.as_ptr() as usize;
         area[start + PAGE_SIZE + 3] = 9;
         let address = Some((area.as_ptr() as usize + start) as u64);
-        let blocks = [RamBlock { id: "pc.bios".into(), used: 4 * PAGE_SIZE as u64, address }];
+        let blocks = [block(4 * PAGE_SIZE as u64, address)];
         let carried = Carried::read(me, &blocks).unwrap();
         let pages: Vec<_> = carried.blocks[0].pages().map(|(offset, page)| (offset, page[3])).collect();
         assert_eq!(pages, [(PAGE_SIZE as u64, 9)]);

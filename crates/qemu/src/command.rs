@@ -30,6 +30,9 @@ const FIRST_WAITING_FD: RawFd = 60;
 pub struct Hardware {
     /// Name, also in the process list.
     pub name: String,
+    /// What tells this VM from every other one, its guest too (SMBIOS). None for one that was started before there was any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<Uuid>,
     /// Versioned machine type.
     pub machine: String,
     /// CPU model with features.
@@ -163,6 +166,11 @@ impl Directory {
     pub fn protect(&self) -> PathBuf {
         self.0.join("protect.sock")
     }
+    /// A second one for that loop: a command that is staged keeps its connection busy.
+    #[must_use]
+    pub fn save(&self) -> PathBuf {
+        self.0.join("save.sock")
+    }
     /// The guest's serial console.
     #[must_use]
     pub fn console(&self) -> PathBuf {
@@ -225,6 +233,9 @@ impl Hardware {
     pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start) -> Vec<String> {
         let mut line = Line(Vec::new());
         line.add("-name", format!("guest={},debug-threads=on", escaped(&self.name)));
+        if let Some(uuid) = self.uuid {
+            line.add("-uuid", uuid.to_string());
+        }
         line.flag("-nodefaults").flag("-no-user-config").add("-display", "none").add("-msg", "timestamp=on");
         line.add("-pidfile", directory.pid().to_string_lossy());
         // `suppress-vmdesc` and `send-configuration=off`: so that the state without RAM is a valid incoming stream.
@@ -243,7 +254,8 @@ impl Hardware {
                 if self.ram.prealloc && start != Start::Incoming { "on" } else { "off" }
             ),
         );
-        let monitors = [("qmp", directory.qmp()), ("watch", directory.watch()), ("protect", directory.protect())];
+        let (qmp, watch, protect, save) = (directory.qmp(), directory.watch(), directory.protect(), directory.save());
+        let monitors = [("qmp", qmp), ("watch", watch), ("protect", protect), ("save", save)];
         for (id, socket) in monitors {
             line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
             line.add("-mon", format!("chardev={id},mode=control"));
@@ -404,6 +416,7 @@ mod tests {
     fn hardware() -> Hardware {
         Hardware {
             name: "a,b".into(),
+            uuid: Some(Uuid::from_u128(7)),
             machine: "pc-q35-7.2".into(),
             cpu: "qemu64".into(),
             accel: "tcg".into(),

@@ -5,18 +5,25 @@
 //! - [`binary`]: what a QEMU binary can do, asked before anything depends on it;
 //! - [`command`]: the command line of a VM's hardware;
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
+//! - [`adopt`]: a running QEMU that somebody else started;
 //! - [`ramblock`]: where its RAM blocks are;
+//! - [`stopped`]: proof that its guest is stopped;
 //! - [`stream`]: QEMU's migration stream, as far as Rekindle writes and checks it;
+//! - [`incoming`]: such a stream read as it comes, with all of the RAM;
 //! - [`transfer`]: a stream out of one QEMU and into another.
 //!
 //! QEMU is stock: everything here is done through what any QEMU since 7.2 offers, and what differs between versions
 //! is asked for at run time, never derived from a version number.
 
+pub mod adopt;
 pub mod agent;
 pub mod binary;
 pub mod command;
+pub mod devices;
+pub mod incoming;
 pub mod qmp;
 pub mod ramblock;
+pub mod stopped;
 pub mod stream;
 pub mod transfer;
 pub mod vmm;

@@ -28,21 +28,23 @@ pub const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
 /// Bytes of a page in the stream.
 pub const PAGE: usize = 4096;
 
-const SECTION_START: u8 = 1;
-const SECTION_END: u8 = 3;
-const SECTION_FOOTER: u8 = 0x7e;
+pub(crate) const SECTION_START: u8 = 1;
+pub(crate) const SECTION_PART: u8 = 2;
+pub(crate) const SECTION_END: u8 = 3;
+pub(crate) const SECTION_CONFIGURATION: u8 = 7;
+pub(crate) const SECTION_FOOTER: u8 = 0x7e;
 /// Section type that ends a stream: its last byte.
 pub const END_OF_STREAM: u8 = 0;
-const RAM_VERSION: u32 = 4;
+pub(crate) const RAM_VERSION: u32 = 4;
 /// QEMU numbers its sections upwards from 0; ours only has to differ from them.
 const RAM_SECTION_ID: u32 = 0x7fff_0001;
 
-const FLAG_ZERO: u64 = 0x02;
-const FLAG_MEM_SIZE: u64 = 0x04;
-const FLAG_PAGE: u64 = 0x08;
-const FLAG_EOS: u64 = 0x10;
-const FLAG_CONTINUE: u64 = 0x20;
-const FLAGS: u64 = 0xfff;
+pub(crate) const FLAG_ZERO: u64 = 0x02;
+pub(crate) const FLAG_MEM_SIZE: u64 = 0x04;
+pub(crate) const FLAG_PAGE: u64 = 0x08;
+pub(crate) const FLAG_EOS: u64 = 0x10;
+pub(crate) const FLAG_CONTINUE: u64 = 0x20;
+pub(crate) const FLAGS: u64 = 0xfff;
 
 /// Why a stream cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -91,6 +93,15 @@ pub fn generation_address(devices: &[u8]) -> Option<u64> {
     found.next().filter(|address| *address != 0)
 }
 
+/// The configuration section, which a QEMU expects behind the header unless it was started with
+/// `-global migration.send-configuration=off`: the machine type, e.g. `pc-q35-10.0`.
+pub fn configuration(out: &mut Vec<u8>, machine: &str) {
+    let machine = machine.as_bytes().get(..machine.len().min(255)).unwrap_or_default();
+    out.push(SECTION_CONFIGURATION);
+    out.extend((machine.len() as u32).to_be_bytes());
+    out.extend(machine);
+}
+
 /// Writes the `ram` section that carries the blocks which are not shared.
 #[derive(Debug, Default)]
 pub struct RamSection {
@@ -99,8 +110,17 @@ pub struct RamSection {
 }
 
 impl RamSection {
-    /// The start of the section: which blocks follow, `(name, bytes in use)`.
+    /// The start of the section: which blocks follow, `(name, bytes in use)`. For a QEMU with `x-ignore-shared`.
     pub fn start<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
+        Self::begin(out, blocks, true)
+    }
+
+    /// The start of the section for a QEMU without capabilities: all of its blocks must be among `blocks`.
+    pub fn start_plain<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
+        Self::begin(out, blocks, false)
+    }
+
+    fn begin<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone, addresses: bool) -> Self {
         out.push(SECTION_START);
         out.extend(RAM_SECTION_ID.to_be_bytes());
         put_name(out, "ram");
@@ -111,7 +131,9 @@ impl RamSection {
         for (name, used) in blocks {
             put_name(out, name);
             out.extend(used.to_be_bytes());
-            out.extend(0u64.to_be_bytes());
+            if addresses {
+                out.extend(0u64.to_be_bytes());
+            }
         }
         out.extend(FLAG_EOS.to_be_bytes());
         put_footer(out);
@@ -183,8 +205,7 @@ pub fn ram_blocks(stream: &[u8]) -> Result<Blocks, StreamError> {
                 }
                 reader.bytes(8)?;
             }
-            // 2: a part in between, in the same form.
-            2 | SECTION_END => {
+            SECTION_PART | SECTION_END => {
                 reader.bytes(4)?;
             }
             _ => return Ok(blocks),

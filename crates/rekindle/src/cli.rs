@@ -1,6 +1,8 @@
 //! Commands and flags, declared once: help, completions and man pages come from here.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use rekindle_protect::policy::Policy;
+use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
 use std::path::PathBuf;
 
@@ -47,6 +49,27 @@ pub enum Command {
     /// On success: exactly one QEMU runs the guest; what became of its memory is said.
     /// On failure: nothing runs that did not before; it can be done again.
     Recover(NameOnly),
+    /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
+    ///
+    /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
+    /// On success: the store holds the newest checkpoint; the guest runs on.
+    /// On failure: the guest runs on; the store holds what was committed before.
+    Protect(Protect),
+    /// Let a guest go on from a checkpoint; its memory comes on demand.
+    ///
+    /// Needs: the store; room for the guest's RAM; no VM of that name that runs; a QEMU that knows its machine.
+    /// On success: the guest runs; a pager brings what of its memory is not there yet.
+    /// On failure: nothing is left behind; the checkpoint is where it was.
+    Restore(Restore),
+    /// Bring the memory of a restored VM, if the pager that `rekindle restore` started has ended.
+    ///
+    /// Needs: a restore that is still filling, and no other pager.
+    /// On success: all of the guest's memory is there.
+    /// On failure: whoever needs a missing page waits; it can be started again.
+    Pager(NameOnly),
+    /// Look after the checkpoints of a VM.
+    #[command(subcommand)]
+    Store(Store),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Tell what this host lacks, and the mend.
@@ -137,6 +160,108 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Protect {
+    /// The VM.
+    pub name: Name,
+    /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME.
+    #[arg(long, value_name = "URL")]
+    pub store: StoreUrl,
+    /// Time from one checkpoint to the next.
+    #[arg(long, default_value = "2s", value_name = "TIME")]
+    pub every: Span,
+    /// What is copied when: basic, cow or precopy [default: precopy; cow for a VM with O_DIRECT disks].
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<Policy>,
+    /// How many checkpoints are kept.
+    #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep: u32,
+    /// Tell when the newest checkpoint is older than this.
+    #[arg(long, value_name = "TIME")]
+    pub max_lag: Option<Span>,
+    /// For a VM that writes disks: a restored guest may find them newer than its memory.
+    #[arg(long, value_enum, value_name = "RULE")]
+    pub disk: Option<DiskRule>,
+    /// A command that snapshots the disks; it runs while the guest is stopped.
+    #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
+    pub disk_hook: Option<String>,
+    /// End after so many checkpoints, and leave no trace in QEMU.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub struct Restore {
+    /// The VM.
+    pub name: Name,
+    /// Where its checkpoints are: a directory, or tls://HOST:PORT/NAME.
+    #[arg(long, value_name = "URL")]
+    pub store: StoreUrl,
+    /// The checkpoint [default: the newest].
+    #[arg(long, value_name = "N")]
+    pub at: Option<u64>,
+    /// Bring all memory before the guest goes on.
+    #[arg(long)]
+    pub eager: bool,
+    /// How the VM is to be built here [default: as on the host of the checkpoint].
+    #[arg(long, value_name = "FILE")]
+    pub definition: Option<PathBuf>,
+    /// The QEMU to use instead of the one that the definition names.
+    #[arg(long, value_name = "PATH")]
+    pub qemu: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Store {
+    /// List the checkpoints of a store, who owns it, and what room it takes.
+    Ls(StoreOnly),
+    /// Check every page and structure of a store against its checksum.
+    ///
+    /// Needs: a store. On success: all is as it was written. On failure: exit status 1, and each bad thing by its name.
+    Verify(StoreOnly),
+    /// Free all room that can be freed.
+    ///
+    /// Needs: no protector at work on the store: this becomes its owner, and that one is refused from then on.
+    /// On success: what was freed is told. On failure: the store is as it was.
+    Compact(StoreOnly),
+    /// Write a checkpoint as a stream that stock QEMU loads by `-incoming`.
+    ///
+    /// Needs: a QEMU with the same machine and devices, started with `-machine suppress-vmdesc=on` and `-global
+    /// migration.send-configuration=off`, or with --configuration without the latter.
+    /// On success: the stream is whole. On failure: no file is left.
+    Export(Export),
+}
+
+#[derive(Debug, Args)]
+pub struct StoreOnly {
+    /// The store.
+    #[arg(value_name = "URL")]
+    pub store: StoreUrl,
+}
+
+#[derive(Debug, Args)]
+pub struct Export {
+    /// The store.
+    #[arg(value_name = "URL")]
+    pub store: StoreUrl,
+    /// Where to write it; must not exist [default: standard output].
+    #[arg(long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+    /// The checkpoint [default: the newest].
+    #[arg(long, value_name = "N")]
+    pub at: Option<u64>,
+    /// Write the machine's name as well, which a QEMU expects that was started without send-configuration=off.
+    #[arg(long)]
+    pub configuration: bool,
+}
+
+/// What of disks that a protected guest writes.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum DiskRule {
+    /// After a restore they are as after a power failure, and newer than the guest's memory.
+    CrashConsistent,
 }
 
 #[derive(Debug, Args)]

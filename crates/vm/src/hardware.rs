@@ -76,6 +76,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
     });
     let hardware = Hardware {
         name: definition.name.to_string(),
+        uuid: Some(Uuid::new_v4()),
         machine: binary.pinned_machine(&definition.machine).to_owned(),
         cpu: definition.cpu_model(accel == "kvm").to_owned(),
         accel: accel.to_owned(),

@@ -98,6 +98,18 @@ impl RunDir {
         self.path.join(name)
     }
 
+    /// There while a checkpoint keeps the guest stopped: whoever finds it, and nobody in the pause, lets the guest go on.
+    #[must_use]
+    pub fn paused(&self) -> PathBuf {
+        self.file("paused")
+    }
+
+    /// What a restore that has not brought all of the guest's memory yet leaves to its pager.
+    #[must_use]
+    pub fn fill(&self) -> PathBuf {
+        self.file("fill.json")
+    }
+
     /// The guest's serial console.
     #[must_use]
     pub fn console_log(&self) -> PathBuf {

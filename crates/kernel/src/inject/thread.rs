@@ -1,10 +1,12 @@
 //! Which thread of a process is best made to do a system call, and through which instruction.
 
 use super::InjectError;
+use crate::maps;
 use crate::memory;
 use crate::process::Process;
 use std::fs;
 use std::io;
+use std::ops::Range;
 
 /// Not in the libc crate.
 const SYS_IO_PGETEVENTS: i64 = 333;
@@ -145,12 +147,10 @@ pub(super) fn syscall_instruction(process: Process) -> Result<u64, InjectError> 
             _ => InjectError::Trace { pid, what, source },
         }
     };
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(failed("read its memory map"))?;
-    let line = maps.lines().find(|line| line.ends_with("[vdso]"));
-    let range = line.and_then(|line| line.split(' ').next()?.split_once('-'));
-    let bounds =
-        range.and_then(|(start, end)| Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?)));
-    let (start, end) = bounds.ok_or(InjectError::Unfit { pid, why: "it has no vDSO to call through" })?;
+    let maps = maps::of(process).map_err(failed("read its memory map"))?;
+    let vdso = maps.iter().find(|map| map.name == "[vdso]");
+    let Range { start, end } =
+        vdso.map(|map| map.range.clone()).ok_or(InjectError::Unfit { pid, why: "it has no vDSO to call through" })?;
     let mut text = vec![0; (end - start) as usize];
     memory::read(process, start, &mut text).map_err(failed("read its vDSO"))?;
     let at = text.windows(2).position(|two| two == [0x0f, 0x05]);

@@ -71,6 +71,9 @@ fn what_is_there_and_what_is_not() {
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     let there = scanner.matching(area.range(), Query::all(Categories::PRESENT)).unwrap();
     assert_eq!(pages(&area, &there), [1..3, 700..701]);
+    let query = Query { none: Categories::ZERO, ..Query::all(Categories::PRESENT) };
+    assert_eq!(scanner.first(area.range(), query).unwrap(), Some(area.address(1)));
+    assert_eq!(scanner.first(area.address(3)..area.address(700), query).unwrap(), None);
     let none = Categories::PRESENT | Categories::SWAPPED;
     let query = Query { none, ..Query::all(Categories::empty()) };
     let absent = scanner.matching(area.range(), query).unwrap();
@@ -81,4 +84,21 @@ fn what_is_there_and_what_is_not() {
 fn a_process_without_a_page_map_is_named() {
     let e = Scanner::open(Process { pid: 0x7fff_ffff, started: 0 }).unwrap_err();
     assert!(e.to_string().contains("2147483647"), "{e}");
+}
+
+#[test]
+fn what_the_kernel_tells_of_memory_given_back_is_found_out() {
+    let area = Area::new(Kind::Private, 2048);
+    (0..2048).for_each(|page| area.set(page, 1));
+    let _userfault = armed(&area);
+    let first = (area.address(0).next_multiple_of(2 << 20) - area.address(0)) as usize >> 12;
+    area.give_back_some(first, 512);
+    let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+    let told = !scanner.written(area.range(), Rearm::No).unwrap().is_empty();
+    assert_eq!(tells_given_back(), told);
+    // This finds them in any case.
+    let none = Categories::PRESENT | Categories::SWAPPED;
+    let query = Query { none, ..Query::all(Categories::empty()) };
+    let absent = scanner.matching(area.range(), query).unwrap();
+    assert_eq!(pages(&area, &absent), vec![first as u64..first as u64 + 512; 1]);
 }

@@ -37,6 +37,13 @@ pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
     let state = &change.held.state;
     problems.extend(hardware::missing(&state.hardware, &change.binary).into_iter().map(Problem));
     let mut running = true;
+    if change.options.how != How::Cold && change.held.rundir.fill().exists() {
+        let name = change.name();
+        problems.push(Problem(format!(
+            "its memory is still being brought from a checkpoint, and a new QEMU would find zeroes for what is missing; wait \
+             until that is done (rekindle show {name}), or see that its pager runs: rekindle recover {name}"
+        )));
+    }
     if change.options.how != How::Cold {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
         let run_state =

@@ -18,6 +18,7 @@ use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
+use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -29,6 +30,8 @@ use std::time::{Duration, Instant};
 pub enum Recovered {
     /// There was nothing to do.
     Nothing,
+    /// A checkpoint that was cut off had left the guest stopped; it goes on.
+    Unpaused,
     /// The operation was undone: the guest runs in the QEMU that it ran in before, with its memory.
     Undone,
     /// The operation was finished: the guest runs in the new QEMU, with its memory.
@@ -47,6 +50,7 @@ impl std::fmt::Display for Recovered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Nothing => "there was nothing to recover",
+            Self::Unpaused => "a checkpoint that was cut off had left the guest stopped; it goes on",
             Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
             Self::FromState => "the guest was started again from its saved state, with its memory",
@@ -70,9 +74,9 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
     let Some(journal) = journal else {
         return match held.vmm() {
-            Ok(_) => {
+            Ok(vmm) => {
                 forget_saved(host, &held);
-                Ok(Recovered::Nothing)
+                end_pause(&held, vmm)
             }
             // A start that was cut off before it began.
             Err(_) if held.state.vmm.is_none() => {
@@ -92,6 +96,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }
     let recovered = match journal.operation.kind {
         Kind::Run => recover_run(host, &held, journal),
+        Kind::Restore => recover_restore(host, &held, journal),
         Kind::Stop => {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
@@ -101,6 +106,20 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }?;
     forget_saved(host, &held);
     Ok(recovered)
+}
+
+/// Let a guest go on whose checkpoint was cut off in the pause.
+fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let mark = held.rundir.paused();
+    if !mark.exists() {
+        return Ok(Recovered::Nothing);
+    }
+    let mut qmp = vmm.connect(vmm::START)?;
+    if life::run_state(&mut qmp)? == "paused" {
+        resume(&mut qmp, true)?;
+    }
+    std::fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
+    Ok(Recovered::Unpaused)
 }
 
 /// Remove a saved state that nobody needs: the guest runs. Also one that was cut off before a journal named it, or that
@@ -118,6 +137,24 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
     if held.vmm().is_ok() {
         journal.close().map_err(|source| file(held, source))?;
         return Ok(Recovered::Started);
+    }
+    life::clean_up(host, &held.rundir, &held.state)?;
+    Ok(Recovered::Removed)
+}
+
+/// A restore is finished if its guest was let go, else undone: the checkpoint is where it was.
+fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    let failed = |source| file(held, source);
+    let to = journal.operation.to.clone().filter(Vmm::is_alive);
+    if let Some(vmm) = to.filter(|_| journal.operation.step >= Step::Resume) {
+        let mut qmp = vmm.connect(vmm::START)?;
+        if life::run_state(&mut qmp)? != "running" {
+            resume(&mut qmp, true)?;
+        }
+        let state = State { version: Some(qmp.version().clone()), vmm: Some(vmm), ..held.state.clone() };
+        state.write(&held.rundir).map_err(failed)?;
+        journal.close().map_err(failed)?;
+        return Ok(Recovered::Finished);
     }
     life::clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)

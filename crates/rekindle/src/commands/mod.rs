@@ -1,11 +1,27 @@
 //! One file per command.
 
+use anyhow::Result;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
 pub mod console;
 pub mod doctor;
 pub mod generate;
 pub mod probe;
+pub mod protect;
 pub mod reboot;
 pub mod recover;
+pub mod restore;
 pub mod run;
 pub mod show;
 pub mod stop;
+pub mod store;
+
+/// A flag that an interrupt sets, for what ends in order then.
+fn interrupts() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&flag))?;
+    }
+    Ok(flag)
+}

@@ -1,12 +1,12 @@
 //! `rekindle probe`.
 
+use super::interrupts;
 use crate::cli::Probe;
 use crate::output::{Output, Usage};
 use anyhow::Result;
 use rekindle_probe::{Options, Target};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 pub fn probe(output: &Output, arguments: &Probe) -> Result<ExitCode> {
@@ -34,13 +34,4 @@ pub fn probe(output: &Output, arguments: &Probe) -> Result<ExitCode> {
     let report = probe.stop();
     output.result(&report, rekindle_probe::render(&report))?;
     Ok(if report.answered > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// An interrupt ends the watching, not the report.
-fn interrupts() -> Result<Arc<AtomicBool>> {
-    let flag = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&flag))?;
-    }
-    Ok(flag)
 }

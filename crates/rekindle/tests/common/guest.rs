@@ -103,7 +103,13 @@ impl<'a> Guest<'a> {
     /// That the pattern is whole.
     #[track_caller]
     pub fn verify(&self) {
-        let pages: u64 = self.ask("verify").parse().expect("a number");
+        // It answers a moment before it is free for the next command.
+        let answer = wait_for("the guest to be free", DEADLINE, || {
+            let answer = self.try_ask("verify").ok()?;
+            (!answer.contains("busy with another command")).then_some(answer)
+        });
+        let pages = answer.strip_prefix("ok ").and_then(|pages| pages.trim().parse::<u64>().ok());
+        let pages = pages.unwrap_or_else(|| panic!("guest {} answers `verify`: {answer}", self.name));
         assert!(pages > 0, "no memory was touched in guest {}", self.name);
     }
 

@@ -2,7 +2,11 @@
 //!
 //! A guest's memory is more than its RAM: firmware, option ROMs, ACPI tables and video memory are RAM blocks too,
 //! and a guest may have changed any of them. `info ramblock` lists them all; since QEMU 8 or so with the address at
-//! which each is mapped in QEMU (`HVA`), before that without.
+//! which each is mapped in QEMU (`HVA`), before that without: then [`locate()`] finds them.
+
+mod locate;
+
+pub use locate::{LocateError, locate};
 
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -17,6 +21,12 @@ pub struct RamBlock {
     pub id: String,
     /// Bytes in use. Firmware tables are resizable: they may use less than their block holds.
     pub used: u64,
+    /// Bytes that are mapped: what it may grow to.
+    pub total: u64,
+    /// Bytes of a page in the host: 4 KiB, or more with hugetlbfs.
+    pub page_size: u64,
+    /// Where it is in QEMU's space of all RAM blocks.
+    pub offset: u64,
     /// Address in the QEMU process, where this QEMU tells it.
     pub address: Option<u64>,
 }
@@ -45,15 +55,20 @@ fn parse(text: &str) -> Option<Vec<RamBlock>> {
         }
         let numbers = words.iter().rev().take_while(|word| word.starts_with("0x")).count();
         let (name, numbers) = words.split_at(words.len() - numbers);
-        let (_offset, used, address) = match numbers {
-            [offset, used, _total] => (hex(offset)?, hex(used)?, None),
-            [offset, used, _total, address] => (hex(offset)?, hex(used)?, Some(hex(address)?)),
+        let (offset, used, total, address) = match numbers {
+            [offset, used, total] => (hex(offset)?, hex(used)?, hex(total)?, None),
+            [offset, used, total, address] => (hex(offset)?, hex(used)?, hex(total)?, Some(hex(address)?)),
             _ => return None,
         };
-        let (_page_size, id) = name.split_last_chunk::<2>().map(|(name, size)| (size, name.join(" ")))?;
-        blocks.push(RamBlock { id, used, address });
+        let (name, [size, unit]) = name.split_last_chunk::<2>()?;
+        let page_size = size.parse::<u64>().ok()? * unit_bytes(unit)?;
+        blocks.push(RamBlock { id: name.join(" "), used, total, page_size, offset, address });
     }
     Some(blocks)
+}
+
+fn unit_bytes(unit: &str) -> Option<u64> {
+    ["B", "KiB", "MiB", "GiB"].iter().zip([0, 10, 20, 30]).find(|(name, _)| **name == unit).map(|(_, bits)| 1 << bits)
 }
 
 #[cfg(test)]
@@ -73,10 +88,26 @@ mod tests {
 
     #[test]
     fn both_forms_of_the_table() {
-        let tables = |address| RamBlock { id: "/rom@etc/acpi/tables".into(), used: 0x20000, address };
+        let tables = |address| RamBlock {
+            id: "/rom@etc/acpi/tables".into(),
+            used: 0x20000,
+            total: 0x20_0000,
+            page_size: 4096,
+            offset: 0x2110_0000,
+            address,
+        };
         let new = parse(NEW).unwrap();
-        assert_eq!(new[0], RamBlock { id: "ram".into(), used: 0x2000_0000, address: Some(0x7ff4_bfff_f000) });
+        let main = RamBlock {
+            id: "ram".into(),
+            used: 0x2000_0000,
+            total: 0x2000_0000,
+            page_size: 4096,
+            offset: 0,
+            address: Some(0x7ff4_bfff_f000),
+        };
+        assert_eq!(new[0], main);
         assert_eq!(new[1], tables(Some(0x7ff4_bdc0_0000)));
+        assert_eq!(parse(&NEW.replace("4 KiB", "2 MiB")).unwrap()[0].page_size, 2 << 20);
         let old = parse(OLD).unwrap();
         assert_eq!(old[1], tables(None));
         assert_eq!(old.len(), 2);

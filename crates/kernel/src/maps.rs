@@ -1,0 +1,127 @@
+//! What a process has mapped: `/proc/PID/maps`.
+
+use crate::process::Process;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+
+/// One mapping.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapping {
+    /// Its addresses.
+    pub range: Range<u64>,
+    /// It may be read.
+    pub readable: bool,
+    /// It may be written.
+    pub writable: bool,
+    /// Its code may be run.
+    pub executable: bool,
+    /// What is written to it is seen by others who map the same file.
+    pub shared: bool,
+    /// Where in the file it begins.
+    pub offset: u64,
+    /// Number of the file, 0 for anonymous memory.
+    pub inode: u64,
+    /// The file, a name in brackets (`[heap]`), or nothing. A file without a name (a memfd, one that was removed) ends
+    /// with ` (deleted)`.
+    pub name: String,
+}
+
+impl Mapping {
+    /// Open the file that is mapped, whatever has become of its name. `None` for anonymous memory.
+    ///
+    /// # Errors
+    /// `PermissionDenied` unless root.
+    pub fn open(&self, process: Process) -> io::Result<Option<File>> {
+        if self.inode == 0 {
+            return Ok(None);
+        }
+        let Range { start, end } = self.range;
+        let path = format!("/proc/{}/map_files/{start:x}-{end:x}", process.pid);
+        let open = File::open(&path);
+        open.map(Some).map_err(|e| io::Error::new(e.kind(), format!("{path} ({}): {e}", self.name)))
+    }
+}
+
+/// The mappings of a process, ascending.
+///
+/// # Errors
+/// `NotFound` if it has ended; `PermissionDenied` for the process of another user.
+pub fn of(process: Process) -> io::Result<Vec<Mapping>> {
+    let path = format!("/proc/{}/maps", process.pid);
+    let text = fs::read(&path).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
+    let text = String::from_utf8_lossy(&text);
+    text.lines()
+        .map(|line| parse(line).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{path}: {line:?}"))))
+        .collect()
+}
+
+/// `START-END PERM OFFSET MAJOR:MINOR INODE   NAME`, where a name may hold blanks.
+fn parse(line: &str) -> Option<Mapping> {
+    let hex = |word: &str| u64::from_str_radix(word, 16).ok();
+    let mut words = line.splitn(6, ' ');
+    let (start, end) = words.next()?.split_once('-')?;
+    let flags = words.next()?.as_bytes();
+    let offset = hex(words.next()?)?;
+    let _device = words.next()?;
+    let inode = words.next()?.parse().ok()?;
+    let name = words.next().unwrap_or_default().trim_start().to_owned();
+    let has = |at: usize, letter: u8| flags.get(at) == Some(&letter);
+    Some(Mapping {
+        range: hex(start)?..hex(end)?,
+        readable: has(0, b'r'),
+        writable: has(1, b'w'),
+        executable: has(2, b'x'),
+        shared: has(3, b's'),
+        offset,
+        inode,
+        name,
+    })
+}
+
+/// The mappings that lie in `range`, if they cover all of it.
+#[must_use]
+pub fn covering<'a>(maps: &'a [Mapping], range: &Range<u64>) -> Option<Vec<&'a Mapping>> {
+    let parts: Vec<_> = maps.iter().filter(|map| map.range.end > range.start && map.range.start < range.end).collect();
+    let apart = parts.windows(2).any(|two| two.first().map(|a| a.range.end) != two.get(1).map(|b| b.range.start));
+    let (first, last) = (parts.first()?, parts.last()?);
+    (!apart && first.range.start <= range.start && last.range.end >= range.end).then_some(parts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_blanks_and_without() {
+        let line = "7f00-7fff rw-s 00001000 00:1d 4242                     /dev/shm/a b (deleted)";
+        let map = parse(line).unwrap();
+        assert_eq!((map.range, map.offset, map.inode), (0x7f00..0x7fff, 0x1000, 4242));
+        assert!(map.readable && map.writable && map.shared && !map.executable);
+        assert_eq!(map.name, "/dev/shm/a b (deleted)");
+        assert_eq!(parse("10-20 r-xp 00000000 00:00 0 ").unwrap().name, "");
+        assert_eq!(parse("10-20"), None);
+    }
+
+    #[test]
+    fn a_range_is_covered_by_neighbours_only() {
+        let map = |range: Range<u64>| Mapping { range, ..parse("0-1 rw-p 0 0:0 0").unwrap() };
+        let maps = [map(0x10..0x20), map(0x20..0x30), map(0x40..0x50)];
+        assert_eq!(covering(&maps, &(0x18..0x28)).unwrap().len(), 2);
+        assert_eq!(covering(&maps, &(0x28..0x48)), None);
+        assert_eq!(covering(&maps, &(0x4f..0x51)), None);
+        assert_eq!(covering(&maps, &(0x60..0x61)), None);
+    }
+
+    #[test]
+    fn our_own_program_is_mapped_and_its_file_can_be_opened() {
+        let me = Process::current().unwrap();
+        let program = std::env::current_exe().unwrap();
+        let maps = of(me).unwrap();
+        let map = maps.iter().find(|map| map.executable && map.name == program.to_string_lossy()).unwrap();
+        match map.open(me) {
+            Ok(file) => assert_eq!(file.unwrap().metadata().unwrap().len(), program.metadata().unwrap().len()),
+            Err(e) => assert_eq!(e.kind(), io::ErrorKind::PermissionDenied),
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Sets of pages: runs of byte offsets, ascending and apart.
+
+use std::ops::Range;
+
+/// Add a run that begins at or after the end of the last one.
+pub fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    match runs.last_mut() {
+        Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
+        _ if run.is_empty() => {}
+        _ => runs.push(run),
+    }
+}
+
+/// All that is in one of them.
+#[must_use]
+pub fn union(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut all: Vec<_> = one.iter().chain(other).cloned().collect();
+    all.sort_unstable_by_key(|run| run.start);
+    let mut runs = Vec::new();
+    all.into_iter().for_each(|run| push(&mut runs, run));
+    runs
+}
+
+/// All of `0..length` that is not in `runs`.
+#[must_use]
+pub fn complement(runs: &[Range<u64>], length: u64) -> Vec<Range<u64>> {
+    let mut rest = Vec::new();
+    let mut at = 0;
+    for run in runs {
+        push(&mut rest, at..run.start.min(length));
+        at = run.end;
+    }
+    if at < length {
+        push(&mut rest, at..length);
+    }
+    rest
+}
+
+/// All of `one` that is not in `other`.
+#[must_use]
+pub fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut rest = Vec::new();
+    let mut others = other.iter().peekable();
+    for run in one {
+        let mut at = run.start;
+        while let Some(next) = others.peek() {
+            if next.end <= at {
+                others.next();
+                continue;
+            }
+            if next.start >= run.end {
+                break;
+            }
+            push_apart(&mut rest, at..next.start.max(at));
+            at = next.end;
+            if at >= run.end {
+                break;
+            }
+        }
+        push_apart(&mut rest, at..run.end.max(at));
+    }
+    rest
+}
+
+/// As [`push`], but neighbours of the input stay neighbours: an empty run adds nothing.
+fn push_apart(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    if !run.is_empty() {
+        push(runs, run);
+    }
+}
+
+/// How many bytes they are.
+#[must_use]
+pub fn bytes(runs: &[Range<u64>]) -> u64 {
+    runs.iter().map(|run| run.end - run.start).sum()
+}
+
+#[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "one run is meant")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn runs(set: &BTreeSet<u64>) -> Vec<Range<u64>> {
+        let mut runs = Vec::new();
+        set.iter().for_each(|&n| push(&mut runs, n..n + 1));
+        runs
+    }
+
+    fn set(runs: &[Range<u64>]) -> BTreeSet<u64> {
+        runs.iter().cloned().flatten().collect()
+    }
+
+    proptest! {
+        #[test]
+        fn as_sets(
+            one in proptest::collection::btree_set(0u64..40, 0..30),
+            other in proptest::collection::btree_set(0u64..40, 0..30),
+        ) {
+            let (a, b) = (runs(&one), runs(&other));
+            prop_assert_eq!(bytes(&a), one.len() as u64);
+            prop_assert_eq!(union(&a, &b), runs(&one.union(&other).copied().collect()));
+            prop_assert_eq!(difference(&a, &b), runs(&one.difference(&other).copied().collect()));
+            let all: BTreeSet<_> = (0..40).collect();
+            prop_assert_eq!(complement(&a, 40), runs(&all.difference(&one).copied().collect()));
+            prop_assert_eq!(set(&a), one);
+        }
+    }
+}

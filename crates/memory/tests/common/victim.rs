@@ -1,0 +1,391 @@
+//! A process with memory of one kind, which its threads write at random. It is the test binary itself, run once more with
+//! its test `victim`, which must call [`act`].
+
+use super::wait_for;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::{Mode, remote};
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::ramblock::RamBlock;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const KIND: &str = "REKINDLE_TEST_VICTIM";
+/// Pages that a giver gives back.
+pub const GIVEN_BACK: std::ops::Range<u64> = 100..700;
+/// Bytes of an ordinary page.
+pub const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
+
+/// What kind of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Anonymous.
+    Private,
+    /// A file of tmpfs.
+    Shared,
+    /// Huge pages.
+    Huge,
+}
+
+/// Takes huge pages from the system for as long as it lives, one process at a time.
+pub struct HugePages {
+    before: u64,
+    _alone: fs::File,
+}
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    /// `None` where they are not to be had.
+    pub fn take(pages: u64) -> Option<Self> {
+        let alone = fs::File::open(HUGE_PAGES).ok()?;
+        rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
+        let now = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<u64>().ok();
+        let before = now()?;
+        fs::write(HUGE_PAGES, (before + pages).to_string()).ok()?;
+        let taken = Self { before, _alone: alone };
+        (now()? >= before + pages).then_some(taken)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(HUGE_PAGES, self.before.to_string());
+    }
+}
+
+/// A running victim.
+pub struct Victim {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: Option<BufReader<ChildStdout>>,
+    /// Its process.
+    pub process: Process,
+    /// Its memory.
+    pub ram: Arc<GuestRam>,
+}
+
+impl Victim {
+    /// Start one with `pages` pages, which its threads write. With `give_back` they also give pages back.
+    pub fn start(kind: Kind, pages: u64, give_back: bool) -> Self {
+        Self::start_as(kind, pages, if give_back { "give-back" } else { "write" })
+    }
+
+    /// Start one with `pages` pages that are not there. Once told to [`Victim::begin`], its threads read all of them and
+    /// compare them with [`expected`]; [`Victim::is_right`] at the end.
+    pub fn reader(kind: Kind, pages: u64) -> Self {
+        Self::start_as(kind, pages, "read")
+    }
+
+    /// As [`Victim::reader`], but it first gives back the pages of [`GIVEN_BACK`].
+    pub fn giver(kind: Kind, pages: u64) -> Self {
+        Self::start_as(kind, pages, "give")
+    }
+
+    /// Start one that has all its pages and writes when it is told to.
+    pub fn server(kind: Kind, pages: u64) -> Self {
+        Self::start_as(kind, pages, "serve")
+    }
+
+    /// Let a server write random pages; the nanoseconds it took.
+    pub fn write_some(&mut self, count: u64) -> u64 {
+        let input = self.input.as_mut().unwrap();
+        std::io::Write::write_all(input, format!("{count}\n").as_bytes()).unwrap();
+        let mut line = String::new();
+        self.output.as_mut().unwrap().read_line(&mut line).unwrap();
+        line.trim_end().split_once("took ").unwrap().1.parse().unwrap()
+    }
+
+    /// Let a reader begin.
+    pub fn begin(&mut self) {
+        std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
+    }
+
+    /// Whether a reader has found every page as expected; panics if not. Call it once.
+    pub fn is_right(&mut self) -> bool {
+        let mut output = self.output.take().unwrap();
+        wait_for(|| "the reader to end".into(), || self.child.try_wait().unwrap());
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut output, &mut text).unwrap();
+        assert!(text.contains("all right"), "{text}");
+        true
+    }
+
+    /// Whether a reader has not ended.
+    pub fn is_reading(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    fn start_as(kind: Kind, pages: u64, role: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "victim", "--ignored", "--nocapture", "--test-threads=1"])
+            .env(KIND, format!("{kind:?} {pages} {role}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        let address = loop {
+            let mut line = String::new();
+            assert!(output.read_line(&mut line).unwrap() > 0, "the victim ended");
+            if let Some((_, address)) = line.trim_end().split_once("address ") {
+                break Some(address.parse::<u64>().unwrap());
+            }
+        };
+        let process = Process::of(child.id()).unwrap();
+        let page_size = if kind == Kind::Huge { HUGE } else { PAGE };
+        let total = pages * page_size;
+        let told = RamBlock { id: "ram".into(), used: total, total, page_size, offset: 0, address };
+        let ram = Arc::new(GuestRam::from_blocks(process, vec![told]).unwrap());
+        let input = child.stdin.take();
+        Self { child, input, output: Some(output), process, ram }
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a signal to a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    /// Stop all its threads.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        wait_for(
+            || format!("the victim to stop: its threads are {:?}", self.threads()),
+            || self.threads().iter().all(|(_, state, _)| *state == 'T').then_some(()),
+        );
+    }
+
+    /// Number, state and system call of each thread.
+    fn threads(&self) -> Vec<(String, char, String)> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).unwrap().flatten();
+        let thread = |task: fs::DirEntry| {
+            let stat = fs::read_to_string(task.path().join("stat")).ok()?;
+            let call = fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
+            Some((task.file_name().to_string_lossy().into_owned(), stat.rsplit_once(") ")?.1.chars().next()?, call))
+        };
+        tasks.filter_map(thread).collect()
+    }
+
+    /// Let it go on.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    /// All of its memory.
+    pub fn memory(&self) -> Vec<u8> {
+        let block = &self.ram.blocks()[0];
+        let mut all = vec![0; block.told.used as usize];
+        // Holes are not read: reading them would be no harm, but is not how it is done.
+        for run in self.ram.populated(block).unwrap() {
+            let part = &mut all[run.start as usize..run.end as usize];
+            self.ram.read(block, std::slice::from_ref(&run), part).unwrap();
+        }
+        all
+    }
+
+    /// Whether any of its memory is registered with a userfaultfd.
+    pub fn is_registered(&self) -> bool {
+        is_registered(self.process)
+    }
+}
+
+/// Whether any memory of a process is registered with a userfaultfd.
+pub fn is_registered(process: Process) -> bool {
+    !remote::registered(process, Mode::all()).unwrap().is_empty()
+}
+
+/// The descriptors of a process: number and file.
+pub fn descriptors(process: Process) -> Vec<(String, String)> {
+    let entries = fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten();
+    let link = |entry: &fs::DirEntry| fs::read_link(entry.path()).map(|path| path.to_string_lossy().into_owned());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), link(&entry).unwrap_or_default()))
+        .collect();
+    all.sort();
+    all
+}
+
+/// What a process has open, but for sockets, which come and go. QEMU gives its eventfds new numbers when a guest goes on.
+pub fn open_files(process: Process) -> Vec<String> {
+    let files = descriptors(process).into_iter().map(|(_, file)| file);
+    let mut files: Vec<_> = files.filter(|file| !file.starts_with("socket:")).collect();
+    files.sort();
+    files
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The victim's memory.
+struct Area {
+    start: *mut u8,
+    file: i32,
+    page: u64,
+    pages: u64,
+}
+
+// SAFETY: the memory is only reached by atomic operations and system calls.
+unsafe impl Sync for Area {}
+
+impl Area {
+    fn new(kind: &str, pages: u64) -> Self {
+        let (flags, page, memfd) = match kind {
+            "Private" => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, PAGE, None),
+            "Shared" => (libc::MAP_SHARED, PAGE, Some(0)),
+            "Huge" => (libc::MAP_SHARED, HUGE, Some(libc::MFD_HUGETLB)),
+            other => panic!("no kind {other}"),
+        };
+        let bytes = pages * page;
+        // SAFETY: a name that ends with a zero byte.
+        let file = memfd.map_or(-1, |flags| unsafe { libc::memfd_create(c"victim".as_ptr(), flags) });
+        // SAFETY: a length for our own file.
+        assert!(memfd.is_none() || unsafe { libc::ftruncate(file, bytes as i64) } == 0);
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping wherever the kernel likes.
+        let start = unsafe { libc::mmap(null_mut(), bytes as usize, protection, flags, file, 0) };
+        assert_ne!(start, libc::MAP_FAILED);
+        Self { start: start.cast(), file, page, pages }
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        let offset = offset / 8 * 8;
+        assert!(offset < self.page * self.pages);
+        // SAFETY: within the mapping, which is never unmapped, and aligned.
+        unsafe { AtomicU64::from_ptr(self.start.add(offset as usize).cast()) }
+    }
+
+    /// As QEMU gives back a balloon's pages.
+    fn give_back(&self, page: u64, pages: u64) {
+        let (offset, length) = (page * self.page, pages.min(self.pages - page) * self.page);
+        if self.file >= 0 {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            // SAFETY: a range of our own file.
+            assert_eq!(unsafe { libc::fallocate(self.file, mode, offset as i64, length as i64) }, 0);
+        }
+        // SAFETY: within our own mapping, to which there are only references to atomics.
+        let done =
+            unsafe { libc::madvise(self.start.add(offset as usize).cast(), length as usize, libc::MADV_DONTNEED) };
+        assert_eq!(done, 0);
+    }
+}
+
+/// What the victim does, if this is one.
+pub fn act() {
+    let Ok(kind) = std::env::var(KIND) else { return };
+    let [kind, pages, role] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
+    let area = Area::new(kind, pages.parse().unwrap());
+    match role {
+        "read" => read(&area, false),
+        "give" => read(&area, true),
+        "serve" => serve(&area),
+        role => write(&area, role == "give-back"),
+    }
+}
+
+/// Touches every page; then writes as many random pages as each line of input says, and answers with the nanoseconds.
+fn serve(area: &Area) {
+    (0..area.pages).for_each(|page| area.word(page * area.page).store(page + 1, Ordering::SeqCst));
+    println!("address {}", area.start as u64);
+    let mut random = 88172645463325252u64;
+    for line in std::io::stdin().lines() {
+        let count: u64 = line.unwrap().parse().unwrap();
+        let begun = std::time::Instant::now();
+        for _ in 0..count {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            area.word((random >> 20) % area.pages * area.page).store(random, Ordering::SeqCst);
+        }
+        println!("took {}", begun.elapsed().as_nanos());
+    }
+}
+
+/// What a word of a page that comes from a source is: of a third of the pages, zero.
+pub fn expected(page: u64, word: u64) -> u64 {
+    if page.is_multiple_of(3) { 0 } else { page.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ word }
+}
+
+/// Four threads read all pages, each in an order of its own, and write some that they have read.
+fn read(area: &Area, give_back: bool) {
+    println!("address {}", area.start as u64);
+    let mut byte = [0];
+    std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
+    let small = area.pages * area.page / PAGE;
+    if give_back {
+        area.give_back(GIVEN_BACK.start, GIVEN_BACK.end - GIVEN_BACK.start);
+    }
+    let gone = |page: u64, found: u64| give_back && GIVEN_BACK.contains(&page) && found == 0;
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                for n in 0..small {
+                    // Each page is visited once: the step has no factor in common with their number.
+                    let page = (n * 7919 + thread * small / 4) % small;
+                    for word in 1..PAGE / 8 {
+                        let found = area.word(page * PAGE + word * 8).load(Ordering::SeqCst);
+                        // Of a shared page, what was brought before it was given back may stay.
+                        let may_stay = area.file >= 0 || !give_back || !GIVEN_BACK.contains(&page);
+                        let right = gone(page, found) || (may_stay && found == expected(page, word));
+                        assert!(right, "page {page}, word {word}: {found:#x}");
+                    }
+                    // The first word is the threads' own.
+                    area.word(page * PAGE).fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+    });
+    for page in 0..small {
+        let found = area.word(page * PAGE).load(Ordering::SeqCst);
+        let right = found == expected(page, 0).wrapping_add(4) || gone(page, found.wrapping_sub(4));
+        assert!(right, "page {page}: {found:#x}");
+    }
+    println!("all right");
+    std::process::exit(0);
+}
+
+/// Threads that write pages at random.
+fn write(area: &Area, give_back: bool) {
+    // A part is never touched.
+    let touched = area.pages * 3 / 4;
+    for page in 0..touched / 2 {
+        area.word(page * area.page).store(page + 1, Ordering::SeqCst);
+    }
+    println!("address {}", area.start as u64);
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 1..=4u64 {
+            let end = &end;
+            let give_back = give_back && seed == 4;
+            scope.spawn(move || {
+                let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                while !end.load(Ordering::Relaxed) {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let page = (random >> 20) % touched;
+                    if give_back && random.is_multiple_of(64) {
+                        area.give_back(page, 1 + random / 64 % 700);
+                    } else {
+                        area.word(page * area.page + random % area.page).store(random, Ordering::SeqCst);
+                    }
+                    // In bursts, so that a round does not write everything.
+                    if random % 64 == 1 {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                }
+            });
+        }
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut std::io::stdin(), &mut rest).unwrap();
+        end.store(true, Ordering::Relaxed);
+    });
+}

@@ -1,0 +1,408 @@
+//! Real guests in stock QEMUs of both versions: adopted, made to do system calls, tracked, restored page by page.
+
+#![allow(unsafe_code, reason = "the shared module of the tests maps memory of its own")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::qemu::{Config, MIB, Qemu, Ram, everything, overlay, pause, tools};
+use common::{victim, wait_for};
+use rekindle_kernel::inject::{Call, Injector};
+use rekindle_kernel::userfault::remote;
+use rekindle_memory::missing::{Content, Page, PageSource, Pager};
+use rekindle_memory::ram::GuestRam;
+use rekindle_memory::tracker::{Asynchronous, Dirty, Synchronous, TrackError, Tracker};
+use rekindle_qemu::adopt::adopt;
+use rekindle_qemu::ramblock;
+use rekindle_qemu::stopped::{NotStopped, Stopped};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
+
+fn binaries() -> [&'static Path; 2] {
+    [&tools().new, &tools().old]
+}
+
+fn apply(ram: &GuestRam, dirty: &Dirty, copies: &mut [Vec<u8>]) {
+    for (n, (block, copy)) in ram.blocks().iter().zip(copies).enumerate() {
+        for run in &dirty.zero[n] {
+            copy[run.start as usize..run.end as usize].fill(0);
+        }
+        for run in &dirty.written[n] {
+            ram.read(block, std::slice::from_ref(run), &mut copy[run.start as usize..run.end as usize]).unwrap();
+        }
+    }
+}
+
+#[track_caller]
+fn assert_same(ram: &GuestRam, copies: &[Vec<u8>], now: &[Vec<u8>], what: &str) {
+    for (block, (copy, now)) in ram.blocks().iter().zip(copies.iter().zip(now)) {
+        let pages = copy.chunks(4096).zip(now.chunks(4096)).enumerate();
+        let different: Vec<_> = pages.filter(|(_, (copy, now))| copy != now).map(|(page, _)| page).collect();
+        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.told.id);
+    }
+}
+
+#[test]
+fn a_thousand_calls_into_a_busy_qemu_are_not_noticed_by_its_guest() {
+    for binary in binaries() {
+        let qemu = Qemu::boot(Config::new(binary, Ram::Private).with(&SANDBOX));
+        qemu.write_all_the_time();
+        let injector = Injector::new(qemu.process).unwrap();
+        let before: u64 = qemu.ask("tick").parse().unwrap();
+        for _ in 0..1000 {
+            let pid = injector.call(Call::new("getpid", 39, [])).unwrap();
+            assert_eq!(pid, u64::from(qemu.process.pid));
+        }
+        wait_for(
+            || "the guest to count on".into(),
+            || (qemu.ask("tick").parse::<u64>().unwrap() > before + 3).then_some(()),
+        );
+        qemu.verify();
+    }
+}
+
+#[test]
+fn a_qemu_is_known_from_its_socket_and_its_blocks_are_found() {
+    for binary in binaries() {
+        for ram in [Ram::File, Ram::Memfd, Ram::Private] {
+            let more = ["-name", "some,,one", "-device", "virtio-balloon-pci"];
+            let qemu = Qemu::start(Config::new(binary, ram).with(&more));
+            drop(qemu.qmp());
+            let (adopted, mut qmp) = adopt(&qemu.path("qmp"), Duration::from_secs(30)).unwrap();
+            assert_eq!(adopted.process(), qemu.process);
+            assert_eq!(adopted.binary, binary.canonicalize().unwrap());
+            assert!(adopted.arguments.contains(&"some,,one".to_owned()), "{:?}", adopted.arguments);
+            assert_eq!(adopted.name.as_deref(), Some("some,one"));
+            assert_eq!((adopted.accelerator.as_str(), adopted.uid), ("tcg", 0));
+            assert!(adopted.machine.starts_with("pc-q35-"), "{}", adopted.machine);
+            assert_eq!(adopted.obstacles, []);
+            assert!(adopted.gives_back);
+            let [backend] = adopted.backends.as_slice() else { panic!("{:?}", adopted.backends) };
+            assert_eq!((backend.size, backend.share), (MIB << 20, Some(ram != Ram::Private)));
+
+            let found = GuestRam::of(&mut qmp, qemu.process).unwrap();
+            let told = ramblock::list(&mut qmp).unwrap();
+            assert_eq!(found.blocks().len(), told.len());
+            assert!(told.len() > 5, "{told:?}");
+            assert_eq!(found.changes(&mut qmp).unwrap(), []);
+            for (block, told) in found.blocks().iter().zip(&told) {
+                // A QEMU that tells the addresses tells the same ones.
+                assert!(told.address.is_none_or(|address| address == block.address), "{block:?}");
+            }
+            let main = found.blocks().iter().find(|block| block.told.id == "ram").unwrap();
+            assert_eq!((main.shared, main.file().is_some()), (ram != Ram::Private, ram != Ram::Private));
+            // The firmware's last 16 bytes begin with a jump (at the processor's first instruction).
+            let bios = found.blocks().iter().find(|block| block.told.id == "pc.bios").unwrap();
+            let end = bios.told.used;
+            let mut last = vec![0; 16];
+            found.read(bios, std::slice::from_ref(&(end - 16..end)), &mut last).unwrap();
+            assert_eq!(last[0], 0xea);
+        }
+    }
+}
+
+#[test]
+fn what_stands_in_the_way_is_named() {
+    let binary = &tools().new;
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let file = directory.path().join("shared");
+    fs::write(&file, vec![0; 4 << 20]).unwrap();
+    let backend = format!("memory-backend-file,id=extra,size=4M,share=on,mem-path={}", file.display());
+    let more = ["-object", &backend, "-device", "ivshmem-plain,memdev=extra"];
+    let qemu = Qemu::start(Config::new(binary, Ram::Private).with(&more));
+    drop(qemu.qmp());
+    let (adopted, _qmp) = adopt(&qemu.path("qmp"), Duration::from_secs(30)).unwrap();
+    let named: Vec<_> = adopted.obstacles.iter().map(|obstacle| obstacle.what.as_str()).collect();
+    assert_eq!(named.len(), 1, "{named:?}");
+    assert!(named[0].starts_with("ivshmem-plain"), "{named:?}");
+}
+
+#[test]
+fn a_socket_of_no_qemu_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("sock");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let answer = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        let mut write = &stream;
+        let greeting = json!({"QMP": {"version": {"qemu": {"major": 1, "minor": 0, "micro": 0}}, "capabilities": []}});
+        std::io::Write::write_all(&mut write, format!("{greeting}\n{{\"return\": {{}}}}\n").as_bytes()).unwrap();
+        let mut rest = Vec::new();
+        let _ = std::io::Read::read_to_end(&mut &stream, &mut rest);
+    });
+    let e = adopt(&path, Duration::from_secs(30)).unwrap_err();
+    assert!(e.to_string().contains("no QEMU holds the socket"), "{e}");
+    answer.join().unwrap();
+}
+
+#[test]
+fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
+    let cases = [(0, Ram::File), (0, Ram::Private), (1, Ram::File), (1, Ram::Private), (0, Ram::Memfd)];
+    for (binary, kind) in cases {
+        let binary = binaries()[binary];
+        let qemu = Qemu::boot(Config::new(binary, kind).with(&SANDBOX));
+        qemu.write_all_the_time();
+        let mut qmp = qemu.qmp();
+        let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
+        let injector = Injector::new(qemu.process).unwrap();
+        let before = victim::open_files(qemu.process);
+        assert!(matches!(Stopped::check(&mut qmp), Err(NotStopped::Runs { .. })));
+        pause(&mut qmp, true);
+        let mut stopped = Stopped::check(&mut qmp).unwrap();
+        let mut tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
+        let mut copies: Vec<_> = everything(&ram).iter().map(|all| vec![0xff; all.len()]).collect();
+        apply(&ram, &Dirty::everything(&ram).unwrap(), &mut copies);
+        let mut told = 0;
+        for round in 0..8 {
+            assert_same(&ram, &copies, &everything(&ram), &format!("{} {kind:?}, round {round}", binary.display()));
+            pause(&mut qmp, false);
+            thread::sleep(Duration::from_millis(100));
+            pause(&mut qmp, true);
+            let mut stopped = Stopped::check(&mut qmp).unwrap();
+            let dirty = tracker.collect(&mut stopped).unwrap();
+            told += dirty.bytes();
+            apply(&ram, &dirty, &mut copies);
+        }
+        assert!(told > 0 && told < 8 * (MIB << 20) / 2, "{told}");
+        pause(&mut qmp, false);
+        tracker.detach().unwrap();
+        assert_eq!(victim::open_files(qemu.process), before);
+        assert!(!victim::is_registered(qemu.process));
+        drop(qmp);
+        qemu.verify();
+    }
+}
+
+#[test]
+fn checkpoints_are_copied_while_the_guest_runs() {
+    for binary in binaries() {
+        let qemu = Qemu::boot(Config::new(binary, Ram::File));
+        qemu.write_all_the_time();
+        let mut qmp = qemu.qmp();
+        let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
+        let injector = Injector::new(qemu.process).unwrap();
+        let before = victim::open_files(qemu.process);
+        pause(&mut qmp, true);
+        let copies = Arc::new(Mutex::new(everything(&ram)));
+        let copier = Arc::clone(&copies);
+        let save = move |ram: &GuestRam, block: usize, page: Range<u64>| {
+            let mut bytes = vec![0; (page.end - page.start) as usize];
+            ram.read(&ram.blocks()[block], std::slice::from_ref(&page), &mut bytes).unwrap();
+            copier.lock().unwrap()[block][page.start as usize..page.end as usize].copy_from_slice(&bytes);
+        };
+        let mut stopped = Stopped::check(&mut qmp).unwrap();
+        let attached = Synchronous::attach(injector, Arc::clone(&ram), &mut stopped, save.clone(), None);
+        let mut tracker = attached.unwrap();
+        for round in 0..6 {
+            pause(&mut qmp, false);
+            thread::sleep(Duration::from_millis(100));
+            pause(&mut qmp, true);
+            let mut stopped = Stopped::check(&mut qmp).unwrap();
+            let dirty = tracker.collect(&mut stopped).unwrap();
+            let now = everything(&ram);
+            tracker.begin(&dirty.written, &mut stopped).unwrap();
+            pause(&mut qmp, false);
+            while let Some(claim) = tracker.claim(64 << 10) {
+                claim.runs.iter().for_each(|run| save(&ram, claim.block, run.clone()));
+            }
+            wait_for(|| "the last pages".into(), || tracker.landed().ok());
+            assert_same(&ram, &copies.lock().unwrap(), &now, &format!("{}, round {round}", binary.display()));
+        }
+        assert!(tracker.faults() > 0);
+        tracker.detach().unwrap();
+        assert_eq!(victim::open_files(qemu.process), before);
+        assert!(!victim::is_registered(qemu.process));
+        drop(qmp);
+        qemu.verify();
+    }
+}
+
+#[test]
+fn a_hundred_attachments_leave_no_trace() {
+    for binary in binaries() {
+        let qemu = Qemu::boot(Config::new(binary, Ram::File).with(&SANDBOX));
+        qemu.write_all_the_time();
+        let mut qmp = qemu.qmp();
+        let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
+        let injector = Injector::new(qemu.process).unwrap();
+        let before = victim::open_files(qemu.process);
+        for _ in 0..100 {
+            pause(&mut qmp, true);
+            let mut stopped = Stopped::check(&mut qmp).unwrap();
+            let tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
+            pause(&mut qmp, false);
+            tracker.detach().unwrap();
+        }
+        assert_eq!(victim::open_files(qemu.process), before);
+        assert!(!victim::is_registered(qemu.process));
+        drop(qmp);
+        qemu.verify();
+    }
+}
+
+#[test]
+fn a_qemu_of_another_user_is_tracked_through_the_device() {
+    if fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap().trim() != "0" {
+        eprintln!("userfaultfd is allowed to everybody here: not run");
+        return;
+    }
+    let config = Config::new(&tools().new, Ram::Private).with(&["-run-with", "user=nobody", "-sandbox", "on"]);
+    let qemu = Qemu::start(config);
+    let mut qmp = qemu.qmp();
+    let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
+    let injector = Injector::new(qemu.process).unwrap();
+    pause(&mut qmp, true);
+    let mut stopped = Stopped::check(&mut qmp).unwrap();
+    let e = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap_err();
+    assert!(matches!(e, TrackError::Remote(remote::RemoteError::Denied { .. })), "{e}");
+    assert!(e.to_string().contains("/dev/userfaultfd"), "{e}");
+    let device = File::options().read(true).write(true).open(remote::DEVICE).unwrap();
+    let name = json!({"fdname": "userfaultfd"});
+    let _: Value = qmp.execute_with_fd("getfd", &name, device.as_fd()).unwrap();
+    let number = remote::device_in(qemu.process).unwrap();
+    let mut stopped = Stopped::check(&mut qmp).unwrap();
+    let mut tracker = Asynchronous::attach(injector, ram, &mut stopped, number).unwrap();
+    let _: Value = qmp.execute("closefd", &name).unwrap();
+    pause(&mut qmp, false);
+    wait_for(|| "the guest to write".into(), || (tracker.look().unwrap().bytes() > 1 << 20).then_some(()));
+    tracker.detach().unwrap();
+    assert_eq!(remote::device_in(qemu.process).unwrap(), None);
+}
+
+#[test]
+fn pages_that_the_disk_brings_past_the_processor_are_told() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (disk, archive) = (directory.path().join("disk"), directory.path().join("overlay"));
+    let mut random = 1u64;
+    let content: Vec<u8> = (0..(24 << 20) / 8)
+        .flat_map(|_| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random.to_ne_bytes()
+        })
+        .collect();
+    fs::write(&disk, content).unwrap();
+    // Reads the disk again and again, each time into other pages.
+    let script = "#!/bin/sh\nmount -t proc proc /proc\nmount -t devtmpfs dev /dev\n\
+        while read -r module; do insmod /modules/$module.ko; done </modules/order\n\
+        while true; do echo sum $(md5sum </dev/vda); echo 3 >/proc/sys/vm/drop_caches; done\n";
+    overlay(&archive, &[("init", 0o100_755, script)]);
+    for binary in binaries() {
+        for kind in [Ram::File, Ram::Private] {
+            let drive = format!("file={},if=none,id=d,format=raw,cache=none,aio=native", disk.display());
+            let mut config = Config::new(binary, kind).with(&["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+            config.overlay = Some(archive.clone());
+            let qemu = Qemu::start(config);
+            let sums = || qemu.console().lines().filter(|line| line.starts_with("sum ")).count();
+            wait_for(|| qemu.said(), || (sums() > 0).then_some(()));
+            let mut qmp = qemu.qmp();
+            let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
+            let injector = Injector::new(qemu.process).unwrap();
+            pause(&mut qmp, true);
+            let mut stopped = Stopped::check(&mut qmp).unwrap();
+            let mut tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
+            let mut copies = everything(&ram);
+            let before = sums();
+            for round in 0..30 {
+                pause(&mut qmp, false);
+                thread::sleep(Duration::from_millis(10 + 7 * (round % 5)));
+                pause(&mut qmp, true);
+                let mut stopped = Stopped::check(&mut qmp).unwrap();
+                let dirty = tracker.collect(&mut stopped).unwrap();
+                apply(&ram, &dirty, &mut copies);
+                assert_same(&ram, &copies, &everything(&ram), &format!("{kind:?}, round {round}"));
+            }
+            pause(&mut qmp, false);
+            tracker.detach().unwrap();
+            wait_for(|| qemu.said(), || (sums() > before + 1).then_some(()));
+            let console = qemu.console();
+            // The last line may be half written.
+            let whole = console.rsplit_once('\n').unwrap().0;
+            let mut seen: Vec<_> = whole.lines().filter(|line| line.starts_with("sum ")).map(str::trim_end).collect();
+            seen.dedup();
+            assert_eq!(seen.len(), 1, "{seen:?}");
+        }
+    }
+}
+
+/// RAM blocks as they were.
+struct Image {
+    blocks: BTreeMap<String, Vec<u8>>,
+    slow: Duration,
+}
+
+impl PageSource for Image {
+    type Error = std::io::Error;
+
+    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> std::io::Result<Content> {
+        thread::sleep(self.slow);
+        let all = self.blocks.get(block).unwrap();
+        buffer.copy_from_slice(&all[page as usize * 4096..][..4096]);
+        Ok(if buffer.iter().all(|&byte| byte == 0) { Content::Zero } else { Content::Data })
+    }
+
+    fn retry(&mut self, _: &std::io::Error, _: u32) -> Option<Duration> {
+        None
+    }
+}
+
+#[test]
+fn a_guest_goes_on_in_a_new_qemu_while_its_pages_come_although_the_pager_is_replaced() {
+    for binary in binaries() {
+        for kind in [Ram::File, Ram::Private] {
+            let old = Qemu::boot(Config::new(binary, kind));
+            old.ask("touch 64M 7");
+            let mut qmp = old.qmp();
+            pause(&mut qmp, true);
+            let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+            let state: PathBuf = directory.path().join("state");
+            let _: Value = qmp.execute("xen-save-devices-state", json!({"filename": state, "live": false})).unwrap();
+            let ram = GuestRam::of(&mut qmp, old.process).unwrap();
+            let blocks = ram.blocks().iter().map(|block| block.told.id.clone()).zip(everything(&ram)).collect();
+            let mut image = Image { blocks, slow: Duration::from_micros(30) };
+            drop((qmp, ram, old));
+
+            let new = Qemu::start(Config::new(binary, kind).with(&["-incoming", "defer"]));
+            let mut qmp = new.qmp();
+            let ram = GuestRam::of(&mut qmp, new.process).unwrap();
+            let injector = Injector::new(new.process).unwrap();
+            // All of it, firmware and video memory too.
+            let mut pager = Pager::begin(injector, &ram, |_| true, &mut image, None).unwrap();
+            let end = AtomicBool::new(false);
+            thread::scope(|scope| {
+                let (image, end) = (&mut image, &end);
+                let running = scope.spawn(move || pager.run(image, [], end).unwrap());
+                let uri = format!("exec:cat {}", state.display());
+                let _: Value = qmp.execute("migrate-incoming", json!({"uri": uri})).unwrap();
+                thread::sleep(Duration::from_millis(300));
+                end.store(true, std::sync::atomic::Ordering::Relaxed);
+                let progress = running.join().unwrap();
+                assert!(!progress.complete && progress.faults > 0, "{progress:?}");
+            });
+            let mut pager = Pager::take_over(injector, &ram, |_| true).unwrap().expect("it was left");
+            image.slow = Duration::ZERO;
+            let progress = pager.run(&mut image, [], &AtomicBool::new(false)).unwrap();
+            assert!(progress.complete, "{progress:?}");
+            let running = |qmp: &mut rekindle_qemu::qmp::Qmp| {
+                let status: Value = qmp.execute("query-status", ()).unwrap();
+                (status["status"] == "running").then_some(())
+            };
+            wait_for(|| new.said(), || running(&mut qmp));
+            assert!(!victim::is_registered(new.process));
+            assert_eq!(remote::existing(new.process).unwrap(), []);
+            drop(qmp);
+            new.verify();
+        }
+    }
+}

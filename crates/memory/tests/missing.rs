@@ -1,0 +1,271 @@
+//! The pager, on a process that reads its memory while it comes.
+
+#![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
+use common::wait_for;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::remote;
+use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError};
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::ramblock::RamBlock;
+use std::io;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+#[test]
+#[ignore = "run by the other tests"]
+fn victim() {
+    victim::act();
+}
+
+/// Pages as the reader expects them.
+#[derive(Default)]
+struct Pattern {
+    /// Pages that cannot be had, and how many times still.
+    fails: Option<(u64, u32)>,
+    /// Whether to give up then.
+    gives_up: bool,
+    /// Time for each page.
+    slow: Duration,
+    served: u64,
+}
+
+impl PageSource for Pattern {
+    type Error = io::Error;
+
+    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
+        assert_eq!(block, "ram");
+        if let Some((failing, left)) = &mut self.fails
+            && *failing == page
+            && *left > 0
+        {
+            *left -= 1;
+            return Err(io::Error::other("the store is away"));
+        }
+        std::thread::sleep(self.slow);
+        self.served += 1;
+        if page.is_multiple_of(3) {
+            return Ok(Content::Zero);
+        }
+        for (n, word) in buffer.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            *word = expected(page, n as u64).to_ne_bytes();
+        }
+        Ok(Content::Data)
+    }
+
+    fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
+        (!self.gives_up).then_some(Duration::from_millis(1))
+    }
+}
+
+fn all(_: &str) -> bool {
+    true
+}
+
+fn never() -> AtomicBool {
+    AtomicBool::new(false)
+}
+
+#[test]
+fn every_page_is_right_while_it_comes_and_no_trace_is_left() {
+    let huge = HugePages::take(16);
+    let mut kinds = vec![(Kind::Private, 4000), (Kind::Shared, 4000)];
+    kinds.extend(huge.as_ref().map(|_| (Kind::Huge, 8)));
+    for (kind, pages) in kinds {
+        let mut reader = Victim::reader(kind, pages);
+        let before = victim::descriptors(reader.process);
+        let injector = Injector::new(reader.process).unwrap();
+        let mut source = Pattern::default();
+        let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+        assert!(reader.is_registered());
+        reader.begin();
+        // The last pages first.
+        let length = reader.ram.blocks()[0].told.used;
+        let progress = pager.run(&mut source, [(0, length / 2..length)], &never()).unwrap();
+        assert!(progress.complete && progress.left == 0 && progress.faults > 0, "{kind:?}: {progress:?}");
+        assert!(progress.filled + progress.demanded > 0, "{kind:?}: {progress:?}");
+        // Before it ends: then it has no memory any more.
+        if reader.is_reading() {
+            assert!(!reader.is_registered());
+            assert_eq!(victim::descriptors(reader.process), before);
+        }
+        assert!(reader.is_right());
+    }
+}
+
+#[test]
+fn nothing_old_is_put_where_the_guest_has_given_pages_back() {
+    for kind in [Kind::Private, Kind::Shared] {
+        let mut giver = Victim::giver(kind, 1000);
+        let injector = Injector::new(giver.process).unwrap();
+        let mut source = Pattern { slow: Duration::from_micros(50), ..Pattern::default() };
+        let mut pager = Pager::begin(injector, &giver.ram, all, &mut source, None).unwrap();
+        // Some of them are brought before they are given back.
+        let end = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (pager, source, end) = (&mut pager, &mut source, &end);
+            let running = scope.spawn(move || pager.run(source, [(0, 0..400 * PAGE)], end).unwrap());
+            let populated = || rekindle_memory::pages::bytes(&giver.ram.populated(&giver.ram.blocks()[0]).unwrap());
+            wait_for(|| "some pages".into(), || (populated() > 100 * PAGE).then_some(()));
+            end.store(true, Ordering::Relaxed);
+            running.join().unwrap();
+        });
+        giver.begin();
+        let progress = pager.run(&mut source, [], &never()).unwrap();
+        assert!(progress.complete && progress.given_back > 0, "{progress:?}");
+        assert!(giver.is_right(), "{kind:?}");
+    }
+}
+
+#[test]
+fn while_the_source_fails_its_reader_waits_and_others_do_not() {
+    let mut reader = Victim::reader(Kind::Shared, 500);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { fails: Some((100, 50)), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    reader.begin();
+    let progress = pager.run(&mut source, [], &never()).unwrap();
+    assert_eq!(source.fails, Some((100, 0)));
+    assert!(progress.complete);
+    assert!(reader.is_right());
+}
+
+#[test]
+fn a_page_that_cannot_be_had_is_named_and_its_reader_waits_for_the_next_pager() {
+    let mut reader = Victim::reader(Kind::Private, 500);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { fails: Some((101, u32::MAX)), gives_up: true, ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    reader.begin();
+    let e = pager.run(&mut source, [], &never()).unwrap_err();
+    assert!(matches!(&e, PagerError::Source { page: 101, block, .. } if block == "ram"), "{e}");
+    drop(pager);
+    assert!(reader.is_reading() && reader.is_registered());
+    let mut source = Pattern::default();
+    let mut next = Pager::take_over(injector, &reader.ram, all).unwrap().expect("it was left");
+    assert!(next.progress().left < 500, "what is there is known");
+    assert!(next.run(&mut source, [], &never()).unwrap().complete);
+    assert!(source.served < 500);
+    assert!(reader.is_right());
+}
+
+/// Not a test: a pager that is killed. Its victim is told by the environment.
+#[test]
+#[ignore = "run by the other tests"]
+fn pager() {
+    let Ok(victim) = std::env::var("REKINDLE_TEST_PAGED") else { return };
+    let numbers: Vec<u64> = victim.split(' ').map(|word| word.parse().unwrap()).collect();
+    let [pid, address, pages, anew] = numbers[..] else { panic!("{victim}") };
+    let process = Process::of(pid as u32).unwrap();
+    let total = pages * PAGE;
+    let told = RamBlock { id: "ram".into(), used: total, total, page_size: PAGE, offset: 0, address: Some(address) };
+    let ram = GuestRam::from_blocks(process, vec![told]).unwrap();
+    let mut source = Pattern { slow: Duration::from_micros(20), ..Pattern::default() };
+    let injector = Injector::new(process).unwrap();
+    let mut pager = match anew {
+        1 => Pager::begin(injector, &ram, all, &mut source, None).unwrap(),
+        _ => Pager::take_over(injector, &ram, all).unwrap().expect("it was left"),
+    };
+    println!("serving");
+    pager.run(&mut source, [], &never()).unwrap();
+    println!("complete");
+}
+
+#[test]
+fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
+    for (kind, pages) in [(Kind::Private, 20_000), (Kind::Shared, 20_000)] {
+        let mut reader = Victim::reader(kind, pages);
+        let before = victim::descriptors(reader.process);
+        let injector = Injector::new(reader.process).unwrap();
+        let mut killed = 0;
+        for round in 0.. {
+            let address = reader.ram.blocks()[0].address;
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "pager", "--ignored", "--nocapture", "--test-threads=1"]);
+            let arguments = format!("{} {address} {pages} {}", reader.process.pid, u32::from(round == 0));
+            command.env("REKINDLE_TEST_PAGED", arguments).stdout(std::process::Stdio::piped());
+            let mut child = command.spawn().unwrap();
+            let mut output = io::BufReader::new(child.stdout.take().unwrap());
+            let mut said = String::new();
+            while !said.contains("serving") {
+                assert!(io::BufRead::read_line(&mut output, &mut said).unwrap() > 0, "{said}");
+            }
+            if round == 0 {
+                reader.begin();
+            }
+            // Some at work, some just begun.
+            std::thread::sleep(Duration::from_millis(20 * (round % 3)));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            io::Read::read_to_string(&mut output, &mut said).unwrap();
+            if said.contains("complete") {
+                break;
+            }
+            killed += 1;
+            if killed == 12 {
+                break;
+            }
+            assert_eq!(remote::existing(reader.process).unwrap().len(), 1);
+        }
+        assert!(killed > 3, "{killed}");
+        if let Some(mut last) = Pager::take_over(injector, &reader.ram, all).unwrap() {
+            assert!(last.run(&mut Pattern::default(), [], &never()).unwrap().complete);
+            assert_eq!(victim::descriptors(reader.process), before);
+        }
+        assert!(reader.is_right(), "{kind:?}");
+    }
+}
+
+#[test]
+fn what_was_there_before_the_guest_ran_is_overwritten() {
+    let mut reader = Victim::reader(Kind::Shared, 100);
+    let block = &reader.ram.blocks()[0];
+    for page in [0, 50, 51] {
+        rekindle_kernel::memory::write(reader.process, block.address + page * PAGE, &[0x55; PAGE as usize]).unwrap();
+    }
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { fails: Some((50, 3)), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    reader.begin();
+    assert!(pager.run(&mut source, [], &never()).unwrap().complete);
+    assert!(reader.is_right());
+}
+
+#[test]
+fn a_pager_that_is_told_to_end_ends_and_another_goes_on() {
+    let mut reader = Victim::reader(Kind::Shared, 3000);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { slow: Duration::from_micros(100), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    reader.begin();
+    let end = AtomicBool::new(false);
+    let progress = std::thread::scope(|scope| {
+        let running = scope.spawn(|| pager.run(&mut source, [], &end).unwrap());
+        wait_for(
+            || "some pages".into(),
+            || (reader.ram.populated(&reader.ram.blocks()[0]).unwrap().len() > 1).then_some(()),
+        );
+        end.store(true, Ordering::Relaxed);
+        running.join().unwrap()
+    });
+    assert!(!progress.complete && progress.left > 0);
+    assert!(pager.run(&mut source, [], &never()).unwrap().complete);
+    assert!(reader.is_right());
+}
+
+#[test]
+fn a_process_that_ends_ends_its_pager() {
+    let reader = Victim::reader(Kind::Shared, 3000);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { slow: Duration::from_millis(1), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    drop(reader);
+    let e = pager.run(&mut source, [], &never()).unwrap_err();
+    assert!(matches!(e, PagerError::Gone { .. }), "{e}");
+}

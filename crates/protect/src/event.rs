@@ -1,0 +1,134 @@
+//! What the protecting loop tells.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// One thing that happened.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Event {
+    /// The guest's memory is tracked from now on.
+    Attached {
+        /// The QEMU.
+        pid: u32,
+        /// Bytes of all its RAM blocks.
+        ram_bytes: u64,
+        /// The next checkpoint holds only what changed: tracking was found as an earlier protector left it.
+        incremental: bool,
+    },
+    /// A checkpoint counts.
+    Checkpoint(Box<Done>),
+    /// The newest checkpoint that counts is older than `--max-lag`.
+    Lag {
+        /// How old it is.
+        lag_ms: u64,
+        /// How old it may be.
+        max_ms: u64,
+    },
+    /// The store cannot be written; it is tried again.
+    StoreAway {
+        /// Why.
+        error: String,
+    },
+    /// The store can be written again.
+    StoreBack,
+    /// The guest is stopped by somebody else, or its memory is not all there; checkpoints wait for it.
+    Waiting {
+        /// What is waited for.
+        state: String,
+    },
+    /// Another QEMU runs the guest now, or its memory has another shape; tracking begins anew.
+    Moved {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A checkpoint that counts, and what it took.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Done {
+    /// Its number.
+    pub number: u64,
+    /// Whether it holds all of the guest's memory, not only what changed.
+    pub full: bool,
+    /// When the guest was stopped, in µs since 1970: what it did until then is in the checkpoint.
+    pub stopped_host_us: u64,
+    /// Guest-stopped time: QEMU's `STOP` to `RESUME` by the host's clock, in µs.
+    pub stopped_us: u64,
+    /// From the guest's stop at the checkpoint before to its stop at this one, in ms; none for the first.
+    pub interval_ms: Option<u64>,
+    /// The interval that was asked for, in ms.
+    pub every_ms: u64,
+    /// Bytes of pages that may have changed.
+    pub dirty_bytes: u64,
+    /// Bytes that were copied while the guest was stopped.
+    pub copied_stopped_bytes: u64,
+    /// Pages copied because the guest wanted to write them (`cow`).
+    pub copied_for_writes: u64,
+    /// Pages stored with their content.
+    pub pages_stored: u64,
+    /// Pages that became zero.
+    pub pages_zero: u64,
+    /// Pages that were as before.
+    pub pages_unchanged: u64,
+    /// Bytes of the stored pages after compression.
+    pub compressed_bytes: u64,
+    /// Bytes written to the store, all together.
+    pub bytes: u64,
+    /// Bytes of device state.
+    pub devices_bytes: u64,
+    /// From the guest's resume to the commit, in µs.
+    pub commit_us: u64,
+    /// What was done while the guest was stopped, in µs each.
+    pub steps: Steps,
+}
+
+/// The parts of a pause, in µs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Steps {
+    /// Until QEMU had stopped the guest and drained its I/O.
+    pub stop: u64,
+    /// Which pages were written; they are protected again.
+    pub collect: u64,
+    /// What the policy copied.
+    pub copy: u64,
+    /// What was left of saving the devices then.
+    pub devices: u64,
+    /// Until the guest ran again.
+    pub resume: u64,
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let ms = |us: u64| us as f64 / 1e3;
+        match self {
+            Self::Attached { pid, ram_bytes, incremental } => {
+                let next =
+                    if *incremental { "goes on where an earlier protector left off" } else { "a full one first" };
+                write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next}", mib(*ram_bytes))
+            }
+            Self::Checkpoint(done) => {
+                let Done { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**done;
+                write!(
+                    f,
+                    "checkpoint {number}: stopped {:.1} ms, {:.1} MiB dirty",
+                    ms(*stopped_us),
+                    mib(*dirty_bytes)
+                )?;
+                write!(f, ", {:.1} MiB written, committed after {:.0} ms", mib(*bytes), ms(*commit_us))?;
+                match done.interval_ms {
+                    Some(interval) => write!(f, ", interval {:.2} s of {:.2} s", ms(interval), ms(*every_ms)),
+                    None => Ok(()),
+                }
+            }
+            Self::Lag { lag_ms, max_ms } => {
+                write!(f, "the newest checkpoint is {:.1} s old, more than {:.1} s", ms(*lag_ms), ms(*max_ms))
+            }
+            Self::StoreAway { error } => write!(f, "the store cannot be written, trying again: {error}"),
+            Self::StoreBack => write!(f, "the store can be written again"),
+            Self::Waiting { state } => write!(f, "no checkpoint for now: {state}"),
+            Self::Moved { why } => write!(f, "tracking begins anew: {why}"),
+        }
+    }
+}

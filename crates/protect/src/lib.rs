@@ -1,0 +1,26 @@
+//! Checkpoints of a running guest to a store, and restoring it from there (HydraVM, HPL-2011-24).
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`target`] | the guest to be protected: where it is, who it is |
+//! | [`recipe`] | how to build its VM again, as it is stored with each checkpoint |
+//! | [`policy`] | what is copied when: `basic`, `cow`, `precopy` |
+//! | [`protector`] | the loop |
+//! | [`event`] | what the loop tells |
+//! | [`restore`] | a guest goes on from a checkpoint, its pages come on demand |
+//! | [`pager`] | brings them |
+//!
+//! `docs/protect.md` has the sequences and the argument.
+
+pub mod event;
+
+pub mod pager;
+mod pause;
+pub mod policy;
+pub mod protector;
+
+pub mod recipe;
+pub mod restore;
+
+mod session;
+pub mod target;

@@ -1,0 +1,243 @@
+//! Brings the pages of a restored guest: who waits comes first, then what was written last, then the rest.
+//!
+//! A process of its own, `rekindle pager NAME`, that can be killed and started again at any time: QEMU holds the userfaultfd,
+//! so whoever touches a missing page waits. `fill.json` in the run directory says what it needs; it goes when all is there.
+
+use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
+use rekindle_qemu::vmm::Vmm;
+use rekindle_store::types::PAGE_SIZE;
+use rekindle_store::{Image, StoreError, StoreUrl, Which};
+use rekindle_vm::rundir::{RunDir, write_json};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// How long until a page that could not be had is asked for again.
+const AGAIN: Duration = Duration::from_secs(1);
+/// The format that this Rekindle writes.
+const FORMAT: u32 = 1;
+
+/// Why a pager cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum FillError {
+    /// There is nothing to bring.
+    #[error("all of the memory of {name} is there; there is nothing for a pager to do")]
+    Nothing {
+        /// The VM.
+        name: String,
+    },
+    /// Another one serves it.
+    #[error("another pager serves {name} already")]
+    Busy {
+        /// The VM.
+        name: String,
+    },
+    /// A file of the run directory.
+    #[error("{}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The checkpoint cannot be opened.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// QEMU cannot be reached.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// Its memory cannot be looked at.
+    #[error(transparent)]
+    Ram(#[from] GuestRamError),
+    /// Pages cannot be brought.
+    #[error(transparent)]
+    Pager(#[from] PagerError),
+}
+
+/// `fill.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fill {
+    format: u32,
+    /// Where the checkpoint is.
+    pub store: StoreUrl,
+    /// Its number.
+    pub number: u64,
+    /// The QEMU whose memory it becomes.
+    pub vmm: Vmm,
+    /// The RAM blocks of that QEMU.
+    blocks: Vec<RamBlock>,
+}
+
+impl Fill {
+    pub(crate) fn new(store: StoreUrl, number: u64, vmm: Vmm, ram: &GuestRam) -> Self {
+        let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
+        Self { format: FORMAT, store, number, vmm, blocks }
+    }
+
+    pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {
+        write_json(&rundir.fill(), self).map_err(|source| FillError::File { path: rundir.fill(), source })
+    }
+
+    /// What is being brought to the VM of `rundir`, if anything is.
+    ///
+    /// # Errors
+    /// [`FillError::File`].
+    pub fn read(rundir: &RunDir) -> Result<Option<Self>, FillError> {
+        let failed = |source| FillError::File { path: rundir.fill(), source };
+        match fs::read(rundir.fill()) {
+            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+}
+
+/// What a pager tells.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Told {
+    /// It serves.
+    Serving {
+        /// The checkpoint.
+        checkpoint: u64,
+    },
+    /// A page cannot be had; whoever needs it waits.
+    Waiting {
+        /// Why.
+        error: String,
+    },
+    /// All of the guest's memory is there.
+    Filled {
+        /// Pages that somebody waited for.
+        demanded: u64,
+        /// Pages brought behind.
+        filled: u64,
+        /// Pages that are zero.
+        zero: u64,
+        /// The longest that somebody waited, in µs.
+        worst_us: u64,
+    },
+    /// It was told to end, and QEMU still misses pages.
+    Ended {
+        /// How many.
+        left: u64,
+    },
+}
+
+impl std::fmt::Display for Told {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Serving { checkpoint } => write!(f, "bringing the memory of checkpoint {checkpoint}"),
+            Self::Waiting { error } => write!(f, "a page cannot be had, whoever needs it waits: {error}"),
+            Self::Filled { demanded, filled, zero, worst_us } => write!(
+                f,
+                "all memory is there: {demanded} pages on demand (the longest wait {worst_us} µs), {filled} behind, {zero} zero"
+            ),
+            Self::Ended { left } => write!(f, "ended; {left} pages are still missing, and whoever needs one waits"),
+        }
+    }
+}
+
+/// Pages out of a checkpoint, by names of blocks.
+pub(crate) struct Source<'a> {
+    image: &'a Image,
+    blocks: Vec<String>,
+    tell: &'a mut dyn FnMut(&Told),
+    /// What was told last, so that it is told once.
+    told: Option<String>,
+}
+
+impl<'a> Source<'a> {
+    pub(crate) fn new(image: &'a Image, tell: &'a mut dyn FnMut(&Told)) -> Self {
+        let blocks = image.info().blocks.iter().map(|block| block.id.clone()).collect();
+        Self { image, blocks, tell, told: None }
+    }
+}
+
+impl PageSource for Source<'_> {
+    type Error = StoreError;
+
+    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, StoreError> {
+        // A page beyond the block's end at the checkpoint is asked for as one that is not there: by name, never zero.
+        let position = self.blocks.iter().position(|id| id == block).unwrap_or(usize::MAX);
+        self.image.read_page(position, page, buffer)?;
+        self.told = None;
+        Ok(Content::Data)
+    }
+
+    fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
+        let text = error.to_string();
+        if self.told.as_ref() != Some(&text) {
+            (self.tell)(&Told::Waiting { error: text.clone() });
+            self.told = Some(text);
+        }
+        Some(AGAIN)
+    }
+}
+
+/// Serve the VM of `rundir` until all is there or `end` is set.
+///
+/// *Needs:* a restore that is still filling, and no other pager.
+/// *On success:* all of the guest's memory is there, or `end` was set.
+/// *On failure:* whoever needs a missing page waits; it can be started again.
+///
+/// # Errors
+/// [`FillError`].
+pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> Result<Progress, FillError> {
+    let name = || rundir.name().to_owned();
+    let _lock = lock(rundir)?;
+    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: name() })?;
+    let image = Image::open(&fill.store, &Which { at: Some(fill.number), ..Which::default() })?;
+    let process = fill.vmm.process();
+    let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
+    let main = |id: &str| id == MAIN_RAM;
+    let progress = match Pager::take_over(Injector::new(process)?, &ram, main)? {
+        Some(mut pager) => {
+            tell(&Told::Serving { checkpoint: fill.number });
+            let order = working_set(&image);
+            pager.run(&mut Source::new(&image, tell), order, end)?
+        }
+        // The one before was killed when all was there already.
+        None => Progress { complete: true, ..Progress::default() },
+    };
+    if progress.complete {
+        fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
+        let Progress { demanded, filled, zero, worst_ns, .. } = progress;
+        tell(&Told::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
+    } else {
+        tell(&Told::Ended { left: progress.left });
+    }
+    Ok(progress)
+}
+
+/// One pager at a time.
+fn lock(rundir: &RunDir) -> Result<File, FillError> {
+    let path = rundir.file("pager.lock");
+    let mut options = OpenOptions::new();
+    let opened = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let file = opened.map_err(|source| FillError::File { path: path.clone(), source })?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(FillError::Busy { name: rundir.name().into() }),
+        Err(e) => Err(FillError::File { path, source: e.into() }),
+    }
+}
+
+/// The pages of the main RAM that were written last, as runs.
+fn working_set(image: &Image) -> impl Iterator<Item = (usize, Range<u64>)> + '_ {
+    let main = image.block(MAIN_RAM);
+    let page = PAGE_SIZE as u64;
+    // Where the list cannot be read on, the rest comes in the order of memory.
+    let pages = image.hot().map_while(Result::ok).filter(move |(block, _)| Some(*block) == main);
+    pages.map(move |(_, n)| (0, n * page..(n + 1) * page))
+}

@@ -1,0 +1,47 @@
+//! What of a checkpoint is copied when. Compared in a benchmark; the default is the one that measures best.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// What of a checkpoint is copied when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// All dirty pages while the guest is stopped: the paper's base line (section III-A).
+    Basic,
+    /// None while it is stopped; afterwards a page is copied before the guest may change it (section III-B).
+    Cow,
+    /// Dirty pages while the guest runs, those dirtied meanwhile while it is stopped.
+    Precopy,
+}
+
+impl Policy {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Basic, Self::Cow, Self::Precopy];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Cow => "cow",
+            Self::Precopy => "precopy",
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Policy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
+        found.ok_or_else(|| format!("there is no policy `{text}`; there are: basic, cow, precopy"))
+    }
+}

@@ -1,0 +1,101 @@
+//! How to build the VM of a checkpoint again.
+
+use rekindle_qemu::command::{Hardware, NetBackend};
+use rekindle_vm::definition::Definition;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// The format that this Rekindle writes, and the newest that it reads.
+pub const FORMAT: u32 = 1;
+
+/// Why a recipe cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RecipeError {
+    /// It is of a newer format.
+    #[error(
+        "the checkpoint says how to build its VM in format {found}; this Rekindle knows up to {FORMAT}: use a newer one"
+    )]
+    Newer {
+        /// Its format.
+        found: u64,
+    },
+    /// It is not a recipe.
+    #[error("the checkpoint does not say how to build its VM again")]
+    Odd(#[source] serde_json::Error),
+}
+
+/// What is stored with a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recipe {
+    /// The format of this.
+    pub format: u32,
+    /// The definition, every default filled in.
+    pub definition: Definition,
+    /// The machine that the guest sees.
+    pub hardware: Hardware,
+}
+
+impl Recipe {
+    /// Read it from a checkpoint.
+    ///
+    /// # Errors
+    /// [`RecipeError`].
+    pub fn read(value: &Value) -> Result<Self, RecipeError> {
+        match value.get("format").and_then(Value::as_u64) {
+            Some(found) if found > u64::from(FORMAT) => Err(RecipeError::Newer { found }),
+            _ => Self::deserialize(value).map_err(RecipeError::Odd),
+        }
+    }
+
+    /// Make `hardware`, as this host would build the VM, what the guest of the checkpoint already knows: machine type, CPU
+    /// model, UUID. Where the files are is this host's business.
+    ///
+    /// # Errors
+    /// A text for each thing that the guest knows and that cannot be made so.
+    pub fn fit(&self, hardware: &mut Hardware) -> Result<(), Vec<String>> {
+        let mut problems = Vec::new();
+        let theirs = &self.hardware;
+        hardware.machine.clone_from(&theirs.machine);
+        hardware.cpu.clone_from(&theirs.cpu);
+        hardware.uuid = theirs.uuid;
+        let mut same = |what: &str, ours: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
+            let (ours, theirs) = (format!("{ours:?}"), format!("{theirs:?}"));
+            if ours != theirs {
+                problems.push(format!("{what}: the guest of the checkpoint has {theirs}, the definition says {ours}"));
+            }
+        };
+        same("memory in bytes", &hardware.ram.bytes, &theirs.ram.bytes);
+        same("vcpus", &hardware.vcpus, &theirs.vcpus);
+        same("devices.vga", &hardware.vga, &theirs.vga);
+        same("devices.agent", &hardware.agent, &theirs.agent);
+        same("devices.rng", &hardware.rng, &theirs.rng);
+        same("qemu_args", &hardware.extra, &theirs.extra);
+        let disks = |hardware: &Hardware| {
+            let disk = |disk: &rekindle_qemu::command::Disk| {
+                (disk.id.clone(), disk.readonly, disk.cache.clone(), disk.serial.clone())
+            };
+            hardware.disks.iter().map(disk).collect::<Vec<_>>()
+        };
+        same("disks (id, read-only, cache, serial)", &disks(hardware), &disks(theirs));
+        let nets =
+            |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
+        same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
+        if hardware.accel != theirs.accel {
+            // Registers are the same; what differs is speed, and which CPU features there can be at all.
+            tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
+        }
+        if problems.is_empty() { Ok(()) } else { Err(problems) }
+    }
+
+    /// Whether the guest can write a disk whose content does not belong to the checkpoint.
+    #[must_use]
+    pub fn writes_disks(&self) -> bool {
+        self.hardware.disks.iter().any(|disk| !disk.readonly)
+    }
+
+    /// Whether its host's connections are of a kind that any host has.
+    #[must_use]
+    pub fn only_user_networks(&self) -> bool {
+        self.hardware.nets.iter().all(|net| matches!(net.backend, NetBackend::User(_)))
+    }
+}

@@ -1,0 +1,193 @@
+//! A QEMU that somebody else started: which process it is, what it runs, and what stands in the way of protecting it.
+//!
+//! All that is known of it at first is a QMP socket. The kernel tells which process listens there; if that is no QEMU (a
+//! manager such as libvirt makes the socket and passes it on), the QEMU is the one that holds the listening socket. That it
+//! is the very one that answers is proved by its virtual CPUs: QMP names their threads, and they are that process's.
+
+mod obstacle;
+mod peer;
+
+pub use obstacle::Obstacle;
+
+use crate::qmp::{Qmp, QmpError, Version};
+use rekindle_kernel::process::Process;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Why a QEMU cannot be adopted.
+#[derive(Debug, thiserror::Error)]
+pub enum AdoptError {
+    /// It does not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its process cannot be found.
+    #[error("cannot tell which process serves {}: {why}", socket.display())]
+    Unknown {
+        /// The socket.
+        socket: PathBuf,
+        /// What was seen.
+        why: String,
+    },
+    /// The process that was found is not the one that answers.
+    #[error(
+        "process {pid} listens on {}, but the QEMU that answers there has its virtual CPUs in other threads: is it in \
+         another PID namespace?", socket.display()
+    )]
+    Other {
+        /// The process.
+        pid: u32,
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// `/proc` does not tell.
+    #[error("cannot look at process {pid}: run as root")]
+    Process {
+        /// The process.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A memory backend.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Backend {
+    /// Its id.
+    pub id: Option<String>,
+    /// Bytes.
+    pub size: u64,
+    /// Others can map it too. QEMU before 6.1 does not tell.
+    #[serde(default)]
+    pub share: Option<bool>,
+}
+
+/// What is known of a running QEMU.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Adopted {
+    /// Process number.
+    pub pid: u32,
+    /// Its start time, as in [`Process::started`].
+    pub started: u64,
+    /// Its binary; ends with ` (deleted)` if that was replaced since.
+    pub binary: PathBuf,
+    /// Its command line.
+    pub arguments: Vec<String>,
+    /// The user it runs as.
+    pub uid: u32,
+    /// Its version.
+    pub version: Version,
+    /// The guest's name, if it was given one.
+    pub name: Option<String>,
+    /// The guest's UUID.
+    pub uuid: String,
+    /// `kvm`, `tcg`, or `other`.
+    pub accelerator: String,
+    /// Versioned machine type.
+    pub machine: String,
+    /// Memory backends.
+    pub backends: Vec<Backend>,
+    /// It has a device through which the guest gives memory back (balloon, virtio-mem).
+    pub gives_back: bool,
+    /// What stands in the way of protecting it, each with the reason. Empty: nothing.
+    pub obstacles: Vec<Obstacle>,
+}
+
+impl Adopted {
+    /// Its process.
+    #[must_use]
+    pub fn process(&self) -> Process {
+        Process { pid: self.pid, started: self.started }
+    }
+}
+
+/// Find out about the QEMU whose QMP socket is `socket`. The guest is not touched.
+///
+/// On success: what is known of it, and the connection.
+///
+/// # Errors
+/// [`AdoptError`]; also when it cannot be told for certain which process it is.
+pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
+    let mut qmp = Qmp::connect(socket, timeout)?;
+    let process = peer::process(&qmp, socket)?;
+    let failed = |source| AdoptError::Process { pid: process.pid, source };
+    if !has_threads(process, &cpu_threads(&mut qmp)?).map_err(failed)? {
+        return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
+    }
+    let line = fs::read(format!("/proc/{}/cmdline", process.pid)).map_err(failed)?;
+    let line = line.strip_suffix(b"\0").unwrap_or(&line);
+    let arguments = line.split(|&byte| byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
+    let binary = fs::read_link(format!("/proc/{}/exe", process.pid)).map_err(failed)?;
+    let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(format!("/proc/{}", process.pid)).map_err(failed)?);
+
+    #[derive(Deserialize)]
+    struct Name {
+        name: Option<String>,
+    }
+    #[derive(Deserialize)]
+    struct Uuid {
+        #[serde(rename = "UUID")]
+        uuid: String,
+    }
+    let Name { name } = qmp.execute("query-name", ())?;
+    let Uuid { uuid } = qmp.execute("query-uuid", ())?;
+    let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
+    let backends = qmp.execute("query-memdev", ())?;
+    let accelerator = accelerator(&mut qmp)?;
+    let devices = obstacle::devices(&mut qmp)?;
+    let obstacles = obstacle::all(&mut qmp, process, &devices)?;
+    let adopted = Adopted {
+        pid: process.pid,
+        started: process.started,
+        binary,
+        arguments: arguments.skip(1).collect(),
+        uid,
+        version: qmp.version().clone(),
+        name,
+        uuid,
+        accelerator,
+        machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
+        backends,
+        gives_back: devices.iter().any(|device| obstacle::gives_back(&device.kind)),
+        obstacles,
+    };
+    Ok((adopted, qmp))
+}
+
+/// The threads of the virtual CPUs, as QEMU numbers them.
+fn cpu_threads(qmp: &mut Qmp) -> Result<BTreeSet<u32>, QmpError> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct Cpu {
+        thread_id: u32,
+    }
+    let cpus: Vec<Cpu> = qmp.execute("query-cpus-fast", ())?;
+    Ok(cpus.into_iter().map(|cpu| cpu.thread_id).collect())
+}
+
+/// Whether `process` has all these threads, by their numbers in its own PID namespace.
+fn has_threads(process: Process, wanted: &BTreeSet<u32>) -> io::Result<bool> {
+    let mut own = BTreeSet::new();
+    for entry in fs::read_dir(format!("/proc/{}/task", process.pid))? {
+        // A thread may end between the listing and the reading.
+        let Ok(status) = fs::read_to_string(entry?.path().join("status")) else { continue };
+        let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        own.extend(numbers.and_then(|numbers| numbers.split_whitespace().last()?.parse::<u32>().ok()));
+    }
+    Ok(!wanted.is_empty() && wanted.is_subset(&own) && process.is_alive())
+}
+
+fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let kvm: Value = qmp.execute("query-kvm", ())?;
+    if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
+        return Ok("kvm".into());
+    }
+    // Under another accelerator it says that there is no such information.
+    let text = qmp.human("info jit")?;
+    Ok(if text.contains("only available") || text.contains("unknown command") { "other" } else { "tcg" }.into())
+}

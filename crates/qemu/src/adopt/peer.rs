@@ -1,0 +1,66 @@
+//! Which process serves a QMP socket.
+
+use super::AdoptError;
+use crate::qmp::Qmp;
+use rekindle_kernel::process::Process;
+use rustix::net::sockopt::socket_peercred;
+use std::fs;
+use std::path::Path;
+
+/// The QEMU at the other end of `qmp`, which is connected to `socket`.
+pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
+    let unknown = |why: String| AdoptError::Unknown { socket: socket.to_owned(), why };
+    // Who made the socket listen.
+    let peer = socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not tell who listens: {e}")))?;
+    let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
+    if let Some(peer) = peer
+        && is_qemu(peer)
+    {
+        return Ok(peer);
+    }
+    // It was made by somebody else, and passed on: to whom?
+    let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
+    let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process));
+    match (holders.next(), holders.next()) {
+        (Some(only), None) => Ok(only),
+        (Some(one), Some(other)) => {
+            Err(unknown(format!("the QEMUs {} and {} both hold the listening socket", one.pid, other.pid)))
+        }
+        (None, _) => Err(unknown(match peer {
+            Some(peer) => format!("process {} listens, which is no QEMU, and no QEMU holds the socket", peer.pid),
+            None => "its listener is in another PID namespace, or has ended".into(),
+        })),
+    }
+}
+
+/// By its program, not by what it calls itself.
+fn is_qemu(process: Process) -> bool {
+    let Ok(program) = fs::read_link(format!("/proc/{}/exe", process.pid)) else { return false };
+    let name = program.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    (name.starts_with("qemu-system-") || name.starts_with("qemu-kvm")) && process.is_alive()
+}
+
+/// `Num RefCount Protocol Flags Type St Inode Path`; flag 0x10000: it listens.
+fn listening_inode(socket: &Path) -> Option<u64> {
+    const LISTENS: u64 = 0x1_0000;
+    let text = fs::read_to_string("/proc/net/unix").ok()?;
+    let wanted = socket.canonicalize().unwrap_or_else(|_| socket.to_owned());
+    text.lines().skip(1).find_map(|line| {
+        let mut words = line.split_whitespace();
+        let flags = u64::from_str_radix(words.nth(3)?, 16).ok()?;
+        let inode = words.nth(2)?.parse().ok()?;
+        let path = Path::new(words.next()?);
+        (flags & LISTENS != 0 && (path == wanted || path == socket)).then_some(inode)
+    })
+}
+
+fn holders(inode: u64) -> Vec<Process> {
+    let link = format!("socket:[{inode}]");
+    let holds = |pid: u32| {
+        let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        descriptors.into_iter().any(|entry| fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == link.as_str()))
+    };
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|&pid| holds(pid)).filter_map(|pid| Process::of(pid).ok()).collect()
+}

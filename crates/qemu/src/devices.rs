@@ -1,0 +1,123 @@
+//! The device state of a stopped guest, without its RAM, into memory of ours.
+//!
+//! `xen-save-devices-state` takes a file name. `/dev/fdset/N` is one: a descriptor that QEMU was handed over its monitor. So
+//! nothing has to be at a path that QEMU may open (another user, a chroot, a mount namespace), and nothing of the guest is on
+//! a disk.
+
+use crate::qmp::{Qmp, QmpError};
+use crate::stream::{self, StreamError};
+use crate::transfer::SAVE_DEVICES;
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom, memfd_create, open, seek};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Why there is no device state.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceStateError {
+    /// QEMU lacks the command.
+    #[error(
+        "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
+    )]
+    NoCommand {
+        /// Its version.
+        version: String,
+    },
+    /// QEMU refuses.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Memory of ours fails.
+    #[error("cannot take the device state into memory")]
+    Memory(#[source] io::Error),
+    /// What QEMU wrote is no device state.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+}
+
+/// A place for the device state of one QEMU, to be used again and again.
+#[derive(Debug)]
+pub struct DeviceState {
+    /// What QEMU writes to: it gets duplicates, which share our position.
+    writer: OwnedFd,
+    memory: File,
+    set: u64,
+}
+
+impl DeviceState {
+    /// Hand QEMU the place. It forgets it when `qmp`'s connection ends.
+    ///
+    /// # Errors
+    /// [`DeviceStateError`].
+    pub fn open(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
+        #[derive(Deserialize)]
+        struct Command {
+            name: String,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Added {
+            fdset_id: u64,
+        }
+        let commands: Vec<Command> = qmp.execute("query-commands", ())?;
+        if !commands.iter().any(|command| command.name == SAVE_DEVICES) {
+            return Err(DeviceStateError::NoCommand { version: qmp.version().to_string() });
+        }
+        let failed = |e: rustix::io::Errno| DeviceStateError::Memory(e.into());
+        let memory = memfd_create("rekindle-devices", MemfdFlags::CLOEXEC).map_err(failed)?;
+        // QEMU wants a descriptor of exactly the kind that it opens: one that can only be written.
+        let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+        let writer = open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+        let Added { fdset_id } = qmp.execute_with_fd("add-fd", json!({}), writer.as_fd())?;
+        Ok(Self { writer, memory: memory.into(), set: fdset_id })
+    }
+
+    /// Send ahead what can be sent of the command, on a connection that has nothing else to do until [`DeviceState::begin`].
+    ///
+    /// # Errors
+    /// When QEMU has gone.
+    pub fn stage(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        qmp.stage(SAVE_DEVICES, self.arguments())
+    }
+
+    /// `live: false`: the disks stay active.
+    fn arguments(&self) -> Value {
+        json!({"filename": format!("/dev/fdset/{}", self.set), "live": false})
+    }
+
+    /// Begin to save with the guest stopped; the command was staged if `staged`. Other work can be done meanwhile.
+    ///
+    /// # Errors
+    /// When QEMU has gone.
+    pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), DeviceStateError> {
+        seek(&self.writer, SeekFrom::Start(0)).map_err(|e| DeviceStateError::Memory(e.into()))?;
+        if staged {
+            qmp.fire(SAVE_DEVICES)?
+        } else {
+            qmp.send(SAVE_DEVICES, self.arguments(), &[])?
+        }
+        Ok(())
+    }
+
+    /// Wait until QEMU has saved. What it wrote is then for [`DeviceState::take`].
+    ///
+    /// # Errors
+    /// [`DeviceStateError::Qmp`] when it failed.
+    pub fn wait(&self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+        Ok(qmp.reply::<Value>(SAVE_DEVICES).map(drop)?)
+    }
+
+    /// The state that was saved, checked to be whole: a stream for `-incoming`.
+    ///
+    /// # Errors
+    /// [`DeviceStateError::Stream`] when it is not.
+    pub fn take(&self) -> Result<Vec<u8>, DeviceStateError> {
+        let length = self.memory.metadata().map_err(DeviceStateError::Memory)?.len();
+        let mut state = vec![0; usize::try_from(length).unwrap_or_default()];
+        self.memory.read_exact_at(&mut state, 0).map_err(DeviceStateError::Memory)?;
+        stream::check(&state)?;
+        Ok(state)
+    }
+}

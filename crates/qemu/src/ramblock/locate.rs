@@ -1,0 +1,319 @@
+//! Where the RAM blocks of a QEMU are that does not tell it (7.2).
+//!
+//! QEMU keeps a record of each block, `struct RAMBlock`, which holds what `info ramblock` prints: the block's offset,
+//! used and total bytes side by side, soon after them its name, and a little before them its address in QEMU. A record is
+//! found in QEMU's heap by those three numbers and the name. *Which* of the words before them is the address is not
+//! assumed: it is the one word that in all the records is an address at which as much is mapped as the block is long,
+//! and that agrees with `gpa2hva` for every piece of RAM that the guest can see. Where there is not exactly one such
+//! word, or a block has no record or two different ones, nothing is guessed: it is an error.
+
+use super::{RamBlock, list};
+use crate::qmp::{Qmp, QmpError};
+use rekindle_kernel::maps::{self, Mapping};
+use rekindle_kernel::memory::{self, PAGE_SIZE};
+use rekindle_kernel::process::Process;
+use std::collections::BTreeSet;
+use std::io;
+
+/// Why the RAM blocks of a QEMU were not found.
+#[derive(Debug, thiserror::Error)]
+pub enum LocateError {
+    /// QEMU does not answer as it should.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its memory cannot be looked at.
+    #[error("cannot look for QEMU's RAM blocks in process {pid}: run as root")]
+    Memory {
+        /// QEMU.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A block has no record.
+    #[error("this QEMU does not tell where its RAM block {id} is, and it was not found; a newer QEMU (10 does) tells")]
+    NotFound {
+        /// The block.
+        id: String,
+    },
+    /// The records do not show for certain which word is the address.
+    #[error(
+        "this QEMU does not tell where its RAM blocks are, and {candidates} places are possible where there must be one; \
+         a newer QEMU (10 does) tells"
+    )]
+    Uncertain {
+        /// How many words could be the address.
+        candidates: usize,
+    },
+    /// At an address there is not as much mapped as there should be.
+    #[error(
+        "RAM block {id} should be {bytes} bytes at {address:#x} of process {pid}, but that is not all mapped there"
+    )]
+    Unmapped {
+        /// The block.
+        id: String,
+        /// Its length.
+        bytes: u64,
+        /// Its address.
+        address: u64,
+        /// QEMU.
+        pid: u32,
+    },
+}
+
+/// The RAM blocks of a QEMU, each with its address.
+///
+/// # Errors
+/// [`LocateError`]; a block that cannot be found for certain is never left out.
+pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateError> {
+    /// A guest's firmware resizes blocks (ACPI tables) a few times while it boots, and QEMU's heap changes.
+    const ATTEMPTS: usize = 5;
+    let mut attempt = 1;
+    loop {
+        let blocks = list(qmp)?;
+        let found = with_addresses(qmp, process, blocks.clone());
+        // What is found by numbers that have changed meanwhile may be wrong, and what is not found may be there.
+        let is_sound = list(qmp)? == blocks;
+        match found {
+            Ok(blocks) if is_sound => return Ok(blocks),
+            Ok(_) if attempt == ATTEMPTS => return Err(LocateError::Uncertain { candidates: 0 }),
+            Err(e) if attempt == ATTEMPTS => return Err(e),
+            _ => attempt += 1,
+        }
+    }
+}
+
+fn with_addresses(qmp: &mut Qmp, process: Process, mut blocks: Vec<RamBlock>) -> Result<Vec<RamBlock>, LocateError> {
+    let pid = process.pid;
+    let memory = |source| LocateError::Memory { pid, source };
+    let maps = maps::of(process).map_err(memory)?;
+    if blocks.iter().any(|block| block.address.is_none()) {
+        let records = records(process, &maps, &blocks).map_err(memory)?;
+        let seen = seen_by_guest(qmp)?;
+        let mut possible = Vec::new();
+        for word in 0..WORDS_BEFORE {
+            if let Some(addresses) = addresses(&records, &blocks, &maps, word)?
+                && seen.iter().all(|base| addresses.contains(base))
+            {
+                possible.push(addresses);
+            }
+        }
+        // Without a piece that the guest sees nothing proves which word it is.
+        match (possible.as_slice(), seen.is_empty()) {
+            ([addresses], false) => {
+                for (block, address) in blocks.iter_mut().zip(addresses) {
+                    block.address = Some(*address);
+                }
+            }
+            (_, true) => return Err(LocateError::Uncertain { candidates: 0 }),
+            (several, false) => return Err(LocateError::Uncertain { candidates: several.len() }),
+        }
+    }
+    for block in &blocks {
+        let address = block.address.unwrap_or(0);
+        if !is_mapped(&maps, address, block.total) {
+            return Err(LocateError::Unmapped { id: block.id.clone(), bytes: block.total, address, pid });
+        }
+    }
+    Ok(blocks)
+}
+
+fn is_mapped(maps: &[Mapping], address: u64, bytes: u64) -> bool {
+    let parts = maps::covering(maps, &(address..address.saturating_add(bytes)));
+    address != 0
+        && address.is_multiple_of(PAGE_SIZE as u64)
+        && parts.is_some_and(|parts| parts.iter().all(|map| map.readable))
+}
+
+/// Words before the three numbers that are looked at.
+const WORDS_BEFORE: usize = 8;
+/// Bytes after the beginning of the three numbers within which the name begins.
+const NAME_WITHIN: usize = 128;
+/// Longest name, as in QEMU.
+const NAME: usize = 256;
+/// Pieces in which memory is read.
+const CHUNK: u64 = 1 << 20;
+/// How far two pieces overlap, so that a record on the border is seen whole.
+const OVERLAP: u64 = 1024;
+/// Mappings larger than this hold no records: they are RAM blocks, or the code cache.
+const LARGEST: u64 = 256 << 20;
+const _: () = assert!(8 * WORDS_BEFORE + NAME_WITHIN + NAME < OVERLAP as usize);
+
+/// The words before the three numbers of a record.
+type Before = [u64; WORDS_BEFORE];
+
+/// For each block, the records found.
+fn records(process: Process, maps: &[Mapping], blocks: &[RamBlock]) -> io::Result<Vec<BTreeSet<Before>>> {
+    let mut found = vec![BTreeSet::new(); blocks.len()];
+    let private = |map: &&Mapping| map.readable && map.writable && !map.executable && !map.shared && map.inode == 0;
+    let (heap, others): (Vec<_>, Vec<_>) = maps.iter().filter(private).partition(|map| map.name == "[heap]");
+    for map in heap.into_iter().chain(others) {
+        let length = map.range.end - map.range.start;
+        if length > LARGEST && map.name != "[heap]" {
+            continue;
+        }
+        // The heap has them all, unless QEMU allocates in another way.
+        if map.name != "[heap]" && found.iter().all(|records| !records.is_empty()) {
+            break;
+        }
+        let mut at = map.range.start;
+        let mut buffer = vec![0; (CHUNK + OVERLAP) as usize];
+        while at < map.range.end {
+            let some = (map.range.end - at).min(CHUNK + OVERLAP);
+            let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
+            match memory::read(process, at, chunk) {
+                Ok(()) => {}
+                // A part was given back meanwhile: a heap shrinks and grows.
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+                    for (page, address) in chunk.chunks_mut(PAGE_SIZE).zip((at..).step_by(PAGE_SIZE)) {
+                        if memory::read(process, address, page).is_err() {
+                            page.fill(0);
+                        }
+                    }
+                }
+                Err(e) => return Err(e),
+            }
+            in_chunk(chunk, blocks, &mut found);
+            at += CHUNK;
+        }
+    }
+    Ok(found)
+}
+
+fn in_chunk(chunk: &[u8], blocks: &[RamBlock], found: &mut [BTreeSet<Before>]) {
+    let (words, _) = chunk.as_chunks::<8>();
+    let word = |at: usize| words.get(at).map(|word| u64::from_le_bytes(*word));
+    for at in WORDS_BEFORE..words.len() {
+        let (Some(offset), Some(used), Some(total)) = (word(at), word(at + 1), word(at + 2)) else { return };
+        for (block, found) in blocks.iter().zip(found.iter_mut()) {
+            if (block.total, block.used, block.offset) != (total, used, offset) {
+                continue;
+            }
+            let after = chunk.get(8 * at..).unwrap_or_default();
+            let after = after.get(..(NAME_WITHIN + NAME).min(after.len())).unwrap_or_default();
+            let named = after
+                .windows(block.id.len() + 1)
+                .take(NAME_WITHIN)
+                .any(|text| text.split_last() == Some((&0, block.id.as_bytes())));
+            if named {
+                let before = std::array::from_fn(|n| word(at - WORDS_BEFORE + n).unwrap_or(0));
+                found.insert(before);
+            }
+        }
+    }
+}
+
+/// The word of each block's record, if in all of them it can be the address.
+fn addresses(
+    records: &[BTreeSet<Before>],
+    blocks: &[RamBlock],
+    maps: &[Mapping],
+    word: usize,
+) -> Result<Option<Vec<u64>>, LocateError> {
+    let mut addresses = Vec::new();
+    for (records, block) in records.iter().zip(blocks) {
+        if records.is_empty() {
+            return Err(LocateError::NotFound { id: block.id.clone() });
+        }
+        let values: BTreeSet<_> = records.iter().filter_map(|before| before.get(word).copied()).collect();
+        match values.first() {
+            Some(&value) if values.len() == 1 && is_mapped(maps, value, block.total) => addresses.push(value),
+            _ => return Ok(None),
+        }
+    }
+    // Two blocks are never in the same place.
+    let different: BTreeSet<_> = addresses.iter().collect();
+    Ok((different.len() == addresses.len()).then_some(addresses))
+}
+
+/// Where in QEMU the pieces of RAM begin that the guest can see: `info mtree -f` for the pieces, `gpa2hva` for each.
+fn seen_by_guest(qmp: &mut Qmp) -> Result<BTreeSet<u64>, LocateError> {
+    let text = qmp.human("info mtree -f")?;
+    let pieces: BTreeSet<_> = text.lines().filter_map(piece).collect();
+    let mut bases = BTreeSet::new();
+    for (address, offset) in pieces {
+        let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
+        // It says so where the guest has changed its memory map meanwhile.
+        let host = text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok());
+        bases.extend(host.and_then(|host| host.checked_sub(offset)));
+    }
+    Ok(bases)
+}
+
+/// Guest address and offset in the block: `0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000`.
+fn piece(line: &str) -> Option<(u64, u64)> {
+    let (range, rest) = line.trim().split_once(" (prio ")?;
+    let (start, _) = range.split_once('-')?;
+    let (kind, name) = rest.split_once("): ")?;
+    if !matches!(kind.rsplit(' ').next(), Some("ram" | "rom")) {
+        return None;
+    }
+    let hex = |word: &str| u64::from_str_radix(word, 16).ok();
+    // Under KVM a remark may follow the name and offset.
+    let offset = match name.split_once(" @") {
+        Some((_, rest)) => hex(rest.split(' ').next()?)?,
+        None => 0,
+    };
+    Some((hex(start)?, offset))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_of_the_memory_map() {
+        let line = "  0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000 KVM";
+        assert_eq!(piece(line), Some((0x10_0000, 0x10_0000)));
+        assert_eq!(piece("  00000000fd000000-00000000fdffffff (prio 1, ram): vga.vram"), Some((0xfd00_0000, 0)));
+        assert_eq!(piece("  00000000000a0000-00000000000bffff (prio 1, i/o): vga-lowmem"), None);
+        assert_eq!(piece(" Root memory region: system"), None);
+    }
+
+    #[test]
+    fn records_are_found_by_numbers_and_name_and_a_guess_is_refused() {
+        let page = PAGE_SIZE as u64;
+        let block = |id: &str, offset, total| RamBlock {
+            id: id.into(),
+            used: page,
+            total,
+            page_size: page,
+            offset,
+            address: None,
+        };
+        let blocks = [block("ram", 0, 4 * page), block("vga", 4 * page, page)];
+        let mut memory = vec![0u8; 4096];
+        let mut put = |at: usize, words: &[u64], name: &str| {
+            for (n, word) in words.iter().enumerate() {
+                memory[at + 8 * n..at + 8 * n + 8].copy_from_slice(&word.to_le_bytes());
+            }
+            let at = at + 8 * words.len() + 4;
+            memory[at..at + name.len()].copy_from_slice(name.as_bytes());
+        };
+        put(512, &[0x1_0000, 0, 0, page, 4 * page], "ram");
+        put(1600, &[0x2_0000, 0, 4 * page, page, page], "vga");
+        // The numbers alone are no record.
+        put(2400, &[0x5_0000, 0, 0, page, 4 * page], "rom");
+        let mut found = vec![BTreeSet::new(); 2];
+        in_chunk(&memory, &blocks, &mut found);
+        assert_eq!(found.iter().map(BTreeSet::len).collect::<Vec<_>>(), [1, 1]);
+        let mapping = |range| Mapping {
+            range,
+            readable: true,
+            writable: true,
+            executable: false,
+            shared: false,
+            offset: 0,
+            inode: 0,
+            name: String::new(),
+        };
+        let maps = [mapping(0x1_0000..0x1_4000), mapping(0x2_0000..0x2_1000)];
+        let word = WORDS_BEFORE - 2;
+        assert_eq!(addresses(&found, &blocks, &maps, word).unwrap(), Some(vec![0x1_0000, 0x2_0000]));
+        assert_eq!(addresses(&found, &blocks, &maps, word + 1).unwrap(), None);
+        assert_eq!(addresses(&found, &blocks, &maps[..1], word).unwrap(), None, "not mapped");
+        found[1] = BTreeSet::new();
+        let e = addresses(&found, &blocks, &maps, word).unwrap_err();
+        assert!(matches!(e, LocateError::NotFound { id } if id == "vga"));
+    }
+}

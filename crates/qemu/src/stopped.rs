@@ -1,0 +1,92 @@
+//! Proof that a guest is stopped.
+//!
+//! QEMU writes guest RAM not only when the guest runs: a disk request that was begun earlier lands whenever the disk is
+//! ready, and a page that was pinned for it (`O_DIRECT`) is written past every protection that came later. When QEMU
+//! stops a guest it first waits for all of them. So what must see every write asks for a [`Stopped`].
+
+use crate::qmp::{Qmp, QmpError};
+use serde::Deserialize;
+use serde_json::Value;
+use std::time::Duration;
+
+/// Why a guest does not count as stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum NotStopped {
+    /// It runs, or may at any moment.
+    #[error("the guest is not stopped but in run state `{state}`; send QMP `stop` first")]
+    Runs {
+        /// QEMU's run state.
+        state: String,
+    },
+    /// QEMU does not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+/// The guest is stopped and its I/O has ended, for as long as this lives: it holds the connection over which the guest
+/// would be told to go on.
+///
+/// Nobody else may let the guest go on meanwhile (over a second monitor).
+#[derive(Debug)]
+pub struct Stopped<'q> {
+    qmp: Option<&'q mut Qmp>,
+}
+
+/// Run states that are reached through QEMU's `vm_stop`, which waits for I/O, or in which no I/O has begun yet.
+const STOPPED: [&str; 10] = [
+    "paused",
+    "prelaunch",
+    "postmigrate",
+    "finish-migrate",
+    "save-vm",
+    "io-error",
+    "internal-error",
+    "guest-panicked",
+    "shutdown",
+    "watchdog",
+];
+
+impl<'q> Stopped<'q> {
+    /// Ask QEMU whether its guest is stopped.
+    ///
+    /// # Errors
+    /// [`NotStopped::Runs`], also while a state is coming in or the guest sleeps (`suspended`).
+    pub fn check(qmp: &'q mut Qmp) -> Result<Self, NotStopped> {
+        #[derive(Deserialize)]
+        struct Status {
+            status: String,
+            running: bool,
+        }
+        let Status { status, running } = qmp.execute("query-status", ())?;
+        if running || !STOPPED.contains(&status.as_str()) {
+            return Err(NotStopped::Runs { state: status });
+        }
+        Ok(Self { qmp: Some(qmp) })
+    }
+
+    /// Stop a guest that runs, by the `stop` that was staged on `qmp`. QEMU answers when its I/O has ended.
+    ///
+    /// Also gives when it was stopped: microseconds of the host's clock since 1970.
+    ///
+    /// # Errors
+    /// When QEMU has gone, or refuses.
+    pub fn by_stopping(qmp: &'q mut Qmp) -> Result<(Self, u64), QmpError> {
+        qmp.drop_events();
+        qmp.fire("stop")?;
+        qmp.reply::<Value>("stop")?;
+        let patience = Duration::from_secs(10);
+        let at = qmp.wait_event("STOP", patience, |event| (event.name == "STOP").then_some(event.host_us))?;
+        Ok((Self { qmp: Some(qmp) }, at))
+    }
+
+    /// The caller vouches that nothing writes the memory in question: for memory that is not a QEMU's.
+    #[must_use]
+    pub fn vouched() -> Stopped<'static> {
+        Stopped { qmp: None }
+    }
+
+    /// The connection, for commands that do not let the guest go on.
+    pub fn qmp(&mut self) -> Option<&mut Qmp> {
+        self.qmp.as_deref_mut()
+    }
+}

@@ -1,0 +1,351 @@
+//! `rekindle protect` and `rekindle restore` with real guests: what is restored is what was committed, whatever dies when.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
+use rekindle_kernel::process;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// A protector beside the test.
+struct Protector {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Protector {
+    fn start(guest: &Guest<'_>, lab: &Lab, store: &Path, arguments: &[&str]) -> Self {
+        let store = store.to_str().unwrap();
+        let mut command = lab.command(["--json", "protect", &guest.name, "--store", store]);
+        let mut child = command.args(arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The next event of this kind; those before it are passed over.
+    #[track_caller]
+    fn wait(&mut self, event: &str) -> Value {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "it ended before `{event}`");
+            let value: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
+            if value["event"] == event {
+                return value;
+            }
+        }
+    }
+
+    /// Wait for a checkpoint of what the guest has done until now.
+    fn next_checkpoint(&mut self) -> Value {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64;
+        loop {
+            let checkpoint = self.wait("checkpoint");
+            if checkpoint["stopped_host_us"].as_u64().unwrap() > now {
+                return checkpoint;
+            }
+        }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Protector {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn store(lab: &Lab, name: &str) -> PathBuf {
+    lab.path(&format!("store-{name}"))
+}
+
+/// The host of the guest has died: its QEMU, and all that Rekindle kept of it.
+fn crash(guest: &Guest<'_>) {
+    let qemu = guest.only_qemu();
+    qemu.process.kill().unwrap();
+    assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
+    let all = ["--json", "restore"].iter().chain(arguments).copied().collect::<Vec<_>>();
+    let done = guest.lab.rekindle(all.into_iter().chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
+    done.ok().json()
+}
+
+fn wait_filled(guest: &Guest<'_>) {
+    wait_for("the memory to be there", DEADLINE, || (!guest.file("fill.json").exists()).then_some(()));
+}
+
+/// The pager of a guest.
+fn pager(guest: &Guest<'_>) -> Option<process::Process> {
+    let all = process::with_argument_containing("pager").unwrap();
+    all.into_iter().find(|process| {
+        let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
+        line.ends_with(&format!("\0pager\0{}\0", guest.name)) && environment(process.pid, &guest.lab.run_root())
+    })
+}
+
+fn environment(pid: u32, root: &Path) -> bool {
+    let text = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    String::from_utf8_lossy(&text).contains(&format!("REKINDLE_RUN_DIR={}", root.display()))
+}
+
+#[test]
+fn what_is_restored_is_what_was_committed_by_every_policy() {
+    for policy in ["precopy", "basic", "cow"] {
+        let lab = Lab::new();
+        let guest = lab.vm(policy).memory("192M").boot(&[]);
+        let store = store(&lab, policy);
+        let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--policy", policy]);
+        assert_eq!(protector.wait("attached")["incremental"], false);
+        let first = protector.wait("checkpoint");
+        assert_eq!((first["full"].clone(), first["number"].clone()), (true.into(), 1.into()));
+        guest.touch("48M");
+        let (boot, tick) = (guest.boot_id(), guest.tick());
+        let checkpoint = protector.next_checkpoint();
+        assert_eq!(checkpoint["full"], false);
+        assert!(checkpoint["stopped_us"].as_u64().unwrap() > 0);
+        crash(&guest);
+        // It says that QEMU has ended.
+        let mut rest = String::new();
+        std::io::Read::read_to_string(&mut protector.lines, &mut rest).unwrap();
+        assert!(rest.contains("qemu-ended"), "{rest}");
+
+        let restored = restore(&guest, &store, &[]);
+        assert!(restored["checkpoint"].as_u64() >= checkpoint["number"].as_u64(), "{restored}");
+        assert_eq!(guest.boot_id(), boot, "the guest went on, and was not booted");
+        assert!(guest.tick() > tick);
+        guest.verify();
+        wait_filled(&guest);
+        guest.verify();
+        guest.assert_sound();
+        ticks_once(&guest.file("console.log"));
+        // And it can be protected again, into the same store.
+        let mut again = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "2"]);
+        assert!(again.wait("checkpoint")["number"].as_u64() > restored["checkpoint"].as_u64());
+        again.wait("checkpoint");
+        assert!(again.child.wait().unwrap().success());
+        guest.assert_sound();
+    }
+}
+
+#[test]
+fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
+    let lab = Lab::new();
+    let guest = lab.vm("paged").memory("256M").boot(&[]);
+    guest.touch("128M");
+    let boot = guest.boot_id();
+    let store = store(&lab, "paged");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
+    let mut killed = 0;
+    for _ in 0..5 {
+        crash(&guest);
+        restore(&guest, &store, &[]);
+        // It may have brought everything by now: then once more.
+        if let Some(pager) = pager(&guest) {
+            pager.kill().unwrap();
+            assert!(pager.wait_end(Duration::from_secs(10)).unwrap());
+        }
+        if guest.file("fill.json").exists() {
+            killed += 1;
+            // Neither is a new QEMU given memory with holes in it, ...
+            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being brought", "rekindle recover"]);
+            // ... nor is that memory taken for a checkpoint.
+            let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
+            protector.wait("waiting");
+            drop(protector);
+            guest.rekindle(&["recover"]).ok();
+            wait_filled(&guest);
+        }
+        assert_eq!(guest.boot_id(), boot);
+        guest.verify();
+        guest.assert_sound();
+        if killed == 2 {
+            break;
+        }
+    }
+    assert!(killed > 0, "the pager was never killed while it had something to do");
+}
+
+#[test]
+fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
+    let lab = Lab::new();
+    let guest = lab.vm("eager").boot(&[]);
+    let store = store(&lab, "eager");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "3", "--keep", "2"]);
+    assert!(protector.child.wait().unwrap().success());
+    // Running already: refused, and nothing happens to it.
+    let path = store.to_str().unwrap();
+    lab.rekindle(["restore", "eager", "--store", path]).status(1).says(&["eager runs already"]);
+    let boot = guest.boot_id();
+    crash(&guest);
+    lab.rekindle(["restore", "eager", "--store", path, "--at", "1"])
+        .status(1)
+        .says(&["checkpoint 1 is not there", "2"]);
+    lab.assert_empty();
+    let restored = restore(&guest, &store, &["--eager", "--at", "2"]);
+    assert_eq!((restored["filled"].clone(), restored["checkpoint"].clone()), (true.into(), 2.into()));
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
+}
+
+#[test]
+fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
+    let lab = Lab::new();
+    // A virtio-net that had a tap asks for one again; this guest has none, so that any QEMU will do.
+    let guest = lab.vm("kept").memory("96M").net(Net::None).start(&[]);
+    let ticks = |console: &Path| {
+        let text = fs::read_to_string(console).unwrap_or_default();
+        text.lines().filter(|line| line.starts_with("tick ")).nth(3).map(str::to_owned)
+    };
+    wait_for("the guest to tick", DEADLINE, || ticks(&guest.file("console.log")));
+    let store = store(&lab, "kept");
+    let path = store.to_str().unwrap();
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "2"]);
+    assert!(protector.child.wait().unwrap().success());
+    let listed = lab.rekindle(["--json", "store", "ls", path]).ok().json();
+    assert_eq!(listed["checkpoints"].as_array().unwrap().len(), 2, "{listed:#}");
+    assert_eq!(listed["vm"]["name"], "kept");
+    lab.rekindle(["store", "ls", path]).ok().says(&["CHECKPOINT", "protect kept", "on disk"]);
+    lab.rekindle(["store", "verify", path]).ok().says(&["2 checkpoints", "all as it was written"]);
+    lab.rekindle(["store", "compact", path]).ok().says(&["freed"]);
+    lab.rekindle(["store", "verify", "tls://host:1/x"]).status(1).says(&["not supported yet"]);
+
+    // The same command line with RAM of its own, as anybody would start it.
+    let stream = lab.path("kept.stream");
+    let file = stream.to_str().unwrap();
+    lab.rekindle(["store", "export", path, "--file", file]).ok().says(&["checkpoint 2"]);
+    lab.rekindle(["store", "export", path, "--file", file]).status(1).says(&["kept.stream", "exists"]);
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();
+    crash(&guest);
+    let aside = lab.path("aside");
+    fs::create_dir(&aside).unwrap();
+    let own = |word: &String| {
+        let word =
+            word.replace(&format!("{}/vmm-1", guest.file("").display()).replace("//", "/"), aside.to_str().unwrap());
+        let word = word.replace(guest.file("").to_str().unwrap(), &format!("{}/", aside.display()));
+        if word.starts_with("memory-backend-file") { "memory-backend-ram,id=ram,size=96M".to_owned() } else { word }
+    };
+    let mut words: Vec<String> = line.iter().map(own).collect();
+    words.extend(["-incoming".to_owned(), format!("exec:cat {file}")]);
+    let mut qemu = std::process::Command::new(qemu_new()).args(&words).stderr(Stdio::piped()).spawn().unwrap();
+    let console = aside.join("console.log");
+    let ticked = wait_for("the guest to tick in another QEMU", DEADLINE, || {
+        if let Some(status) = qemu.try_wait().unwrap() {
+            let mut said = String::new();
+            std::io::Read::read_to_string(qemu.stderr.as_mut().unwrap(), &mut said).unwrap();
+            panic!("{status}: {said}\n{words:?}");
+        }
+        ticks(&console)
+    });
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
+    assert!(ticked.starts_with("tick "));
+
+    // A flipped bit is found, and named.
+    let segments = common::lab::entries(&store.join("segments"));
+    let segment = segments.iter().max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
+    let mut bytes = fs::read(segment).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(segment, bytes).unwrap();
+    lab.rekindle(["store", "verify", path]).status(1).says(&["damaged", "bad:", "segments/"]);
+}
+
+#[test]
+fn protection_goes_on_over_a_warm_reboot_and_over_its_own_death() {
+    let lab = Lab::new();
+    let guest = lab.vm("moved").memory("192M").boot(&[]);
+    let store = store(&lab, "moved");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms"]);
+    protector.next_checkpoint();
+    guest.warm(&[]);
+    protector.wait("moved");
+    guest.touch("32M");
+    let boot = guest.boot_id();
+    protector.next_checkpoint();
+    // Killed between two checkpoints, the next one goes on where it was; killed within one, it begins anew.
+    for _ in 0..4 {
+        protector.kill();
+        wait_for("the guest to run", DEADLINE, || {
+            let mut next = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
+            next.child.wait().unwrap().success().then_some(())
+        });
+        protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
+        protector.next_checkpoint();
+    }
+    crash(&guest);
+    drop(protector);
+    restore(&guest, &store, &[]);
+    assert_eq!(guest.boot_id(), boot);
+    guest.verify();
+    wait_filled(&guest);
+    guest.assert_sound();
+}
+
+#[test]
+fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
+    let lab = Lab::new();
+    let guest = lab.vm("left").boot(&[]);
+    let store = store(&lab, "left");
+    let stop = || {
+        let path = guest.only_qemu().directory.join("watch.sock");
+        let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, DEADLINE).unwrap();
+        qmp.execute::<Value>("stop", ()).unwrap();
+        fs::write(guest.file("paused"), []).unwrap();
+    };
+    stop();
+    assert!(guest.status().contains("paused"));
+    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "goes on"]);
+    assert_eq!(guest.status(), "running");
+    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    stop();
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    protector.wait("checkpoint");
+    assert!(protector.child.wait().unwrap().success());
+    assert_eq!(guest.status(), "running");
+    guest.assert_sound();
+}
+
+#[test]
+fn what_cannot_be_protected_or_restored_is_refused_by_name() {
+    let lab = Lab::new();
+    let disk = lab.path("disk.raw");
+    fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
+    let guest = lab.vm("written").section(&format!("[[disk]]\npath = {disk:?}\ncache = \"none\"")).boot(&[]);
+    let directory = store(&lab, "written");
+    let path = directory.to_str().unwrap();
+    let protect = |arguments: &[&str]| lab.rekindle(["protect", "written", "--store", path].iter().chain(arguments));
+    protect(&[]).status(1).says(&["writes to", "disk.raw", "--disk crash-consistent"]);
+    let crash_consistent = ["--disk", "crash-consistent", "--count", "1"];
+    protect(&[&crash_consistent[..], &["--policy", "precopy"]].concat()).status(1).says(&["O_DIRECT", "--policy cow"]);
+    protect(&["--disk-hook", "exit 7", "--every", "50ms", "--count", "1"])
+        .status(1)
+        .says(&["hook `exit 7`", "exit status: 7"]);
+    guest.assert_sound();
+    protect(&crash_consistent).ok();
+    let other = lab.vm("other").start(&[]);
+    lab.rekindle(["protect", "other", "--store", path]).status(1).says(&["holds VM written", "not VM other"]);
+    lab.rekindle(["protect", "nobody", "--store", path]).status(1).says(&["there is no VM nobody"]);
+    let nothing = lab.path("nothing");
+    fs::create_dir(&nothing).unwrap();
+    lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).says(&["not a store of Rekindle"]);
+    other.rekindle(&["stop", "--now"]).ok();
+    crash(&guest);
+    fs::remove_file(&disk).unwrap();
+    lab.rekindle(["restore", "written", "--store", path]).status(1).says(&["disk.raw"]);
+    lab.assert_empty();
+}

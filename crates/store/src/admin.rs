@@ -1,0 +1,74 @@
+//! What an administrator does with a store, wherever it is.
+
+use crate::disk::LocalDisk;
+use crate::error::Result;
+use crate::home::Home;
+use crate::listing::{Listing, list};
+use crate::log;
+use crate::remote::{self, Identity};
+use crate::types::{Owner, Vm};
+use crate::url::StoreUrl;
+use crate::verify::{Verified, verify};
+use crate::writer::{Options, Writer};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bytes that were looked at, and how many there are.
+pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
+
+pub(crate) fn home(path: &Path) -> Result<Home> {
+    Home::open(Arc::new(LocalDisk::new(path)), None)
+}
+
+/// What is in a store.
+///
+/// # Errors
+/// [`crate::StoreError::NotAStore`], damage by name; [`crate::StoreError::NotYet`] for one on a server.
+pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
+    match url {
+        StoreUrl::Directory(path) => list(&home(path)?),
+        StoreUrl::Remote(server) => remote::listing(server, identity),
+    }
+}
+
+/// Look at every byte that counts of a store. One on a server is looked at there.
+///
+/// # Errors
+/// As [`listing`]; what is found to be bad is in the answer.
+pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
+    match url {
+        StoreUrl::Directory(path) => verify(&home(path)?, progress),
+        StoreUrl::Remote(server) => remote::verified(server, identity),
+    }
+}
+
+/// Free all room that can be freed; the bytes. This becomes the owner of the store: a loop that still protects the VM into
+/// it is refused from then on.
+///
+/// # Errors
+/// As [`Writer::open`].
+pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
+    let found = listing(url, identity)?;
+    let keep = u32::try_from(found.checkpoints.len()).unwrap_or(u32::MAX).max(1);
+    let identity = identity.cloned();
+    let options = Options { keep, identity, ..Options::new(found.vm, "store compact") };
+    let mut writer = Writer::open(url, &options)?;
+    let freed = writer.compact()?;
+    writer.settle()?;
+    Ok(freed)
+}
+
+/// Become the owner of a store without writing to it: whoever was it before can commit nothing any more. A restore does this
+/// before it reads. The new epoch.
+///
+/// # Errors
+/// As [`Writer::open`].
+pub fn fence(url: &StoreUrl, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<u64> {
+    match url {
+        StoreUrl::Directory(path) => {
+            let home = Home::open(Arc::new(LocalDisk::new(path)), Some(vm.uuid))?;
+            Ok(log::claim(&home, &Owner::here(operation), None)?.0.epoch)
+        }
+        StoreUrl::Remote(server) => remote::fence(server, vm, operation, identity),
+    }
+}

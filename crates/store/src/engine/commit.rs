@@ -1,0 +1,320 @@
+//! The commit: from pages on the disk to a checkpoint that counts.
+
+use super::pool::{Role, cost};
+use super::{Engine, Flight, Pending};
+use crate::error::{Result, StoreError};
+use crate::format::base::Place;
+use crate::format::entry::{self, Kind, Section};
+use crate::format::manifest::{Extent, Kept, Manifest, StoredBlock, Table};
+use crate::format::names;
+use crate::log::{self, NotAppended};
+use crate::types::{Block, Committed, now_us};
+use std::time::{Duration, Instant};
+
+/// What a checkpoint holds besides pages.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct State {
+    /// How to build the VM again: JSON.
+    pub definition: Vec<u8>,
+    /// What the protecting loop noted: JSON.
+    pub metadata: Vec<u8>,
+    /// The device state.
+    pub devices: Vec<u8>,
+}
+
+/// What an entry in the log would change.
+struct Plan {
+    kept: Vec<Kept>,
+    /// Log entries that are not needed any more.
+    dropped: Vec<u64>,
+    /// Segments that nothing needs any more.
+    dead: Vec<usize>,
+    segments: Vec<Extent>,
+}
+
+impl Engine {
+    /// Make the checkpoint in hand count. `unchanged` pages were looked at and not sent.
+    ///
+    /// On success: it is durable.
+    /// On failure: it is not there, and the store is as it was; after [`StoreError::Closed`] it may be there.
+    pub fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
+        self.check_sound()?;
+        let Some(mut flight) = self.flight.take() else {
+            let why = "no checkpoint was begun".to_owned();
+            return Err(StoreError::Closed { store: self.home.name().into(), why });
+        };
+        flight.pages.unchanged = unchanged;
+        let done = match flight.failed.take() {
+            Some(e) => Err(e),
+            None => self.commit_flight(&mut flight, state),
+        };
+        if done.is_err() {
+            if self.broken.is_none() {
+                self.roll_back(flight);
+            }
+        } else {
+            self.release();
+        }
+        done.map_err(|e| self.explain(e))
+    }
+
+    fn commit_flight(&mut self, flight: &mut Flight, state: &State) -> Result<Committed> {
+        let began = Instant::now();
+        let waited = flight.syncing;
+        self.sync_flight(flight)?;
+        let number = self.newest() + 1;
+        let slot = self.slot + 1;
+        drop_earlier(flight);
+        let plan = self.plan(flight, number, slot);
+        let manifest = self.manifest(plan.kept.clone(), plan.segments.clone());
+        let blocks = self.stored_blocks(flight, number);
+        let table = Table { number, time_us: now_us(), pages: flight.pages, bytes: flight.bytes, blocks };
+        let lengths = [
+            ("the definition", state.definition.len(), 1 << 24),
+            ("the metadata", state.metadata.len(), 1 << 24),
+            ("the device state", state.devices.len(), 1 << 26),
+        ];
+        for (what, len, max) in lengths {
+            if len > max {
+                let (len, max) = (len as u64, max as u64);
+                return Err(StoreError::TooLarge { store: self.home.name().into(), what, len, max });
+            }
+        }
+        let (manifest, table) = (manifest.encode(), table.encode());
+        let sections = [
+            (Section::Manifest, manifest.as_slice()),
+            (Section::Checkpoint, &table),
+            (Section::Definition, &state.definition),
+            (Section::Metadata, &state.metadata),
+            (Section::Devices, &state.devices),
+        ];
+        let (content, footer) = entry::encode(self.home.id, Kind::Checkpoint, self.claim.epoch, slot, &sections);
+        self.append_entry(slot, &content, &mut flight.syncing)?;
+        let apply_began = Instant::now();
+        let bytes = flight.bytes + content.len() as u64;
+        let mut dropped = plan.dropped;
+        if self.state != 0 && !plan.kept.iter().any(|kept| kept.slot == self.state) && !dropped.contains(&self.state) {
+            dropped.push(self.state);
+        }
+        self.state = slot;
+        self.kept = plan.kept;
+        if let Some(own) = self.kept.last_mut() {
+            own.footer = footer;
+        }
+        self.apply(flight, number);
+        self.retire(&plan.dead, &dropped);
+        self.since_base += flight.pages.stored + flight.pages.zero;
+        self.beside += (content.len() as u64).next_multiple_of(4096);
+        self.tired = false;
+        let syncing = flight.syncing;
+        let writing = flight.writing + (apply_began - began).saturating_sub(syncing - waited);
+        Ok(Committed { number, pages: flight.pages, bytes, writing, syncing })
+    }
+
+    /// The blocks of the checkpoint in hand as it stores them, as number `number`.
+    fn stored_blocks(&self, flight: &Flight, number: u64) -> Vec<StoredBlock> {
+        let stored = |(own, block): &(u16, Block)| {
+            let state = self.blocks.iter().find(|state| state.number == *own);
+            let cuts = state.map(|state| state.cuts.clone()).unwrap_or_default();
+            let mut stored = StoredBlock { number: *own, block: block.clone(), cuts };
+            if state.is_some_and(|state| block.pages() < state.block.pages()) {
+                stored.cut(number, block.pages());
+            }
+            stored
+        };
+        flight.table.iter().map(stored).collect()
+    }
+
+    fn sync_flight(&mut self, flight: &mut Flight) -> Result<()> {
+        for position in flight.touched.clone() {
+            if self.pool.get(position).is_some_and(|segment| segment.dirty) {
+                self.sync_segment(position, &mut flight.syncing)?;
+            }
+        }
+        if flight.made {
+            self.sync_segment_names(&mut flight.syncing)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn sync_segment_names(&self, waited: &mut Duration) -> Result<()> {
+        let began = Instant::now();
+        let synced = self.home.disk.sync_directory(names::SEGMENTS);
+        *waited += began.elapsed();
+        synced.map_err(self.home.failed(names::SEGMENTS, "making new segments durable"))
+    }
+
+    /// What counts once checkpoint `number` is entry `slot`.
+    fn plan(&self, flight: &Flight, number: u64, slot: u64) -> Plan {
+        let mut kept = self.kept.clone();
+        kept.push(Kept { number, slot, footer: 0 });
+        let surplus = kept.len().saturating_sub(self.settings.keep as usize);
+        let mut dropped = Vec::new();
+        let mut position = 0;
+        kept.retain(|kept| {
+            position += 1;
+            let stays = position > surplus || self.held == Some(kept.number);
+            if !stays {
+                dropped.push(kept.slot);
+            }
+            stays
+        });
+        let oldest = kept.first().map_or(number, |kept| kept.number);
+        let mut gone = vec![0u64; self.pool.positions()];
+        let mut lose = |place: Place| {
+            if place.is_stored()
+                && let Some(bytes) = gone.get_mut(place.segment())
+            {
+                *bytes += cost(place.len());
+            }
+        };
+        for pending in &flight.pending {
+            if let Some(state) = self.blocks.get(usize::from(pending.block)) {
+                lose(Place(state.places.get(pending.page.into())));
+            }
+        }
+        for (state, left) in self.shortened(flight) {
+            state.places.set_from(left).for_each(|(_, place)| lose(Place(place)));
+        }
+        let mut dead = Vec::new();
+        let mut segments = Vec::new();
+        for (position, segment) in self.pool.iter().filter(|(_, segment)| segment.role == Role::Data) {
+            let written = flight.touched.contains(&position);
+            let lost = gone.get(position).copied().unwrap_or(0);
+            let live = segment.live.saturating_sub(lost);
+            let still_needed = lost > 0 && number > oldest;
+            if !written && !still_needed && segment.is_dead(live, oldest) && self.active != Some(position) {
+                dead.push(position);
+            } else {
+                segments.push(Extent { len: segment.end, ..segment.extent });
+            }
+        }
+        Plan { kept, dropped, dead, segments }
+    }
+
+    /// The manifest with these checkpoints and segments.
+    pub(super) fn manifest(&self, kept: Vec<Kept>, mut segments: Vec<Extent>) -> Manifest {
+        segments.sort_unstable_by_key(|extent| extent.number);
+        let next_block = self.blocks.iter().map(|state| state.number + 1).max().unwrap_or(0).max(self.next_block);
+        Manifest { claim: self.claim.slot, next_block, next_segment: self.next_segment, kept, segments }
+    }
+
+    /// The blocks of which the checkpoint in hand has fewer pages, or none, with how many are left.
+    fn shortened<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = (&'a super::BlockState, u64)> {
+        self.blocks.iter().filter_map(|state| {
+            let now = flight.table.iter().find(|(number, _)| *number == state.number);
+            let left = now.map_or(0, |(_, block)| block.pages());
+            (left < state.block.pages()).then_some((state, left))
+        })
+    }
+
+    /// Put an entry into the log as number `slot`.
+    pub(super) fn append_entry(&mut self, slot: u64, content: &[u8], waited: &mut Duration) -> Result<()> {
+        if content.len() as u64 > entry::LONGEST {
+            let (len, max) = (content.len() as u64, entry::LONGEST);
+            return Err(StoreError::TooLarge { store: self.home.name().into(), what: "a log entry", len, max });
+        }
+        match log::append(&self.home, self.claim.epoch, slot, content, waited) {
+            Ok(()) => {
+                self.slot = slot;
+                Ok(())
+            }
+            Err(NotAppended::Failed(e)) => Err(e),
+            Err(NotAppended::Taken) => Err(log::superseded(&self.home, self.claim.epoch, slot)),
+            Err(NotAppended::Uncertain(e)) => {
+                self.broken = Some(e.to_string());
+                Err(e)
+            }
+        }
+    }
+
+    /// The pages of the checkpoint in hand are the newest now.
+    fn apply(&mut self, flight: &mut Flight, number: u64) {
+        for position in &flight.touched {
+            let active = self.active == Some(*position);
+            if let Some(segment) = self.pool.get_mut(*position) {
+                segment.extent.len = segment.end;
+                if !active {
+                    segment.file = None;
+                }
+            }
+        }
+        let needed = number > self.oldest();
+        let mut replaced = Vec::new();
+        for pending in &flight.pending {
+            let Some(state) = self.blocks.get_mut(usize::from(pending.block)) else { continue };
+            let Some(place) = state.places.get_mut(pending.page.into()) else { continue };
+            let old = Place(std::mem::replace(place, pending.place.0));
+            state.digests.set(pending.page.into(), pending.digest);
+            if let Some(segment) = self.pool.of(pending.place) {
+                segment.live += cost(pending.place.len());
+            }
+            if old.is_stored() {
+                replaced.push(old);
+            }
+        }
+        for (state, left) in self.shortened(flight) {
+            replaced.extend(state.places.set_from(left).map(|(_, place)| Place(place)));
+        }
+        for old in &replaced {
+            if let Some(segment) = self.pool.of(*old) {
+                segment.live = segment.live.saturating_sub(cost(old.len()));
+                if needed {
+                    segment.replaced(number, cost(old.len()));
+                }
+            }
+        }
+        self.blocks.retain(|state| flight.table.iter().any(|(number, _)| *number == state.number));
+        for state in &mut self.blocks {
+            state.new = false;
+            self.next_block = self.next_block.max(state.number + 1);
+            let Some((_, block)) = flight.table.iter().find(|(own, _)| *own == state.number) else { continue };
+            if block.pages() < state.block.pages() {
+                state.cut(number, block.pages());
+            }
+            state.block.clone_from(block);
+        }
+        if needed && let Some(compaction) = &mut self.compaction {
+            compaction.also_needed(&replaced);
+        }
+        let oldest = self.oldest();
+        self.history.prune(oldest);
+        if needed && let Some(until) = self.history.push(number, replaced) {
+            for segment in self.pool.iter_mut().filter(|segment| !segment.dying.is_empty()) {
+                segment.unknown_until = segment.unknown_until.max(until);
+            }
+        }
+        self.pool.iter_mut().for_each(|segment| segment.dying.retain(|(n, _)| *n > oldest));
+    }
+
+    /// These are not in the newest manifest any more: remove them when there is time.
+    pub(super) fn retire(&mut self, segments: &[usize], entries: &[u64]) {
+        for position in segments {
+            if let Some(segment) = self.pool.remove(*position) {
+                self.retired.push(names::segment(segment.extent.epoch, segment.extent.number));
+            }
+        }
+        self.retired.extend(entries.iter().map(|slot| names::entry(*slot)));
+        if !entries.is_empty() {
+            // Looked up rather than counted, so that it cannot drift.
+            self.beside = self.measure_beside();
+        }
+    }
+}
+
+/// Of pages that were sent twice only the last counts.
+fn drop_earlier(flight: &mut Flight) {
+    if !flight.duplicates {
+        return;
+    }
+    // Stable, so that the last sent is the last of its page.
+    flight.pending.sort_by_key(|pending| (pending.block, pending.page));
+    let mut last: Vec<Pending> = Vec::with_capacity(flight.pending.len());
+    for pending in flight.pending.drain(..) {
+        match last.last_mut() {
+            Some(before) if (before.block, before.page) == (pending.block, pending.page) => *before = pending,
+            _ => last.push(pending),
+        }
+    }
+    flight.pending = last;
+}

@@ -1,0 +1,282 @@
+//! What can go wrong with a store, each by its own name.
+
+use crate::format::{Flaw, Structure};
+use crate::types::{Owner, Vm};
+use std::fmt;
+use std::io;
+use uuid::Uuid;
+
+/// Why something with a store did not work. `store` is its directory or its URL.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// No superblock there.
+    #[error("{store}: not a store of Rekindle: it has no file `rekindle-store`; check the path")]
+    NotAStore {
+        /// Where.
+        store: String,
+    },
+    /// A directory that holds something else.
+    #[error(
+        "{store}: cannot make a store here: there is `{found}` already; name an empty directory, or one to be made"
+    )]
+    NotEmpty {
+        /// Where.
+        store: String,
+        /// Something that is there.
+        found: String,
+    },
+    /// Made by a newer Rekindle.
+    #[error("{store}/{file}: format version {found}, this Rekindle knows up to {known}; use a newer Rekindle")]
+    Newer {
+        /// Where.
+        store: String,
+        /// The file.
+        file: String,
+        /// Its version.
+        found: u32,
+        /// The newest known one.
+        known: u32,
+    },
+    /// It belongs to another VM.
+    #[error("{store}: holds VM {} ({}), not {}; check the path and the VM", found.name, found.uuid, Wanted(expected, name))]
+    OtherVm {
+        /// Where.
+        store: String,
+        /// Whose it is.
+        found: Vm,
+        /// Whose it should be.
+        expected: Uuid,
+        /// That one's name, if it is known.
+        name: Option<String>,
+    },
+    /// A checksum or a length is wrong.
+    #[error(
+        "{store}/{file}: {structure} is damaged at byte {at}: {what}; see what is left: rekindle store verify {store}"
+    )]
+    Damaged {
+        /// Where.
+        store: String,
+        /// The file.
+        file: String,
+        /// What it is.
+        structure: Structure,
+        /// Where in the file.
+        at: u64,
+        /// What is wrong.
+        what: String,
+    },
+    /// A file is gone that must be there.
+    #[error("{store}/{file} is missing; {needed}; put it back from a copy of the store, or open an earlier checkpoint")]
+    Missing {
+        /// Where.
+        store: String,
+        /// The file.
+        file: String,
+        /// What needs it.
+        needed: String,
+    },
+    /// No checkpoint was ever committed.
+    #[error(
+        "{store}: no checkpoint has been committed yet; protect the VM first: rekindle protect {vm} --store {store}"
+    )]
+    Empty {
+        /// Where.
+        store: String,
+        /// The VM.
+        vm: String,
+    },
+    /// A checkpoint that is not kept.
+    #[error("{store}: checkpoint {asked} is not there; kept are {}", Numbers(have))]
+    NoSuchCheckpoint {
+        /// Where.
+        store: String,
+        /// The one asked for.
+        asked: u64,
+        /// Those that there are.
+        have: Vec<u64>,
+    },
+    /// Another owner has taken over.
+    #[error(
+        "{store}: owner epoch {mine} is over: epoch {epoch} belongs to {owner}; nothing more of this owner can count"
+    )]
+    Superseded {
+        /// Where.
+        store: String,
+        /// The epoch of whoever asks.
+        mine: u64,
+        /// The epoch that holds now.
+        epoch: u64,
+        /// Who has it, and since when.
+        owner: Owner,
+    },
+    /// The disk is full.
+    #[error("{store}/{file}: the disk is full while {doing}; the store is as it was: make room, and go on")]
+    NoSpace {
+        /// Where.
+        store: String,
+        /// The file.
+        file: String,
+        /// What was under way.
+        doing: &'static str,
+        /// The system's word.
+        #[source]
+        source: io::Error,
+    },
+    /// The system refuses.
+    #[error("{store}/{file}: {doing} failed")]
+    Io {
+        /// Where.
+        store: String,
+        /// The file, empty for the directory itself.
+        file: String,
+        /// What was under way.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A page cannot be had as it was stored.
+    #[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
+    Page {
+        /// Where.
+        store: String,
+        /// The VM.
+        vm: String,
+        /// The checkpoint.
+        checkpoint: u64,
+        /// The RAM block.
+        block: String,
+        /// Number of the page in its block.
+        page: u64,
+        /// The file.
+        file: String,
+        /// Where in the file.
+        at: u64,
+        /// What is wrong.
+        what: String,
+    },
+    /// A page or block that the checkpoint does not have.
+    #[error("{store}: checkpoint {checkpoint} has no page {page} in block {block}")]
+    NoSuchPage {
+        /// Where.
+        store: String,
+        /// The checkpoint.
+        checkpoint: u64,
+        /// The block: its name, or its number in the table.
+        block: String,
+        /// The page.
+        page: u64,
+    },
+    /// A block table that no VM can have.
+    #[error("{store}: the RAM block table cannot be stored: {what}")]
+    Blocks {
+        /// Where.
+        store: String,
+        /// Why.
+        what: String,
+    },
+    /// More than fits into a log entry.
+    #[error("{store}: {what} has {len} bytes; at most {max} can be stored")]
+    TooLarge {
+        /// Where.
+        store: String,
+        /// What.
+        what: &'static str,
+        /// Its length.
+        len: u64,
+        /// The limit.
+        max: u64,
+    },
+    /// The writer failed earlier in a way that leaves open what counts.
+    #[error("{store}: closed after an earlier failure ({why}); open it again to go on from what counts")]
+    Closed {
+        /// Where.
+        store: String,
+        /// That failure.
+        why: String,
+    },
+    /// Stores on servers are not there yet.
+    #[error("{store}: stores on servers are not supported yet; name a directory (NFS and CephFS will do)")]
+    NotYet {
+        /// Its URL.
+        store: String,
+    },
+}
+
+/// Result of the store.
+pub type Result<T> = std::result::Result<T, StoreError>;
+
+impl StoreError {
+    /// A word for the kind, stable for machines.
+    #[must_use]
+    pub fn kind(&self) -> &str {
+        match self {
+            Self::NotAStore { .. } => "not-a-store",
+            Self::NotEmpty { .. } => "not-empty",
+            Self::Newer { .. } => "newer",
+            Self::OtherVm { .. } => "other-vm",
+            Self::Damaged { .. } => "damaged",
+            Self::Missing { .. } => "missing",
+            Self::Empty { .. } => "empty",
+            Self::NoSuchCheckpoint { .. } => "no-such-checkpoint",
+            Self::Superseded { .. } => "superseded",
+            Self::NoSpace { .. } => "no-space",
+            Self::Io { .. } => "io",
+            Self::Page { .. } => "page",
+            Self::NoSuchPage { .. } => "no-such-page",
+            Self::Blocks { .. } => "blocks",
+            Self::TooLarge { .. } => "too-large",
+            Self::Closed { .. } => "closed",
+            Self::NotYet { .. } => "not-yet",
+        }
+    }
+
+    /// The system refused to do something with a file of a store.
+    pub(crate) fn io(store: &str, file: &str, doing: &'static str, source: io::Error) -> Self {
+        let (store, file) = (store.to_owned(), file.to_owned());
+        match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace { store, file, doing, source },
+            _ => Self::Io { store, file, doing, source },
+        }
+    }
+
+    /// A structure of a file cannot be used.
+    pub(crate) fn flaw(store: &str, file: &str, flaw: Flaw) -> Self {
+        let (store, file) = (store.to_owned(), file.to_owned());
+        match flaw {
+            Flaw::Newer { found, known } => Self::Newer { store, file, found, known },
+            Flaw::Bad { structure, at, what } => Self::Damaged { store, file, structure, at, what: what.into() },
+        }
+    }
+
+    /// Whether a file was not there.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+struct Wanted<'a>(&'a Uuid, &'a Option<String>);
+
+impl fmt::Display for Wanted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.1 {
+            Some(name) => write!(f, "VM {name} ({})", self.0),
+            None => write!(f, "VM {}", self.0),
+        }
+    }
+}
+
+struct Numbers<'a>(&'a [u64]);
+
+impl fmt::Display for Numbers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return f.write_str("none");
+        }
+        for (n, number) in self.0.iter().enumerate() {
+            write!(f, "{}{number}", if n == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}

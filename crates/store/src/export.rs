@@ -1,0 +1,113 @@
+//! A checkpoint as a stream that stock QEMU loads by itself, and back.
+
+use crate::error::StoreError;
+use crate::reader::Image;
+use crate::types::{Block, Committed, PAGE_SIZE};
+use crate::writer::Writer;
+use rekindle_qemu::incoming::{Incoming, IncomingError};
+use rekindle_qemu::stream::{self, RamSection, StreamError};
+use serde_json::{Value, json};
+use std::io::{self, Read, Write};
+
+/// Why a checkpoint did not become a stream, or a stream a checkpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// The store fails.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The device state in the store is no stream.
+    #[error("the device state of checkpoint {number} cannot be exported")]
+    Devices {
+        /// The checkpoint.
+        number: u64,
+        /// Why.
+        #[source]
+        source: StreamError,
+    },
+    /// What is written to fails.
+    #[error("the stream cannot be written")]
+    Write(#[source] io::Error),
+    /// What is read is no stream that is known.
+    #[error(transparent)]
+    Incoming(#[from] IncomingError),
+}
+
+/// Write a checkpoint as a migration stream: all pages of all RAM blocks, then the devices. `machine` is needed for a QEMU
+/// that was not started with `-global migration.send-configuration=off`. `progress` gets the bytes of RAM that are done, and
+/// of all. The bytes written.
+///
+/// # Errors
+/// [`ExportError::Store`] with the name of a page that is damaged: what was written until then is no whole stream, and no
+/// QEMU takes it for one.
+pub fn export(
+    image: &Image,
+    out: &mut dyn Write,
+    machine: Option<&str>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<u64, ExportError> {
+    let number = image.info().number;
+    let state = image.devices()?;
+    let devices = stream::check(&state).map_err(|source| ExportError::Devices { number, source })?;
+    let blocks = &image.info().blocks;
+    let total = blocks.iter().map(|block| block.used).sum();
+    let mut written = 0;
+    let mut buffer = stream::HEADER.to_vec();
+    let mut flush = |buffer: &mut Vec<u8>| {
+        written += buffer.len() as u64;
+        let done = out.write_all(buffer).map_err(ExportError::Write);
+        buffer.clear();
+        done
+    };
+    if let Some(machine) = machine {
+        stream::configuration(&mut buffer, machine);
+    }
+    let sizes = blocks.iter().filter(|block| block.used > 0).map(|block| (block.id.as_str(), block.used));
+    let mut section = RamSection::start_plain(&mut buffer, sizes);
+    let mut done = 0;
+    for (position, block) in blocks.iter().enumerate() {
+        let mut first = 0;
+        while first < block.pages() {
+            let end = block.pages().min(first + 1024);
+            image.read_pages(position, first..end, |page, content| {
+                section.page(&mut buffer, &block.id, page * PAGE_SIZE as u64, content);
+            })?;
+            flush(&mut buffer)?;
+            done += (end - first) * PAGE_SIZE as u64;
+            progress(done.min(total), total);
+            first = end;
+        }
+    }
+    section.end(&mut buffer);
+    buffer.extend_from_slice(devices);
+    flush(&mut buffer)?;
+    out.flush().map_err(ExportError::Write)?;
+    Ok(written)
+}
+
+/// Read a migration stream into a store as its next checkpoint: one that [`export`] or QEMU has written. `progress` gets the
+/// pages that were read.
+///
+/// # Errors
+/// [`ExportError::Incoming`] when it is something else; the store is then as it was.
+pub fn import(
+    writer: &mut Writer,
+    from: impl Read,
+    definition: &Value,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Committed, ExportError> {
+    let mut incoming = Incoming::open(from)?;
+    let block = |(id, used): &(String, u64)| Block { id: id.clone(), used: *used, max: *used, page_size: 4096 };
+    let blocks: Vec<Block> = incoming.blocks().iter().map(block).collect();
+    let metadata = json!({"imported": true, "machine": incoming.machine()});
+    let mut checkpoint = writer.begin(&blocks)?;
+    let mut pages = 0;
+    while let Some((block, page, content)) = incoming.next_page()? {
+        checkpoint.pages(block, [(page, content)])?;
+        pages += 1;
+        if pages % 1024 == 0 {
+            progress(pages);
+        }
+    }
+    let devices = incoming.devices()?;
+    Ok(checkpoint.commit(definition, &metadata, &devices)?)
+}

@@ -1,0 +1,273 @@
+//! Base indices: where every page is, so that opening need not read all directories.
+
+use super::codec::{Reader, Writer};
+use super::manifest::Extent;
+use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
+use uuid::Uuid;
+
+const MAGIC: &[u8; 8] = b"RKBASEIX";
+/// Bytes before the first part.
+pub const HEADER_LEN: u64 = ALIGNMENT;
+/// Pages of a part.
+pub const PART_PAGES: u64 = 4096;
+/// Bytes of a page: place and digest.
+pub const SPOT_LEN: usize = 16;
+/// Most bytes of a trailer.
+const TRAILER_LONGEST: u64 = 256 << 20;
+
+/// Where a page is: 24 bits of segment, 27 of offset, 13 of length; 0 for a page that nothing was stored of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct Place(pub u64);
+
+impl Place {
+    /// Segments that can be told apart.
+    pub const SEGMENTS: usize = 1 << 24;
+
+    /// That of `len` bytes at `offset` of segment `segment`, by its position in a table.
+    #[must_use]
+    pub fn new(segment: usize, offset: u64, len: u16) -> Self {
+        debug_assert!(segment < Self::SEGMENTS && offset < super::segment::LONGEST && len <= 4096);
+        Self((segment as u64) << 40 | offset << 13 | u64::from(len))
+    }
+
+    /// Whether something was stored: at least that the page is zero.
+    #[must_use]
+    pub fn is_stored(self) -> bool {
+        self.0 != 0
+    }
+
+    /// Position of the segment in its table.
+    #[must_use]
+    pub fn segment(self) -> usize {
+        (self.0 >> 40) as usize
+    }
+
+    /// Where in the segment.
+    #[must_use]
+    pub fn offset(self) -> u64 {
+        self.0 >> 13 & 0x7ff_ffff
+    }
+
+    /// Stored bytes; 0 for a page of zeroes.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
+    pub fn len(self) -> u16 {
+        (self.0 & 0x1fff) as u16
+    }
+}
+
+/// A page in the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Spot {
+    /// Where it is.
+    pub place: Place,
+    /// Its digest.
+    pub digest: u64,
+}
+
+/// What a base index is of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Base {
+    /// Newest checkpoint when the writing began: later ones are not covered.
+    pub from: u64,
+    /// Newest checkpoint when it ended: the index is good for this one and later ones.
+    pub to: u64,
+    /// The blocks by number, with their pages, in the order of the parts.
+    pub blocks: Vec<(u16, u64)>,
+    /// The segments that places refer to, by position; `len` bytes of each are covered.
+    pub segments: Vec<Extent>,
+    /// Checksum of each part.
+    pub sums: Vec<u64>,
+}
+
+/// Parts of a block with `pages` pages.
+#[must_use]
+pub fn parts(pages: u64) -> u64 {
+    pages.div_ceil(PART_PAGES)
+}
+
+impl Base {
+    /// Header and trailer as bytes: the trailer goes behind the parts, at `trailer_at`.
+    #[must_use]
+    pub fn encode(&self, id: Uuid, trailer_at: u64) -> (Vec<u8>, Vec<u8>) {
+        let mut trailer = Vec::new();
+        trailer.put_u32(self.blocks.len() as u32);
+        for (number, pages) in &self.blocks {
+            trailer.put_u16(*number);
+            trailer.put_u64(*pages);
+        }
+        trailer.put_u32(self.segments.len() as u32);
+        for segment in &self.segments {
+            trailer.put_u64(segment.epoch);
+            trailer.put_u64(segment.number);
+            trailer.put_u64(segment.len);
+        }
+        trailer.put_u32(self.sums.len() as u32);
+        self.sums.iter().for_each(|sum| trailer.put_u64(*sum));
+        let mut header = Vec::with_capacity(HEADER_LEN as usize);
+        header.extend_from_slice(MAGIC);
+        header.put_u32(VERSION);
+        header.put_u32(0);
+        header.extend_from_slice(id.as_bytes());
+        header.put_u64(self.from);
+        header.put_u64(self.to);
+        header.put_u64(trailer_at);
+        header.put_u64(trailer.len() as u64);
+        header.put_u64(checksum(&trailer));
+        let sum = checksum(&header);
+        header.put_u64(sum);
+        header.resize(HEADER_LEN as usize, 0);
+        (header, trailer)
+    }
+
+    /// Look at the first bytes of a file: what it is of, and where its trailer is, with length and checksum.
+    ///
+    /// # Errors
+    /// When they are damaged, newer, or of another store.
+    pub fn decode_header(bytes: &[u8], id: Uuid) -> Result<Header, Flaw> {
+        let bad = |at, what| Flaw::bad(Structure::BaseHeader, at, what);
+        let mut reader = Reader::new(bytes);
+        let mut fields = || {
+            let magic: [u8; 8] = reader.array()?;
+            let version = reader.u32()?;
+            reader.u32()?;
+            let found_id = Uuid::from_bytes(reader.array()?);
+            let header = Header {
+                from: reader.u64()?,
+                to: reader.u64()?,
+                trailer_at: reader.u64()?,
+                trailer_len: reader.u64()?,
+                trailer_sum: reader.u64()?,
+            };
+            Some((magic, version, found_id, header, reader.u64()?))
+        };
+        let (magic, version, found_id, header, sum) =
+            fields().ok_or_else(|| bad(bytes.len() as u64, "it is cut short"))?;
+        if magic != *MAGIC {
+            return Err(bad(0, "it has no magic number"));
+        }
+        if bytes.get(..72).map(checksum) != Some(sum) {
+            return Err(bad(72, "its checksum is wrong"));
+        }
+        Flaw::check_version(version)?;
+        if found_id != id {
+            return Err(bad(16, "it belongs to another store"));
+        }
+        if header.trailer_len > TRAILER_LONGEST || header.from > header.to {
+            return Err(bad(32, "its content makes no sense"));
+        }
+        Ok(header)
+    }
+
+    /// The whole, from the header and the bytes of the trailer.
+    ///
+    /// # Errors
+    /// When the trailer is damaged.
+    pub fn decode(header: &Header, trailer: &[u8]) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::BaseTrailer, header.trailer_at, what);
+        if trailer.len() as u64 != header.trailer_len || checksum(trailer) != header.trailer_sum {
+            return Err(bad("its checksum is wrong"));
+        }
+        let mut reader = Reader::new(trailer);
+        let mut fields = || {
+            let mut base = Self { from: header.from, to: header.to, blocks: vec![], segments: vec![], sums: vec![] };
+            for _ in 0..reader.count(10)? {
+                base.blocks.push((reader.u16()?, reader.u64()?));
+            }
+            for _ in 0..reader.count(24)? {
+                base.segments.push(Extent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
+            }
+            for _ in 0..reader.count(8)? {
+                base.sums.push(reader.u64()?);
+            }
+            reader.rest().is_empty().then_some(base)
+        };
+        let base = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        let needed = base.blocks.iter().try_fold(0u64, |sum, (_, pages)| sum.checked_add(parts(*pages)));
+        if needed != Some(base.sums.len() as u64) {
+            return Err(bad("it has another number of parts than its blocks need"));
+        }
+        Ok(base)
+    }
+}
+
+/// What the header of a base index says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// As [`Base::from`].
+    pub from: u64,
+    /// As [`Base::to`].
+    pub to: u64,
+    /// Where the trailer begins.
+    pub trailer_at: u64,
+    /// Its length.
+    pub trailer_len: u64,
+    /// Its checksum.
+    pub trailer_sum: u64,
+}
+
+/// A part as bytes, and its checksum.
+pub fn encode_part(spots: impl Iterator<Item = Spot>, out: &mut Vec<u8>) -> u64 {
+    let begin = out.len();
+    for spot in spots {
+        out.put_u64(spot.place.0);
+        out.put_u64(spot.digest);
+    }
+    checksum(out.get(begin..).unwrap_or_default())
+}
+
+/// A part from bytes.
+///
+/// # Errors
+/// When they do not have the checksum `sum`.
+pub fn decode_part(bytes: &[u8], sum: u64, at: u64) -> Result<Box<[Spot]>, Flaw> {
+    if checksum(bytes) != sum {
+        return Err(Flaw::bad(Structure::BasePart, at, "its checksum is wrong"));
+    }
+    let number = |half: &[u8; 8]| u64::from_le_bytes(*half);
+    let spots = bytes.as_chunks::<8>().0.as_chunks::<2>().0;
+    Ok(spots.iter().map(|[place, digest]| Spot { place: Place(number(place)), digest: number(digest) }).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_base_comes_back_and_every_flipped_bit_is_seen() {
+        let id = Uuid::from_u128(3);
+        let segments = vec![Extent { epoch: 1, number: 5, len: 1000 }];
+        let base = Base { from: 3, to: 5, blocks: vec![(0, 4097), (3, 1)], segments, sums: vec![1, 2, 3] };
+        let (header, trailer) = base.encode(id, 9999);
+        let read = |header: &[u8], trailer: &[u8]| Base::decode(&Base::decode_header(header, id)?, trailer);
+        assert_eq!(read(&header, &trailer), Ok(base));
+        assert!(Base::decode_header(&header, Uuid::nil()).is_err());
+        for bit in 0..80 * 8 {
+            let mut bad = header.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&bad, &trailer).is_err(), "bit {bit} of the header");
+        }
+        for bit in 0..trailer.len() * 8 {
+            let mut bad = trailer.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&header, &bad).is_err(), "bit {bit} of the trailer");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn places_keep_what_they_are_made_of(segment in 0usize..1 << 24, offset in 0u64..1 << 27, len in 0u16..=4096) {
+            let place = Place::new(segment, offset, len);
+            prop_assert_eq!((place.segment(), place.offset(), place.len()), (segment, offset, len));
+        }
+
+        #[test]
+        fn no_bytes_make_a_base_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Base::decode_header(&bytes, Uuid::nil());
+            let header = Header { from: 0, to: 0, trailer_at: 0, trailer_len: bytes.len() as u64, trailer_sum: checksum(&bytes) };
+            let _ = Base::decode(&header, &bytes);
+            let _ = decode_part(&bytes, checksum(&bytes), 0);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Little-endian numbers to and from bytes, without a panic on any input.
+
+/// Takes things from the front of some bytes; `None` once they do not suffice.
+#[derive(Debug, Clone, Copy)]
+pub struct Reader<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// From the beginning of `bytes`.
+    #[must_use]
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes }
+    }
+
+    /// What has not been taken yet.
+    #[must_use]
+    pub fn rest(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The next `count` bytes.
+    pub fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.bytes.split_at_checked(count)?;
+        self.bytes = rest;
+        Some(taken)
+    }
+
+    /// The next `N` bytes.
+    pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (taken, rest) = self.bytes.split_first_chunk::<N>()?;
+        self.bytes = rest;
+        Some(*taken)
+    }
+
+    /// A number.
+    pub fn u8(&mut self) -> Option<u8> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    /// A number.
+    pub fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    /// A number.
+    pub fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    /// A number.
+    pub fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// A text, with its length in two bytes before it.
+    pub fn text(&mut self) -> Option<&'a str> {
+        let len = self.u16()?;
+        std::str::from_utf8(self.bytes(len.into())?).ok()
+    }
+
+    /// A count of things that take at least `least` bytes each: never more than there are bytes for.
+    pub fn count(&mut self, least: usize) -> Option<usize> {
+        let count = self.u32()? as usize;
+        (count.checked_mul(least)? <= self.bytes.len()).then_some(count)
+    }
+}
+
+/// Appends what [`Reader`] takes.
+pub trait Writer {
+    /// A number.
+    fn put_u8(&mut self, value: u8);
+    /// A number.
+    fn put_u16(&mut self, value: u16);
+    /// A number.
+    fn put_u32(&mut self, value: u32);
+    /// A number.
+    fn put_u64(&mut self, value: u64);
+    /// A text of at most 65535 bytes; what is longer is cut.
+    fn put_text(&mut self, text: &str);
+}
+
+impl Writer for Vec<u8> {
+    fn put_u8(&mut self, value: u8) {
+        self.push(value);
+    }
+
+    fn put_u16(&mut self, value: u16) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn put_u32(&mut self, value: u32) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn put_u64(&mut self, value: u64) {
+        self.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn put_text(&mut self, text: &str) {
+        let end = (0..=text.len().min(usize::from(u16::MAX))).rev().find(|&end| text.is_char_boundary(end));
+        let text = text.get(..end.unwrap_or(0)).unwrap_or_default();
+        self.put_u16(text.len() as u16);
+        self.extend_from_slice(text.as_bytes());
+    }
+}

@@ -1,0 +1,323 @@
+//! The manifest, the one list of all that counts, and the table of a checkpoint.
+
+use super::codec::{Reader, Writer};
+use super::segment;
+use super::{Flaw, Structure};
+use crate::types::{Block, Pages};
+
+/// A checkpoint that is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    /// Its number.
+    pub number: u64,
+    /// Its log entry.
+    pub slot: u64,
+    /// The checksum in that entry's footer; unknown, and 0, for the entry that this manifest itself is in.
+    pub footer: u64,
+}
+
+/// A segment, as far as it counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// The epoch that wrote it.
+    pub epoch: u64,
+    /// Its number, which no other segment of the store has or had.
+    pub number: u64,
+    /// Bytes that count, from the beginning.
+    pub len: u64,
+}
+
+/// All that counts.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Manifest {
+    /// The log entry by which the owner claimed the store.
+    pub claim: u64,
+    /// The number that the next block gets.
+    pub next_block: u16,
+    /// The number that the next segment gets at least.
+    pub next_segment: u64,
+    /// The checkpoints, ascending.
+    pub kept: Vec<Kept>,
+    /// The segments, ascending by number.
+    pub segments: Vec<Extent>,
+}
+
+impl Manifest {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(32 + 24 * (self.kept.len() + self.segments.len()));
+        out.put_u64(self.claim);
+        out.put_u16(self.next_block);
+        out.put_u64(self.next_segment);
+        out.put_u32(self.kept.len() as u32);
+        for kept in &self.kept {
+            out.put_u64(kept.number);
+            out.put_u64(kept.slot);
+            out.put_u64(kept.footer);
+        }
+        out.put_u32(self.segments.len() as u32);
+        for segment in &self.segments {
+            out.put_u64(segment.epoch);
+            out.put_u64(segment.number);
+            out.put_u64(segment.len);
+        }
+        out
+    }
+
+    /// From bytes.
+    ///
+    /// # Errors
+    /// When they make no sense.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::Manifest, 0, what);
+        let mut reader = Reader::new(bytes);
+        let mut fields = || {
+            let mut manifest = Self {
+                claim: reader.u64()?,
+                next_block: reader.u16()?,
+                next_segment: reader.u64()?,
+                ..Self::default()
+            };
+            for _ in 0..reader.count(24)? {
+                manifest.kept.push(Kept { number: reader.u64()?, slot: reader.u64()?, footer: reader.u64()? });
+            }
+            for _ in 0..reader.count(24)? {
+                manifest.segments.push(Extent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
+            }
+            reader.rest().is_empty().then_some(manifest)
+        };
+        let manifest = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        if !manifest.kept.is_sorted_by(|a, b| a.number < b.number && a.slot < b.slot) {
+            return Err(bad("its checkpoints are not in order"));
+        }
+        let ordered = manifest.segments.is_sorted_by(|a, b| a.number < b.number);
+        let sensible = |extent: &Extent| {
+            (segment::HEADER_LEN..=segment::LONGEST).contains(&extent.len) && extent.number < manifest.next_segment
+        };
+        if !ordered || !manifest.segments.iter().all(sensible) {
+            return Err(bad("its segments are not in order"));
+        }
+        Ok(manifest)
+    }
+
+    /// Number of the oldest checkpoint that is kept.
+    #[must_use]
+    pub fn oldest(&self) -> Option<u64> {
+        self.kept.first().map(|kept| kept.number)
+    }
+
+    /// The newest checkpoint.
+    #[must_use]
+    pub fn newest(&self) -> Option<Kept> {
+        self.kept.last().copied()
+    }
+
+    /// Numbers of the checkpoints.
+    #[must_use]
+    pub fn numbers(&self) -> Vec<u64> {
+        self.kept.iter().map(|kept| kept.number).collect()
+    }
+}
+
+/// That a block was cut short: what was stored before of the pages cut off is void.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// The checkpoint at which it was.
+    pub number: u64,
+    /// The pages that were left.
+    pub pages: u64,
+}
+
+/// A RAM block as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredBlock {
+    /// The number that its pages are stored under.
+    pub number: u16,
+    /// The block.
+    pub block: Block,
+    /// When it was cut short, the latest last: each left more pages than the one before, or that one says nothing more.
+    pub cuts: Vec<Cut>,
+}
+
+impl StoredBlock {
+    /// Whether what checkpoint `number` stored of `page` is void.
+    #[must_use]
+    pub fn is_void(&self, page: u64, number: u64) -> bool {
+        self.cuts.iter().any(|cut| page >= cut.pages && number < cut.number)
+    }
+
+    /// Note that checkpoint `number` leaves `pages` pages.
+    pub fn cut(&mut self, number: u64, pages: u64) {
+        self.cuts.retain(|cut| cut.pages < pages);
+        self.cuts.push(Cut { number, pages });
+    }
+}
+
+/// What a checkpoint says about itself, besides its pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Table {
+    /// Its number.
+    pub number: u64,
+    /// When, in microseconds since 1970.
+    pub time_us: u64,
+    /// Its pages.
+    pub pages: Pages,
+    /// Bytes of segments written for it.
+    pub bytes: u64,
+    /// The RAM blocks.
+    pub blocks: Vec<StoredBlock>,
+}
+
+impl Table {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.put_u64(self.number);
+        out.put_u64(self.time_us);
+        let Pages { stored, zero, unchanged, compressed } = self.pages;
+        [stored, zero, unchanged, compressed, self.bytes].into_iter().for_each(|count| out.put_u64(count));
+        out.put_u32(self.blocks.len() as u32);
+        for StoredBlock { number, block, cuts } in &self.blocks {
+            out.put_u16(*number);
+            out.put_u64(block.used);
+            out.put_u64(block.max);
+            out.put_u64(block.page_size);
+            out.put_text(&block.id);
+            out.put_u32(cuts.len() as u32);
+            for cut in cuts {
+                out.put_u64(cut.number);
+                out.put_u64(cut.pages);
+            }
+        }
+        out
+    }
+
+    /// From bytes.
+    ///
+    /// # Errors
+    /// When they make no sense.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::Checkpoint, 0, what);
+        let mut reader = Reader::new(bytes);
+        let mut fields = || {
+            let (number, time_us) = (reader.u64()?, reader.u64()?);
+            let (stored, zero, unchanged, compressed) = (reader.u64()?, reader.u64()?, reader.u64()?, reader.u64()?);
+            let pages = Pages { stored, zero, unchanged, compressed };
+            let bytes = reader.u64()?;
+            let mut blocks = Vec::new();
+            for _ in 0..reader.count(32)? {
+                let number = reader.u16()?;
+                let (used, max, page_size) = (reader.u64()?, reader.u64()?, reader.u64()?);
+                let block = Block { id: reader.text()?.to_owned(), used, max, page_size };
+                let mut cuts = Vec::new();
+                for _ in 0..reader.count(16)? {
+                    cuts.push(Cut { number: reader.u64()?, pages: reader.u64()? });
+                }
+                blocks.push(StoredBlock { number, block, cuts });
+            }
+            reader.rest().is_empty().then_some(Self { number, time_us, pages, bytes, blocks })
+        };
+        let table = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        check_blocks(table.blocks.iter().map(|stored| &stored.block)).map_err(bad)?;
+        let mut numbers: Vec<_> = table.blocks.iter().map(|stored| stored.number).collect();
+        numbers.sort_unstable();
+        if !numbers.is_sorted_by(|a, b| a < b) {
+            return Err(bad("two of its blocks have the same number"));
+        }
+        Ok(table)
+    }
+}
+
+/// Most bytes of RAM of a VM: what 16 bytes a page can be held for.
+pub const MOST_RAM: u64 = 1 << 44;
+
+/// Whether these can be the RAM blocks of a VM.
+///
+/// # Errors
+/// What is wrong.
+pub fn check_blocks<'a>(blocks: impl Iterator<Item = &'a Block>) -> Result<(), &'static str> {
+    let mut names = Vec::new();
+    let mut total = 0u64;
+    for block in blocks {
+        if block.id.is_empty() || block.id.len() > 255 {
+            return Err("a block's name must have 1 to 255 bytes");
+        }
+        if block.used > block.max {
+            return Err("a block uses more than it may have");
+        }
+        total = total.saturating_add(block.used);
+        names.push(block.id.as_str());
+    }
+    if total > MOST_RAM {
+        return Err("it has more than 16 TiB of RAM");
+    }
+    names.sort_unstable();
+    if names.is_sorted_by(|a, b| a < b) { Ok(()) } else { Err("two blocks have the same name") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn block(id: &str, used: u64) -> Block {
+        Block { id: id.into(), used, max: used * 2, page_size: 4096 }
+    }
+
+    #[test]
+    fn they_come_back() {
+        let manifest = Manifest {
+            claim: 5,
+            next_block: 3,
+            next_segment: 12,
+            kept: vec![Kept { number: 1, slot: 6, footer: 77 }, Kept { number: 2, slot: 9, footer: 0 }],
+            segments: vec![Extent { epoch: 1, number: 4, len: 8192 }, Extent { epoch: 2, number: 11, len: 4096 }],
+        };
+        assert_eq!(Manifest::decode(&manifest.encode()), Ok(manifest.clone()));
+        let mut bad = manifest.clone();
+        bad.segments.reverse();
+        assert!(Manifest::decode(&bad.encode()).is_err());
+        bad = manifest;
+        bad.next_segment = 11;
+        assert!(Manifest::decode(&bad.encode()).is_err());
+        let pages = Pages { stored: 1, zero: 2, unchanged: 3, compressed: 4 };
+        let stored = |number, block, cuts| StoredBlock { number, block, cuts };
+        let cuts = vec![Cut { number: 3, pages: 1 }];
+        let blocks = vec![stored(0, block("ram", 4096), vec![]), stored(2, block("é", 0), cuts)];
+        let mut table = Table { number: 1, time_us: 2, pages, bytes: 5, blocks };
+        assert_eq!(Table::decode(&table.encode()), Ok(table.clone()));
+        table.blocks.push(stored(2, block("other", 1), vec![]));
+        assert!(Table::decode(&table.encode()).is_err());
+    }
+
+    #[test]
+    fn what_was_cut_off_stays_void() {
+        let mut stored = StoredBlock { number: 0, block: block("ram", 1 << 20), cuts: vec![] };
+        stored.cut(5, 10);
+        stored.cut(8, 20);
+        assert!(stored.is_void(10, 4) && stored.is_void(20, 7) && stored.is_void(15, 4));
+        assert!(!stored.is_void(9, 4) && !stored.is_void(10, 5) && !stored.is_void(15, 7));
+        stored.cut(9, 10);
+        assert_eq!(stored.cuts, [Cut { number: 9, pages: 10 }]);
+    }
+
+    #[test]
+    fn tables_that_no_vm_has_are_refused() {
+        let check = |blocks: &[Block]| check_blocks(blocks.iter());
+        assert_eq!(check(&[block("ram", 1 << 40), block("bios", 4096)]), Ok(()));
+        assert!(check(&[block("ram", 1 << 40), block("ram", 4096)]).is_err());
+        assert!(check(&[block("", 4096)]).is_err());
+        assert!(check(&[block("ram", 1 << 45)]).is_err());
+        assert!(check(&[Block { used: 9, max: 8, ..block("ram", 4) }]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_them_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Manifest::decode(&bytes);
+            let _ = Table::decode(&bytes);
+        }
+    }
+}

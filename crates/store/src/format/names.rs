@@ -1,0 +1,96 @@
+//! What the files of a store are called.
+
+/// The superblock.
+pub const SUPERBLOCK: &str = "rekindle-store";
+/// The directory of log entries.
+pub const LOG: &str = "log";
+/// The directory of segments.
+pub const SEGMENTS: &str = "segments";
+/// The directory of base indices.
+pub const INDEX: &str = "index";
+/// How files begin that are being written.
+pub const NEW: &str = "new-";
+
+/// The log entry `slot`.
+#[must_use]
+pub fn entry(slot: u64) -> String {
+    format!("{LOG}/{slot:012}")
+}
+
+/// The number of the log entry in the file `name` of the directory [`LOG`].
+#[must_use]
+pub fn parse_entry(name: &str) -> Option<u64> {
+    let slot = name.parse().ok()?;
+    (format!("{slot:012}") == name).then_some(slot)
+}
+
+/// The segment `number` of epoch `epoch`.
+#[must_use]
+pub fn segment(epoch: u64, number: u64) -> String {
+    format!("{SEGMENTS}/{epoch:08}-{number:016}")
+}
+
+/// Epoch and number of the segment in the file `name` of the directory [`SEGMENTS`].
+#[must_use]
+pub fn parse_segment(name: &str) -> Option<(u64, u64)> {
+    let (epoch, number) = name.split_once('-')?;
+    let (epoch, number) = (epoch.parse().ok()?, number.parse().ok()?);
+    (segment(epoch, number).strip_prefix(SEGMENTS)?.strip_prefix('/')? == name).then_some((epoch, number))
+}
+
+/// The base index that epoch `epoch` wrote as of log entry `slot`.
+#[must_use]
+pub fn base(slot: u64, epoch: u64) -> String {
+    format!("{INDEX}/{slot:012}-{epoch:08}")
+}
+
+/// Log entry and epoch of the base index in the file `name` of the directory [`INDEX`].
+#[must_use]
+pub fn parse_base(name: &str) -> Option<(u64, u64)> {
+    let (slot, epoch) = name.split_once('-')?;
+    let (slot, epoch) = (slot.parse().ok()?, epoch.parse().ok()?);
+    (base(slot, epoch).strip_prefix(INDEX)?.strip_prefix('/')? == name).then_some((slot, epoch))
+}
+
+/// The second name of the newest log entry, so that it is missed if the first one is gone.
+#[must_use]
+pub fn last(slot: u64) -> String {
+    format!("{LOG}/last-{slot:012}")
+}
+
+/// The number of the log entry whose second name is the file `name` of the directory [`LOG`].
+#[must_use]
+pub fn parse_last(name: &str) -> Option<u64> {
+    parse_entry(name.strip_prefix("last-")?)
+}
+
+/// A file of directory `directory` that is being written by epoch `epoch`.
+#[must_use]
+pub fn new(directory: &str, epoch: u64, what: &str) -> String {
+    format!("{directory}/{NEW}{epoch:08}-{what}")
+}
+
+/// The epoch that writes the file `name`.
+#[must_use]
+pub fn parse_new(name: &str) -> Option<u64> {
+    name.strip_prefix(NEW)?.split('-').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back_and_others_are_not() {
+        let last = |path: String| path.rsplit('/').next().unwrap().to_owned();
+        assert_eq!(parse_entry(&last(entry(42))), Some(42));
+        assert_eq!(parse_entry("42"), None);
+        assert_eq!(parse_entry(&last(entry(10u64.pow(15)))), Some(10u64.pow(15)));
+        assert_eq!(parse_segment(&last(segment(7, 123))), Some((7, 123)));
+        assert_eq!(parse_segment("7-123"), None);
+        assert_eq!(parse_segment("00000007-+000000000000123"), None);
+        assert_eq!(parse_base(&last(base(40, 7))), Some((40, 7)));
+        assert_eq!(parse_new(&last(new(LOG, 7, "x"))), Some(7));
+        assert_eq!(parse_new("other"), None);
+    }
+}

@@ -1,0 +1,127 @@
+//! One page: its digest, and how it is stored.
+
+use crate::types::{PAGE_SIZE, Page};
+use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
+use std::fmt;
+use uuid::Uuid;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+const ZERO: Page = [0; PAGE_SIZE];
+
+/// Digests of the pages of one store.
+#[derive(Debug, Clone, Copy)]
+pub struct Digester {
+    seed: u64,
+}
+
+impl Digester {
+    /// That of the store `id`.
+    #[must_use]
+    pub fn new(id: Uuid) -> Self {
+        let (high, low) = id.as_u64_pair();
+        Self { seed: high ^ low }
+    }
+
+    /// The digest of a page: 0 for one of zeroes, and for no other.
+    #[must_use]
+    pub fn digest(self, page: &Page) -> u64 {
+        if *page == ZERO { 0 } else { xxh3_64_with_seed(page, self.seed).max(1) }
+    }
+}
+
+/// Compresses pages, with its working memory kept from one to the next.
+pub struct Packer {
+    table: CompressTable,
+    buffer: Vec<u8>,
+}
+
+impl fmt::Debug for Packer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Packer")
+    }
+}
+
+impl Default for Packer {
+    fn default() -> Self {
+        let room = lz4_flex::block::get_maximum_output_size(PAGE_SIZE);
+        Self { table: CompressTable::small(), buffer: vec![0; room] }
+    }
+}
+
+impl Packer {
+    /// Append the page as it is stored: compressed, or raw if that is not smaller. Gives the bytes that it takes.
+    pub fn pack(&mut self, page: &Page, out: &mut Vec<u8>) -> u16 {
+        match compress_into_with_table(page, &mut self.buffer, &mut self.table) {
+            Ok(len) if len < PAGE_SIZE => {
+                out.extend_from_slice(self.buffer.get(..len).unwrap_or_default());
+                len as u16
+            }
+            _ => {
+                out.extend_from_slice(page);
+                PAGE_SIZE as u16
+            }
+        }
+    }
+}
+
+/// Make a page of its stored bytes and compare it with its digest.
+///
+/// # Errors
+/// What is wrong with it; the page is then not to be used.
+pub fn unpack(digester: Digester, stored: &[u8], digest: u64, page: &mut Page) -> Result<(), &'static str> {
+    match stored.len() {
+        0 => *page = ZERO,
+        PAGE_SIZE => page.copy_from_slice(stored),
+        _ => match decompress_into(stored, page) {
+            Ok(PAGE_SIZE) => {}
+            Ok(_) => return Err("its stored bytes are not a whole page"),
+            Err(_) => return Err("its stored bytes cannot be decompressed"),
+        },
+    }
+    if digester.digest(page) == digest { Ok(()) } else { Err("its content does not have the digest that was stored") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_page_of_zeroes_and_only_that_has_digest_0() {
+        let digester = Digester::new(Uuid::from_u128(7));
+        assert_eq!(digester.digest(&ZERO), 0);
+        let mut page = ZERO;
+        page[4095] = 1;
+        assert_ne!(digester.digest(&page), 0);
+        assert_ne!(digester.digest(&page), Digester::new(Uuid::from_u128(8)).digest(&page));
+    }
+
+    proptest! {
+        #[test]
+        fn a_page_comes_back_and_a_flipped_bit_does_not(
+            pattern in proptest::collection::vec(any::<u8>(), 1..4096), flip in any::<u32>(),
+        ) {
+            let page: Page = std::array::from_fn(|n| pattern[n % pattern.len()]);
+            let digester = Digester::new(Uuid::from_u128(7));
+            let digest = digester.digest(&page);
+            let mut stored = Vec::new();
+            let len = Packer::default().pack(&page, &mut stored);
+            prop_assert_eq!(usize::from(len), stored.len());
+            let mut back = [1; PAGE_SIZE];
+            prop_assert_eq!(unpack(digester, &stored, digest, &mut back), Ok(()));
+            prop_assert!(back == page);
+            let bit = flip as usize % (stored.len() * 8);
+            stored[bit / 8] ^= 1 << (bit % 8);
+            // A flipped bit may lie in bytes that mean the same; then the page is right all the same.
+            if unpack(digester, &stored, digest, &mut back).is_ok() {
+                prop_assert!(back == page);
+            }
+        }
+
+        #[test]
+        fn no_bytes_make_a_page_panic(stored in proptest::collection::vec(any::<u8>(), 0..5000)) {
+            let mut page = ZERO;
+            let _ = unpack(Digester::new(Uuid::nil()), &stored, 5, &mut page);
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! Segments: a header, then frames of pages.
+
+use super::codec::{Reader, Writer};
+use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
+use crate::types::PAGE_SIZE;
+use uuid::Uuid;
+use xxhash_rust::xxh3::Xxh3;
+
+const SEGMENT_MAGIC: &[u8; 8] = b"RKSEGMNT";
+const FRAME_MAGIC: &[u8; 4] = b"RKFR";
+
+/// Bytes before the first frame.
+pub const HEADER_LEN: u64 = ALIGNMENT;
+/// Bytes of a frame before its directory.
+pub const FRAME_HEADER_LEN: usize = 64;
+/// Bytes of a page in the directory.
+pub const RECORD_LEN: usize = 16;
+/// Bytes of a page's checkpoint number, in frames of moved pages.
+pub const NUMBER_LEN: usize = 8;
+/// Most pages of a frame.
+pub const FRAME_RECORDS: usize = 1024;
+/// Most bytes of a frame's data.
+pub const FRAME_DATA: usize = 4 << 20;
+/// One read of this length holds the header and directory of any frame.
+pub const DIRECTORY_ROOM: usize = FRAME_HEADER_LEN + FRAME_RECORDS * (RECORD_LEN + NUMBER_LEN);
+/// Longest segment: places have 27 bits for an offset.
+pub const LONGEST: u64 = 1 << 27;
+
+/// The first 4096 bytes of a segment.
+#[must_use]
+pub fn encode_header(id: Uuid, epoch: u64, number: u64) -> Vec<u8> {
+    let mut out = Vec::with_capacity(HEADER_LEN as usize);
+    out.extend_from_slice(SEGMENT_MAGIC);
+    out.put_u32(VERSION);
+    out.put_u32(0);
+    out.extend_from_slice(id.as_bytes());
+    out.put_u64(epoch);
+    out.put_u64(number);
+    let sum = checksum(&out);
+    out.put_u64(sum);
+    out.resize(HEADER_LEN as usize, 0);
+    out
+}
+
+/// Check the first bytes of a segment.
+///
+/// # Errors
+/// When they are damaged, of a newer version, or of another segment.
+pub fn check_header(bytes: &[u8], id: Uuid, epoch: u64, number: u64) -> Result<(), Flaw> {
+    let bad = |at, what| Flaw::bad(Structure::SegmentHeader, at, what);
+    let mut reader = Reader::new(bytes);
+    let mut fields = || {
+        let magic: [u8; 8] = reader.array()?;
+        let version = reader.u32()?;
+        reader.u32()?;
+        Some((magic, version, Uuid::from_bytes(reader.array()?), reader.u64()?, reader.u64()?, reader.u64()?))
+    };
+    let (magic, version, found_id, found_epoch, found_number, sum) =
+        fields().ok_or_else(|| bad(bytes.len() as u64, "it is cut short"))?;
+    if magic != *SEGMENT_MAGIC {
+        return Err(bad(0, "it has no magic number"));
+    }
+    if bytes.get(..48).map(checksum) != Some(sum) {
+        return Err(bad(48, "its checksum is wrong"));
+    }
+    Flaw::check_version(version)?;
+    if (found_id, found_epoch, found_number) != (id, epoch, number) {
+        return Err(bad(16, "it belongs to another store or segment"));
+    }
+    Ok(())
+}
+
+/// One page in a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Record {
+    /// Of the page before compression.
+    pub digest: u64,
+    /// Number of the page in its block.
+    pub page: u32,
+    /// Stored bytes: 0 for a page of zeroes, 4096 for one that is not compressed.
+    pub len: u16,
+    /// Number of the block.
+    pub block: u16,
+}
+
+impl Record {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(self) -> [u8; RECORD_LEN] {
+        let mut out = [0; RECORD_LEN];
+        let digest = self.digest.to_le_bytes();
+        let page = self.page.to_le_bytes();
+        let (len, block) = (self.len.to_le_bytes(), self.block.to_le_bytes());
+        let bytes = digest.iter().chain(&page).chain(&len).chain(&block);
+        out.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+        out
+    }
+
+    /// From bytes. Any bytes give a record.
+    #[must_use]
+    pub fn decode(bytes: [u8; RECORD_LEN]) -> Self {
+        let value = u128::from_le_bytes(bytes);
+        Self {
+            digest: value as u64,
+            page: (value >> 64) as u32,
+            len: (value >> 96) as u16,
+            block: (value >> 112) as u16,
+        }
+    }
+}
+
+/// What a frame is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Pages of one checkpoint.
+    Pages,
+    /// Pages that a compaction has copied, of several.
+    Moved,
+}
+
+/// The beginning of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// What it is for.
+    pub kind: Kind,
+    /// How many pages it has.
+    pub count: u32,
+    /// Bytes of their content.
+    pub data_len: u32,
+    /// The checkpoint that they belong to; of moved ones the newest at that time.
+    pub number: u64,
+}
+
+impl FrameHeader {
+    /// Bytes of the directory.
+    #[must_use]
+    pub fn directory_len(&self) -> usize {
+        let each = RECORD_LEN + if self.kind == Kind::Moved { NUMBER_LEN } else { 0 };
+        self.count as usize * each
+    }
+
+    /// Bytes before the content.
+    #[must_use]
+    pub fn data_offset(&self) -> usize {
+        FRAME_HEADER_LEN + self.directory_len()
+    }
+
+    /// Bytes of the whole frame.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a length in bytes")]
+    pub fn len(&self) -> u64 {
+        (self.data_offset() + self.data_len as usize) as u64
+    }
+
+    /// Where the next frame begins if this one begins at `at`.
+    #[must_use]
+    pub fn next(&self, at: u64) -> u64 {
+        (at + self.len()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// Write the header into the first bytes of `frame`, whose directory is there already.
+    pub fn seal(&self, frame: &mut [u8]) {
+        let mut out = Vec::with_capacity(FRAME_HEADER_LEN);
+        out.extend_from_slice(FRAME_MAGIC);
+        out.put_u16(if self.kind == Kind::Moved { 2 } else { 1 });
+        out.put_u16(0);
+        out.put_u32(self.count);
+        out.put_u32(self.data_len);
+        out.put_u64(self.number);
+        out.resize(FRAME_HEADER_LEN - 8, 0);
+        let directory = frame.get(FRAME_HEADER_LEN..self.data_offset()).unwrap_or_default();
+        let sum = two_part_checksum(&out, directory);
+        out.put_u64(sum);
+        frame.iter_mut().zip(out).for_each(|(to, from)| *to = from);
+    }
+
+    /// Read the header of the frame at byte `at` of its file from its first bytes. The directory is not looked at.
+    ///
+    /// # Errors
+    /// When it makes no sense.
+    pub fn decode(bytes: &[u8], at: u64) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
+        let mut reader = Reader::new(bytes);
+        let mut fields =
+            || Some((reader.array()?, reader.u16()?, reader.u16()?, reader.u32()?, reader.u32()?, reader.u64()?));
+        let (magic, kind, _, count, data_len, number) = fields().ok_or_else(|| bad("it is cut short"))?;
+        if magic != *FRAME_MAGIC {
+            return Err(bad("it has no magic number"));
+        }
+        let kind = match kind {
+            1 => Kind::Pages,
+            2 => Kind::Moved,
+            _ => return Err(bad("it is of an unknown kind")),
+        };
+        if count as usize > FRAME_RECORDS || data_len as usize > FRAME_DATA {
+            return Err(bad("it is longer than a frame can be"));
+        }
+        Ok(Self { kind, count, data_len, number })
+    }
+}
+
+fn two_part_checksum(header: &[u8], directory: &[u8]) -> u64 {
+    let mut sum = Xxh3::new();
+    sum.update(header);
+    sum.update(directory);
+    sum.digest()
+}
+
+/// Header and directory of a frame, checked.
+#[derive(Debug, Clone, Copy)]
+pub struct Directory<'a> {
+    /// Its header.
+    pub header: FrameHeader,
+    records: &'a [u8],
+    numbers: &'a [u8],
+    /// Where it begins in its file.
+    at: u64,
+}
+
+/// One page as a directory has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Found {
+    /// The page.
+    pub record: Record,
+    /// The checkpoint that it was written in.
+    pub number: u64,
+    /// Where its content is in the file; of a page of zeroes where its record is.
+    pub offset: u64,
+}
+
+impl<'a> Directory<'a> {
+    /// From the bytes at byte `at` of a file, which must hold all of it: [`DIRECTORY_ROOM`] suffice.
+    ///
+    /// # Errors
+    /// When it is damaged.
+    pub fn decode(bytes: &'a [u8], at: u64) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
+        let header = FrameHeader::decode(bytes, at)?;
+        let (front, rest) = bytes.split_at_checked(FRAME_HEADER_LEN).ok_or_else(|| bad("it is cut short"))?;
+        let (summed, sum) = front.split_last_chunk::<8>().ok_or_else(|| bad("it is cut short"))?;
+        let directory = rest.get(..header.directory_len()).ok_or_else(|| bad("it is cut short"))?;
+        if two_part_checksum(summed, directory) != u64::from_le_bytes(*sum) {
+            return Err(bad("its checksum is wrong"));
+        }
+        let (records, numbers) =
+            directory.split_at_checked(header.count as usize * RECORD_LEN).ok_or_else(|| bad("it is cut short"))?;
+        let mut stored = 0;
+        for bytes in records.as_chunks::<RECORD_LEN>().0 {
+            let record = Record::decode(*bytes);
+            if usize::from(record.len) > PAGE_SIZE || (record.len == 0) != (record.digest == 0) {
+                return Err(bad("a record of it makes no sense"));
+            }
+            stored += u64::from(record.len);
+        }
+        if stored != u64::from(header.data_len) {
+            return Err(bad("its lengths do not add up"));
+        }
+        Ok(Self { header, records, numbers, at })
+    }
+
+    /// The pages, in the order in which they are stored.
+    pub fn pages(&self) -> impl Iterator<Item = Found> + use<'a> {
+        let (at, header) = (self.at, self.header);
+        let mut data = at + header.data_offset() as u64;
+        let mut numbers = self.numbers.as_chunks::<NUMBER_LEN>().0.iter();
+        self.records.as_chunks::<RECORD_LEN>().0.iter().zip(0u64..).map(move |(bytes, n)| {
+            let record = Record::decode(*bytes);
+            let number = numbers.next().map_or(header.number, |number| u64::from_le_bytes(*number));
+            let own = at + (FRAME_HEADER_LEN + RECORD_LEN * n as usize) as u64;
+            let offset = if record.len == 0 { own } else { data };
+            data += u64::from(record.len);
+            Found { record, number, offset }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn frame(kind: Kind, records: &[(Record, u64)]) -> Vec<u8> {
+        let mut frame = vec![0; FRAME_HEADER_LEN];
+        records.iter().for_each(|(record, _)| frame.extend(record.encode()));
+        if kind == Kind::Moved {
+            records.iter().for_each(|(_, number)| frame.extend(number.to_le_bytes()));
+        }
+        let data_len = records.iter().map(|(record, _)| u32::from(record.len)).sum();
+        FrameHeader { kind, count: records.len() as u32, data_len, number: 9 }.seal(&mut frame);
+        frame
+    }
+
+    #[test]
+    fn a_header_is_of_its_segment_only() {
+        let id = Uuid::from_u128(1);
+        let header = encode_header(id, 7, 12);
+        assert_eq!(check_header(&header, id, 7, 12), Ok(()));
+        assert!(check_header(&header, id, 7, 13).is_err());
+        assert!(check_header(&header, Uuid::nil(), 7, 12).is_err());
+        for bit in 0..56 * 8 {
+            let mut bad = header.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(check_header(&bad, id, 7, 12).is_err(), "bit {bit}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_directory_comes_back_and_every_flipped_bit_is_seen(
+            pages in proptest::collection::vec((1u64.., any::<u32>(), 0u16..=4096, any::<u16>(), any::<u64>()), 1..20),
+            moved in any::<bool>(), flip in any::<u32>(),
+        ) {
+            let records: Vec<(Record, u64)> = pages.into_iter().map(|(digest, page, len, block, number)| {
+                let digest = if len == 0 { 0 } else { digest };
+                (Record { digest, page, len, block }, if moved { number } else { 9 })
+            }).collect();
+            let mut bytes = frame(if moved { Kind::Moved } else { Kind::Pages }, &records);
+            let found: Vec<_> = Directory::decode(&bytes, 8192).unwrap().pages().collect();
+            let mut data = 8192 + bytes.len() as u64;
+            for (n, (found, (record, number))) in found.iter().zip(&records).enumerate() {
+                prop_assert_eq!((found.record, found.number), (*record, *number));
+                let own = 8192 + (FRAME_HEADER_LEN + n * RECORD_LEN) as u64;
+                prop_assert_eq!(found.offset, if record.len == 0 { own } else { data });
+                data += u64::from(record.len);
+            }
+            prop_assert_eq!(found.len(), records.len());
+            let bit = flip as usize % (bytes.len() * 8);
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Directory::decode(&bytes, 8192).is_err(), "bit {}", bit);
+        }
+
+        #[test]
+        fn no_bytes_make_a_directory_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), magic: bool) {
+            if magic {
+                bytes.splice(..bytes.len().min(6), *b"RKFR\x01\0");
+            }
+            let _ = Directory::decode(&bytes, 0);
+            let _ = check_header(&bytes, Uuid::nil(), 0, 0);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! The superblock: whose store it is.
+
+use super::codec::{Reader, Writer};
+use super::{Flaw, Structure, VERSION, checksum};
+use crate::types::Vm;
+use uuid::Uuid;
+
+const MAGIC: &[u8; 16] = b"REKINDLE STORE\n\0";
+/// Bytes of the file.
+pub const LEN: usize = 4096;
+
+/// The content of `rekindle-store`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// What tells this store from every other one.
+    pub id: Uuid,
+    /// The VM.
+    pub vm: Vm,
+    /// When it was made, in microseconds since 1970.
+    pub created_us: u64,
+}
+
+impl Superblock {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(LEN);
+        out.extend_from_slice(MAGIC);
+        out.put_u32(VERSION);
+        out.put_u32(0);
+        out.extend_from_slice(self.id.as_bytes());
+        out.extend_from_slice(self.vm.uuid.as_bytes());
+        out.put_u64(self.created_us);
+        // Names of VMs have at most 63 characters; QEMU's may be longer.
+        out.put_text(shortened(&self.vm.name, 1024));
+        out.resize(LEN - 8, 0);
+        let sum = checksum(&out);
+        out.put_u64(sum);
+        out
+    }
+
+    /// From bytes.
+    ///
+    /// # Errors
+    /// When they are damaged or of a newer version.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
+        let bad = |at, what| Flaw::bad(Structure::Superblock, at, what);
+        let short = || bad(bytes.len() as u64, "it is cut short");
+        let mut reader = Reader::new(bytes);
+        if reader.array().ok_or_else(short)? != *MAGIC {
+            return Err(bad(0, "it has no magic number"));
+        }
+        let version = reader.u32().ok_or_else(short)?;
+        let (content, sum) = bytes.get(..LEN).and_then(|all| all.split_last_chunk::<8>()).ok_or_else(short)?;
+        if checksum(content) != u64::from_le_bytes(*sum) {
+            return Err(bad(LEN as u64 - 8, "its checksum is wrong"));
+        }
+        Flaw::check_version(version)?;
+        let mut rest = || {
+            reader.u32()?;
+            let id = Uuid::from_bytes(reader.array()?);
+            let uuid = Uuid::from_bytes(reader.array()?);
+            let created_us = reader.u64()?;
+            let name = reader.text()?.to_owned();
+            Some(Self { id, vm: Vm { uuid, name }, created_us })
+        };
+        rest().ok_or_else(|| bad(24, "its content makes no sense"))
+    }
+}
+
+/// As much of `text` as fits into `most` bytes.
+fn shortened(text: &str, most: usize) -> &str {
+    (0..=most).rev().find_map(|end| text.get(..end)).filter(|_| text.len() > most).unwrap_or(text)
+}

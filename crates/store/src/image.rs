@@ -1,0 +1,406 @@
+//! An image opened for reading, on this machine.
+
+use crate::error::{Result, StoreError};
+use crate::format::base::Spot;
+use crate::format::entry::{Entry, Kind, Section};
+use crate::format::manifest::{Manifest, Table};
+use crate::format::names;
+use crate::format::page::unpack;
+use crate::format::segment::{DIRECTORY_ROOM, Directory};
+use crate::home::Home;
+use crate::index::Index;
+use crate::log;
+use crate::segments::Files;
+use crate::sparse::PageSet;
+use crate::types::{Block, CheckpointInfo, Page};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// A page of a checkpoint: position of its block in the table, and its number there.
+pub type PageId = (usize, u64);
+
+/// Most bytes that one read takes together.
+const READ: u64 = 1 << 20;
+/// Bytes that are read without being needed, rather than reading twice.
+const GAP: u64 = 16 << 10;
+
+/// A checkpoint of a store in a directory.
+#[derive(Debug)]
+pub struct LocalImage {
+    home: Home,
+    entry: Entry,
+    table: Table,
+    files: Files,
+    index: RwLock<Arc<Index>>,
+}
+
+/// The table in an entry.
+pub(crate) fn table(home: &Home, entry: &Entry) -> Result<Table> {
+    let bytes = log::section(home, entry, Section::Checkpoint)?;
+    Table::decode(&bytes).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
+}
+
+/// What an entry and its table say of a checkpoint.
+pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
+    CheckpointInfo {
+        number: table.number,
+        epoch: entry.epoch,
+        time_us: table.time_us,
+        blocks: table.blocks.iter().map(|stored| stored.block.clone()).collect(),
+        pages: table.pages,
+        bytes: table.bytes + entry.len(),
+        devices: entry.section_len(Section::Devices),
+    }
+}
+
+/// The newest manifest, and the entry of checkpoint `at` or the newest. A damaged entry at the end of the log is only
+/// passed over if an older checkpoint is asked for by number; then the damage is told too.
+pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, Option<StoreError>)> {
+    let (tail_entry, manifest, passed) = match log::tail(home) {
+        Ok(tail) => match tail.state {
+            Some((entry, manifest)) => (Some(entry), manifest, None),
+            None => (None, Manifest::default(), None),
+        },
+        Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) => {
+            match at.and_then(|at| older_manifest(home, at)) {
+                Some(manifest) => (None, manifest, Some(e)),
+                None => return Err(e),
+            }
+        }
+        Err(e) => return Err(e),
+    };
+    let Some(newest) = manifest.newest() else {
+        return Err(StoreError::Empty { store: home.name().into(), vm: home.vm.name.clone() });
+    };
+    let asked = at.unwrap_or(newest.number);
+    let Some(kept) = manifest.kept.iter().find(|kept| kept.number == asked).copied() else {
+        return Err(StoreError::NoSuchCheckpoint { store: home.name().into(), asked, have: manifest.numbers() });
+    };
+    if let Some(entry) = tail_entry.filter(|entry| entry.slot == kept.slot) {
+        return Ok((manifest, entry, passed));
+    }
+    let entry = kept_entry(home, &manifest, kept)?;
+    Ok((manifest, entry, passed))
+}
+
+/// The log entry of a kept checkpoint.
+pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::manifest::Kept) -> Result<Entry> {
+    let entry = log::read(home, kept.slot).map_err(|e| match e {
+        e if e.is_not_found() => {
+            let needed = format!("it is checkpoint {} (kept are {:?})", kept.number, manifest.numbers());
+            StoreError::Missing { store: home.name().into(), file: names::entry(kept.slot), needed }
+        }
+        other => other,
+    })?;
+    if entry.kind != Kind::Checkpoint || (kept.footer != 0 && kept.footer != entry.footer) {
+        let structure = crate::format::Structure::EntryFooter;
+        let flaw = crate::format::Flaw::bad(structure, 0, "it is not the entry that the manifest lists");
+        return Err(StoreError::flaw(home.name(), &names::entry(kept.slot), flaw));
+    }
+    Ok(entry)
+}
+
+/// The newest manifest that can be read and keeps checkpoint `at`.
+fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
+    log::slots(home).ok()?.0.into_iter().rev().find_map(|slot| {
+        let entry = log::read(home, slot).ok().filter(|entry| entry.kind != Kind::Claim)?;
+        log::manifest(home, &entry).ok().filter(|manifest| manifest.numbers().contains(&at))
+    })
+}
+
+impl LocalImage {
+    /// Open checkpoint `at` of a store, or the newest.
+    pub(crate) fn open(home: Home, at: Option<u64>) -> Result<Self> {
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let (manifest, entry, passed) = match select(&home, at) {
+                Err(StoreError::Missing { .. }) if tries < 3 => continue,
+                other => other?,
+            };
+            let table = table(&home, &entry)?;
+            let files = Files::default();
+            match (Index::build(&home, &files, &manifest, &table, true), passed) {
+                // A writer at work may have replaced the manifest, and then removed what it lists.
+                (Err(StoreError::Missing { .. }), None) if tries < 3 => {}
+                // The older manifest lists what the damaged entry has replaced.
+                (Err(StoreError::Missing { .. }), Some(damage)) => return Err(damage),
+                (Err(e), _) => return Err(e),
+                (Ok(index), passed) => {
+                    if let Some(damage) = passed {
+                        tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
+                    }
+                    return Ok(Self { home, entry, table, files, index: RwLock::new(Arc::new(index)) });
+                }
+            }
+        }
+    }
+
+    pub(crate) fn home(&self) -> &Home {
+        &self.home
+    }
+
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Whether a base index helped to open it.
+    #[must_use]
+    pub fn has_base(&self) -> bool {
+        self.index().has_base()
+    }
+
+    /// What it is of.
+    #[must_use]
+    pub fn info(&self) -> CheckpointInfo {
+        describe(&self.entry, &self.table)
+    }
+
+    /// A section of its log entry.
+    pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
+        log::section(&self.home, &self.entry, section)
+    }
+
+    pub(crate) fn index(&self) -> Arc<Index> {
+        self.index.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The index anew, after something in it has turned out to be damaged or gone: `seen` is the one that was used.
+    fn renew(&self, seen: &Arc<Index>, with_base: bool) -> Result<Arc<Index>> {
+        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
+        if !Arc::ptr_eq(&index, seen) {
+            return Ok(index.clone());
+        }
+        let (manifest, entry, _) = select(&self.home, Some(self.table.number))?;
+        if entry.footer != self.entry.footer {
+            let (asked, have) = (self.table.number, manifest.numbers());
+            return Err(StoreError::NoSuchCheckpoint { store: self.home.name().into(), asked, have });
+        }
+        *index = Arc::new(Index::build(&self.home, &self.files, &manifest, &self.table, with_base)?);
+        Ok(index.clone())
+    }
+
+    /// Do something with the index; once more with a new one if it turns out to be out of date or damaged.
+    pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
+        let index = self.index();
+        let error = match work(&index) {
+            Err(e @ StoreError::Missing { .. }) => e,
+            Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
+                tracing::warn!("{e}; the index is made from the directories instead");
+                let renewed = self.renew(&index, false)?;
+                return work(&renewed);
+            }
+            other => return other,
+        };
+        // The writer has moved pages and removed where they were; or the file is really gone.
+        match self.renew(&index, true) {
+            Ok(renewed) => work(&renewed),
+            Err(e @ StoreError::NoSuchCheckpoint { .. }) => Err(e),
+            Err(_) => Err(error),
+        }
+    }
+
+    fn block(&self, block: usize) -> Result<&Block> {
+        self.table
+            .blocks
+            .get(block)
+            .map(|stored| &stored.block)
+            .ok_or_else(|| self.no_page(format!("number {block}"), 0))
+    }
+
+    fn no_page(&self, block: String, page: u64) -> StoreError {
+        let (store, checkpoint) = (self.home.name().into(), self.table.number);
+        StoreError::NoSuchPage { store, checkpoint, block, page }
+    }
+
+    fn bad_page(&self, index: &Index, (block, page): PageId, spot: Spot, what: &str) -> StoreError {
+        let extent = index.segments.get(spot.place.segment());
+        StoreError::Page {
+            store: self.home.name().into(),
+            vm: self.home.vm.name.clone(),
+            checkpoint: self.table.number,
+            block: self.block(block).map(|block| block.id.clone()).unwrap_or_default(),
+            page,
+            file: extent.map(|extent| names::segment(extent.epoch, extent.number)).unwrap_or_default(),
+            at: spot.place.offset(),
+            what: what.into(),
+        }
+    }
+
+    /// Where pages are, in the order asked for.
+    pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<Spot>> {
+        let spot = |&(block, page): &PageId| {
+            if page >= self.block(block)?.pages() {
+                return Err(self.no_page(self.block(block)?.id.clone(), page));
+            }
+            index.find(&self.home, block, page)
+        };
+        pages.iter().map(spot).collect()
+    }
+
+    /// The stored bytes of pages, each with its digest, in the order asked for. Reads that lie together are made one.
+    pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<(u64, Vec<u8>)>> {
+        self.with_index(|index| {
+            let spots = self.spots(index, pages)?;
+            let mut order: Vec<(u64, usize)> = spots
+                .iter()
+                .enumerate()
+                .filter(|(_, spot)| spot.place.len() != 0)
+                .map(|(n, spot)| (spot.place.0, n))
+                .collect();
+            order.sort_unstable();
+            let mut stored: Vec<(u64, Vec<u8>)> = spots.iter().map(|spot| (spot.digest, Vec::new())).collect();
+            let mut rest = order.as_slice();
+            while let Some(&(_, first)) = rest.first() {
+                let Some(begin) = spots.get(first).map(|spot| spot.place) else { break };
+                let mut end = begin.offset() + u64::from(begin.len());
+                let mut taken = 1;
+                for (_, n) in rest.iter().skip(1) {
+                    let Some(place) = spots.get(*n).map(|spot| spot.place) else { break };
+                    let together = place.segment() == begin.segment()
+                        && place.offset() <= end + GAP
+                        && place.offset() + u64::from(place.len()) - begin.offset() <= READ;
+                    if !together {
+                        break;
+                    }
+                    end = end.max(place.offset() + u64::from(place.len()));
+                    taken += 1;
+                }
+                let (group, others) = rest.split_at(taken);
+                rest = others;
+                let Some(extent) = index.segments.get(begin.segment()) else { continue };
+                let file = self.files.get(&self.home, *extent)?;
+                let name = names::segment(extent.epoch, extent.number);
+                let bytes = self.home.read_at(&file, &name, begin.offset(), (end - begin.offset()) as usize)?;
+                for &(_, n) in group {
+                    let (Some(spot), Some((_, content)), Some(id)) = (spots.get(n), stored.get_mut(n), pages.get(n))
+                    else {
+                        continue;
+                    };
+                    let at = (spot.place.offset() - begin.offset()) as usize;
+                    let part = bytes.get(at..at + usize::from(spot.place.len()));
+                    let part = part.ok_or_else(|| self.bad_page(index, *id, *spot, "the file ends before it"))?;
+                    content.extend_from_slice(part);
+                }
+            }
+            Ok(stored)
+        })
+    }
+
+    /// Read one page: one read of exactly its stored bytes, checked against its digest.
+    ///
+    /// # Errors
+    /// [`StoreError::Page`] if it is not as it was stored; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`]
+    /// if the checkpoint has ceased to be kept.
+    pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
+        self.with_index(|index| {
+            let id = (block, page);
+            let spot = self.spots(index, &[id])?.first().copied().unwrap_or_default();
+            let mut buffer = [0; crate::types::PAGE_SIZE];
+            let stored = buffer.get_mut(..spot.place.len().into()).unwrap_or_default();
+            if !stored.is_empty() {
+                let Some(extent) = index.segments.get(spot.place.segment()) else {
+                    return Err(self.bad_page(index, id, spot, "its segment is not known"));
+                };
+                let file = self.files.get(&self.home, *extent)?;
+                let name = names::segment(extent.epoch, extent.number);
+                let found = file.read_at(stored, spot.place.offset()).map_err(self.home.failed(&name, "reading"))?;
+                if found != stored.len() {
+                    return Err(self.bad_page(index, id, spot, "the file ends before it"));
+                }
+            }
+            unpack(self.home.digester(), stored, spot.digest, content)
+                .map_err(|what| self.bad_page(index, id, spot, what))
+        })
+    }
+
+    /// Read many pages, in any order of blocks and pages; `take` gets them in the order asked for.
+    ///
+    /// # Errors
+    /// As [`LocalImage::read_page`]; those before the bad one were taken.
+    pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
+        let mut content = [0; crate::types::PAGE_SIZE];
+        // So many that what is held at a time stays small.
+        for some in pages.chunks(512) {
+            for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
+                unpack(self.home.digester(), &stored, digest, &mut content).map_err(|what| {
+                    let index = self.index();
+                    let spot = self.spots(&index, &[*id]).ok().and_then(|spots| spots.first().copied());
+                    self.bad_page(&index, *id, spot.unwrap_or_default(), what)
+                })?;
+                take(*id, &content);
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages that are not zero, those written last first: the working set.
+    #[must_use]
+    pub fn hot(&self) -> Hot<'_> {
+        let index = self.index();
+        let seen = (0..index.blocks()).map(|_| PageSet::default()).collect();
+        Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (0, 0) }
+    }
+}
+
+/// Pages of an image, those written last first.
+#[derive(Debug)]
+pub struct Hot<'a> {
+    image: &'a LocalImage,
+    index: Arc<Index>,
+    seen: Vec<PageSet>,
+    frame: usize,
+    ready: Vec<PageId>,
+    rest: (usize, u64),
+}
+
+impl Hot<'_> {
+    /// The pages of the next frame, last one first in `ready`, so that popping gives the order in which they were written.
+    fn load(&mut self, frame: crate::index::Recent) {
+        let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
+        let home = &self.image.home;
+        let Ok(file) = self.image.files.get(home, extent) else { return };
+        let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
+        // It is an order only: what cannot be read here comes with the rest, and fails by name when its page is read.
+        let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
+        let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number);
+        let pages: Vec<_> = directory
+            .pages()
+            .filter(|found| found.record.len != 0)
+            .filter_map(|found| Some((position(found.record.block)?, u64::from(found.record.page))))
+            .collect();
+        self.ready.extend(pages.into_iter().rev());
+    }
+
+    /// Whether a page is wanted, and was not given before.
+    fn wanted(&mut self, (block, page): PageId) -> bool {
+        self.index.pages(block).is_some_and(|pages| page < pages)
+            && self.seen.get_mut(block).is_some_and(|seen| seen.insert(page))
+            // What cannot be found out is given, so that reading it fails by name.
+            && self.index.find(&self.image.home, block, page).map_or(true, |spot| spot.place.len() != 0)
+    }
+}
+
+impl Iterator for Hot<'_> {
+    type Item = PageId;
+
+    fn next(&mut self) -> Option<PageId> {
+        loop {
+            while let Some(id) = self.ready.pop() {
+                if self.wanted(id) {
+                    return Some(id);
+                }
+            }
+            if let Some(frame) = self.index.recent.get(self.frame).copied() {
+                self.frame += 1;
+                self.load(frame);
+                continue;
+            }
+            let (block, page) = self.rest;
+            let pages = self.index.pages(block)?;
+            self.rest = if page < pages { (block, page + 1) } else { (block + 1, 0) };
+            if page < pages && self.wanted((block, page)) {
+                return Some((block, page));
+            }
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! Where every page of one checkpoint is.
+//!
+//! The base index covers what there was when it was written; the directories of what came later lie over it. Without a
+//! base that fits, the directories alone give the same.
+
+use crate::error::{Result, StoreError};
+use crate::format::base::{self, Base, Place, Spot};
+use crate::format::manifest::{Extent, Manifest, StoredBlock, Table};
+use crate::format::names;
+use crate::format::segment::Kind;
+use crate::format::{Flaw, Structure};
+use crate::home::Home;
+use crate::segments::{Files, frames, open_checked};
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+
+/// A base index on the disk, loaded part by part.
+#[derive(Debug)]
+struct Loaded {
+    name: String,
+    file: Arc<dyn crate::disk::DiskFile>,
+    base: Base,
+    /// For each position in its segment table, that in the manifest's, if it is still there.
+    segments: Vec<Option<usize>>,
+    parts: Vec<OnceLock<Box<[Spot]>>>,
+}
+
+/// A record that lies over the base.
+#[derive(Debug, Clone, Copy)]
+struct Over {
+    place: Place,
+    digest: u64,
+    /// The checkpoint that it was written in.
+    number: u64,
+    page: u32,
+    /// Position of its block.
+    block: u32,
+}
+
+/// The records that lie over the base, sorted by part of a block; which of them count is found out part by part, when a
+/// page of it is wanted.
+#[derive(Debug, Default)]
+struct Overlay {
+    records: Vec<Over>,
+    /// Positions in `records`, sorted by part, and within a part as they came.
+    order: Vec<u32>,
+    /// Where each part begins in `order`, and the end.
+    starts: Vec<u32>,
+    /// For each page of a part the position in `records` plus one, or 0.
+    parts: Vec<OnceLock<Box<[u32]>>>,
+}
+
+impl Overlay {
+    fn new(records: Vec<Over>, blocks: &[Block]) -> Self {
+        let part_of = |record: &Over| {
+            let first = blocks.get(record.block as usize).map_or(0, |block| block.first_part);
+            first + record.page as usize / base::PART_PAGES as usize
+        };
+        let parts = blocks.last().map_or(0, |block| block.first_part + base::parts(block.pages) as usize);
+        let mut starts = vec![0u32; parts + 1];
+        for record in &records {
+            if let Some(count) = starts.get_mut(part_of(record) + 1) {
+                *count += 1;
+            }
+        }
+        let mut sum = 0;
+        for start in &mut starts {
+            sum += *start;
+            *start = sum;
+        }
+        let mut next = starts.clone();
+        let mut order = vec![0u32; records.len()];
+        for (position, record) in records.iter().enumerate() {
+            if let Some(at) = next.get_mut(part_of(record)) {
+                if let Some(place) = order.get_mut(*at as usize) {
+                    *place = position as u32;
+                }
+                *at += 1;
+            }
+        }
+        Self { records, order, starts, parts: (0..parts).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// The record of a page that counts among those here.
+    fn find(&self, block: &Block, page: u64) -> Option<&Over> {
+        let part = block.first_part + (page / base::PART_PAGES) as usize;
+        let pages = self.parts.get(part)?.get_or_init(|| self.build(part));
+        let position = pages.get((page % base::PART_PAGES) as usize)?.checked_sub(1)?;
+        self.records.get(position as usize)
+    }
+
+    fn build(&self, part: usize) -> Box<[u32]> {
+        let begin = self.starts.get(part).map_or(0, |start| *start as usize);
+        let end = self.starts.get(part + 1).map_or(begin, |start| *start as usize);
+        let records = self.order.get(begin..end).unwrap_or_default();
+        if records.is_empty() {
+            return Box::default();
+        }
+        let mut pages = vec![0u32; base::PART_PAGES as usize];
+        for position in records {
+            let Some(record) = self.records.get(*position as usize) else { continue };
+            let Some(best) = pages.get_mut(record.page as usize % base::PART_PAGES as usize) else { continue };
+            // Of two of one checkpoint the later one counts. Segments come in the order of their numbers.
+            let before = best.checked_sub(1).and_then(|before| self.records.get(before as usize));
+            if before.is_none_or(|before| record.number >= before.number) {
+                *best = position + 1;
+            }
+        }
+        pages.into_boxed_slice()
+    }
+}
+
+#[derive(Debug)]
+struct Block {
+    stored: StoredBlock,
+    pages: u64,
+    /// Its first part, counted over all blocks.
+    first_part: usize,
+    /// First part and pages in the base.
+    base: Option<(usize, u64)>,
+}
+
+/// Frames of one checkpoint that lie over the base, for the order in which pages are fetched.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Recent {
+    pub number: u64,
+    pub segment: usize,
+    pub at: u64,
+}
+
+/// Where every page of one checkpoint is.
+#[derive(Debug)]
+pub(crate) struct Index {
+    /// The checkpoint.
+    pub number: u64,
+    /// The segments that places refer to, by position.
+    pub segments: Vec<Extent>,
+    /// Frames that were written since the base, newest first.
+    pub recent: Vec<Recent>,
+    /// Pages in directories that the base does not cover.
+    pub uncovered: u64,
+    blocks: Vec<Block>,
+    overlay: Overlay,
+    base: Option<Loaded>,
+}
+
+impl Index {
+    /// That of the checkpoint of `table`, with what `manifest` says counts. Without `with_base` from the directories alone.
+    ///
+    /// # Errors
+    /// When a segment is missing or its directories are damaged.
+    pub fn build(home: &Home, files: &Files, manifest: &Manifest, table: &Table, with_base: bool) -> Result<Self> {
+        let base = if with_base { find_base(home, manifest, table.number) } else { None };
+        let segments = manifest.segments.clone();
+        let mut first_part = 0;
+        let mut in_base = HashMap::new();
+        for (number, pages) in base.iter().flat_map(|loaded| &loaded.base.blocks) {
+            in_base.insert(*number, (first_part, *pages));
+            first_part += base::parts(*pages) as usize;
+        }
+        let mut by_number = HashMap::new();
+        let mut blocks = Vec::with_capacity(table.blocks.len());
+        let mut first_part = 0;
+        for (position, stored) in table.blocks.iter().enumerate() {
+            by_number.insert(stored.number, position);
+            let pages = stored.block.pages();
+            let base = in_base.get(&stored.number).copied();
+            blocks.push(Block { stored: stored.clone(), pages, first_part, base });
+            first_part += base::parts(pages) as usize;
+        }
+        let from = base.as_ref().map_or(0, |loaded| loaded.base.from);
+        let covered: HashMap<(u64, u64), u64> = base
+            .iter()
+            .flat_map(|loaded| &loaded.base.segments)
+            .map(|extent| ((extent.epoch, extent.number), extent.len))
+            .collect();
+        let mut recent = Vec::new();
+        let mut records = Vec::new();
+        // Neighbours are mostly of one block.
+        let mut last = (u16::MAX, None);
+        for (position, extent) in segments.iter().enumerate() {
+            let begin = covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
+            if begin >= extent.len {
+                continue;
+            }
+            let file = files.get(home, *extent)?;
+            frames(home, *extent, &file, begin.next_multiple_of(crate::format::ALIGNMENT), |at, directory| {
+                if directory.header.kind == Kind::Pages {
+                    if directory.header.number > table.number {
+                        return Ok(());
+                    }
+                    recent.push(Recent { number: directory.header.number, segment: position, at });
+                }
+                for found in directory.pages().filter(|found| found.number <= table.number) {
+                    if last.0 != found.record.block || last.1.is_none() {
+                        let block = by_number.get(&found.record.block);
+                        last = (found.record.block, block.and_then(|n| Some((*n as u32, blocks.get(*n)?))));
+                    }
+                    let Some((block, of)) = last.1 else { continue };
+                    let page = u64::from(found.record.page);
+                    if page >= of.pages || of.stored.is_void(page, found.number) {
+                        continue;
+                    }
+                    records.push(Over {
+                        place: Place::new(position, found.offset, found.record.len),
+                        digest: found.record.digest,
+                        number: found.number,
+                        page: found.record.page,
+                        block,
+                    });
+                }
+                Ok(())
+            })?;
+        }
+        let uncovered = records.len() as u64;
+        let overlay = Overlay::new(records, &blocks);
+        recent.sort_by_key(|frame| std::cmp::Reverse((frame.number, frame.segment, frame.at)));
+        recent.retain(|frame| frame.number > from);
+        Ok(Self { number: table.number, segments, recent, uncovered, blocks, overlay, base })
+    }
+
+    /// Whether a base index helped.
+    pub fn has_base(&self) -> bool {
+        self.base.is_some()
+    }
+
+    /// Pages of block `block`, by position in the table.
+    pub fn pages(&self, block: usize) -> Option<u64> {
+        self.blocks.get(block).map(|block| block.pages)
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Where a page is. A page that nothing was stored of, and one beyond the block, is the default, which means zero.
+    ///
+    /// # Errors
+    /// When a part of the base index is damaged: build it anew without. The error says what is wrong with it.
+    pub fn find(&self, home: &Home, block: usize, page: u64) -> Result<Spot> {
+        let Some(block) = self.blocks.get(block) else { return Ok(Spot::default()) };
+        if page >= block.pages {
+            return Ok(Spot::default());
+        }
+        let over = self.overlay.find(block, page);
+        let over_spot = over.map_or(Spot::default(), |over| Spot { place: over.place, digest: over.digest });
+        let Some(base) = &self.base else { return Ok(over_spot) };
+        if over.is_some_and(|over| over.number > base.base.from) {
+            return Ok(over_spot);
+        }
+        let covers = |(_, pages): &(usize, u64)| page < *pages && !block.stored.is_void(page, base.base.from);
+        let Some((first, pages)) = block.base.filter(covers) else { return Ok(over_spot) };
+        let part = base.part(home, first, page / base::PART_PAGES, pages)?;
+        let spot = part.get((page % base::PART_PAGES) as usize).copied().unwrap_or_default();
+        // A page that was moved since: content of the same page with the same digest is the same.
+        let moved = |over: &&Over| over.digest == spot.digest && over.place.len() == spot.place.len();
+        if spot.place.is_stored() && over.filter(moved).is_some() {
+            return Ok(over_spot);
+        }
+        if spot.digest == 0 && !spot.place.is_stored() {
+            return Ok(spot);
+        }
+        match base.segments.get(spot.place.segment()) {
+            Some(Some(segment)) => {
+                let place = Place::new(*segment, spot.place.offset(), spot.place.len());
+                Ok(Spot { place, digest: spot.digest })
+            }
+            _ => {
+                let flaw = Flaw::bad(Structure::BasePart, 0, "it refers to a segment that is gone");
+                Err(StoreError::flaw(home.name(), &base.name, flaw))
+            }
+        }
+    }
+}
+
+impl Loaded {
+    fn part(&self, home: &Home, first: usize, part: u64, pages: u64) -> Result<&[Spot]> {
+        let number = first + part as usize;
+        let flawed = |flaw| StoreError::flaw(home.name(), &self.name, flaw);
+        let none = Flaw::bad(Structure::BaseTrailer, 0, "it has not as many parts as its blocks need");
+        let (slot, sum) = self.parts.get(number).zip(self.base.sums.get(number)).ok_or_else(|| flawed(none))?;
+        if let Some(loaded) = slot.get() {
+            return Ok(loaded);
+        }
+        // Parts are as long as a part can be, but for the last one of each block.
+        let before: u64 = self.offset_of(number);
+        let in_part = (pages - part * base::PART_PAGES).min(base::PART_PAGES);
+        let bytes = home.read_at(&self.file, &self.name, before, in_part as usize * base::SPOT_LEN)?;
+        let spots = base::decode_part(&bytes, *sum, before).map_err(flawed)?;
+        Ok(slot.get_or_init(|| spots))
+    }
+
+    /// Where part `number` begins: the parts follow one another, shorter ones as they are.
+    fn offset_of(&self, number: usize) -> u64 {
+        let mut at = base::HEADER_LEN;
+        let mut first = 0;
+        for (_, pages) in &self.base.blocks {
+            let parts = base::parts(*pages) as usize;
+            if number < first + parts {
+                return at + (number - first) as u64 * base::PART_PAGES * base::SPOT_LEN as u64;
+            }
+            first += parts;
+            at += pages * base::SPOT_LEN as u64;
+        }
+        at
+    }
+}
+
+/// The newest base index that is good for checkpoint `number`. One that is damaged is passed over with a warning.
+fn find_base(home: &Home, manifest: &Manifest, number: u64) -> Option<Loaded> {
+    let mut bases: Vec<_> = home
+        .disk
+        .list(names::INDEX)
+        .ok()?
+        .into_iter()
+        .filter_map(|(name, len)| names::parse_base(&name).map(|(slot, epoch)| (slot, epoch, len)))
+        .collect();
+    bases.sort_unstable();
+    for (slot, epoch, len) in bases.into_iter().rev() {
+        match load(home, manifest, number, &names::base(slot, epoch), len) {
+            Ok(Some(loaded)) => return Some(loaded),
+            Ok(None) => {}
+            Err(e) => tracing::warn!("{e}; the index is made from the directories instead"),
+        }
+    }
+    None
+}
+
+fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> Result<Option<Loaded>> {
+    let file = match home.disk.open(name) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(home.failed(name, "opening"))?,
+    };
+    let flawed = |flaw| StoreError::flaw(home.name(), name, flaw);
+    let header = Base::decode_header(&home.read_at(&file, name, 0, 80)?, home.id).map_err(flawed)?;
+    if header.to > number {
+        return Ok(None);
+    }
+    if header.trailer_at.checked_add(header.trailer_len).is_none_or(|end| end > len) {
+        return Err(flawed(Flaw::bad(Structure::BaseHeader, 0, "the file is shorter than it says")));
+    }
+    let trailer = home.read_at(&file, name, header.trailer_at, header.trailer_len as usize)?;
+    let base = Base::decode(&header, &trailer).map_err(flawed)?;
+    let spots: Option<u64> = base.blocks.iter().try_fold(0u64, |sum, (_, pages)| sum.checked_add(*pages));
+    let ends = spots.and_then(|spots| spots.checked_mul(base::SPOT_LEN as u64)?.checked_add(base::HEADER_LEN));
+    if ends != Some(header.trailer_at) {
+        return Err(flawed(Flaw::bad(
+            Structure::BaseTrailer,
+            header.trailer_at,
+            "its parts are not as long as its blocks",
+        )));
+    }
+    let there: HashMap<(u64, u64), usize> =
+        manifest.segments.iter().enumerate().map(|(n, extent)| ((extent.epoch, extent.number), n)).collect();
+    let segments = base.segments.iter().map(|extent| there.get(&(extent.epoch, extent.number)).copied()).collect();
+    let parts = base.sums.iter().map(|_| OnceLock::new()).collect();
+    Ok(Some(Loaded { name: name.to_owned(), file, base, segments, parts }))
+}
+
+/// Check that every base index of the store can be read, all of it; the flaws of those that cannot.
+pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreError>> {
+    let mut flaws = Vec::new();
+    let listed = home.disk.list(names::INDEX).map_err(home.failed(names::INDEX, "looking into the directory"))?;
+    for (name, len) in listed.into_iter().filter(|(name, _)| names::parse_base(name).is_some()) {
+        let name = format!("{}/{name}", names::INDEX);
+        let checked = load(home, manifest, u64::MAX, &name, len).and_then(|loaded| {
+            let Some(loaded) = loaded else { return Ok(()) };
+            let mut first = 0;
+            for (_, pages) in &loaded.base.blocks {
+                for part in 0..base::parts(*pages) {
+                    loaded.part(home, first, part, *pages)?;
+                }
+                first += base::parts(*pages) as usize;
+            }
+            Ok(())
+        });
+        flaws.extend(checked.err());
+    }
+    Ok(flaws)
+}
+
+/// Check the header of a segment and all directories in it.
+pub(crate) fn check_segment(home: &Home, extent: Extent) -> Result<u64> {
+    let mut pages = 0;
+    let file = open_checked(home, extent)?;
+    frames(home, extent, &file, 0, |_, directory| {
+        pages += u64::from(directory.header.count);
+        Ok(())
+    })?;
+    Ok(pages)
+}

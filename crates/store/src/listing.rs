@@ -1,0 +1,70 @@
+//! What is in a store, at a glance.
+
+use crate::error::{Result, StoreError};
+use crate::format::names;
+use crate::home::Home;
+use crate::image::{describe, kept_entry, table};
+use crate::log;
+use crate::types::{CheckpointInfo, Owner, Vm};
+use serde::{Deserialize, Serialize};
+
+/// What is in a store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listing {
+    /// The VM.
+    pub vm: Vm,
+    /// When the store was made, in microseconds since 1970.
+    pub created_us: u64,
+    /// The owner epoch.
+    pub epoch: u64,
+    /// The owner; `None` before the first.
+    pub owner: Option<Owner>,
+    /// The checkpoints that are kept, oldest first.
+    pub checkpoints: Vec<Listed>,
+    /// Bytes on the disk.
+    pub disk: u64,
+    /// Bytes of RAM at the newest checkpoint.
+    pub ram: u64,
+}
+
+/// A checkpoint that is kept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listed {
+    /// Its number.
+    pub number: u64,
+    /// What is known of it; `None` if that is damaged.
+    pub info: Option<CheckpointInfo>,
+    /// What is wrong with it.
+    pub error: Option<String>,
+}
+
+/// Look into a store.
+pub(crate) fn list(home: &Home) -> Result<Listing> {
+    let tail = log::tail(home)?;
+    let manifest = tail.state.map(|(_, manifest)| manifest).unwrap_or_default();
+    let look = |kept| {
+        let entry = kept_entry(home, &manifest, kept)?;
+        let table = table(home, &entry)?;
+        Ok::<_, StoreError>(describe(&entry, &table))
+    };
+    let checkpoints: Vec<Listed> = manifest
+        .kept
+        .iter()
+        .map(|kept| match look(*kept) {
+            Ok(info) => Listed { number: kept.number, info: Some(info), error: None },
+            Err(e) => Listed { number: kept.number, info: None, error: Some(e.to_string()) },
+        })
+        .collect();
+    let mut disk = 0;
+    for directory in ["", names::LOG, names::SEGMENTS, names::INDEX] {
+        let files = home.disk.list(directory).map_err(home.failed(directory, "looking into the directory"))?;
+        let subdirectory = |name: &str| [names::LOG, names::SEGMENTS, names::INDEX].contains(&name);
+        // The last entry of the log has two names.
+        let counts = |name: &str| !subdirectory(name) && names::parse_last(name).is_none();
+        disk += files.iter().filter(|(name, _)| counts(name)).map(|(_, len)| len.next_multiple_of(4096)).sum::<u64>();
+    }
+    let newest = checkpoints.iter().rev().find_map(|listed| listed.info.as_ref());
+    let ram = newest.map_or(0, |info| info.blocks.iter().map(|block| block.used).sum());
+    let owner = if tail.claim == 0 { None } else { Some(log::claim_in(home, tail.claim)?.owner) };
+    Ok(Listing { vm: home.vm.clone(), created_us: home.created_us, epoch: tail.epoch, owner, checkpoints, disk, ram })
+}

@@ -1,0 +1,95 @@
+//! Reading segments: open files, and the directories of their frames.
+
+use crate::disk::DiskFile;
+use crate::error::{Result, StoreError};
+use crate::format::manifest::Extent;
+use crate::format::segment::{
+    DIRECTORY_ROOM, Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, RECORD_LEN, check_header,
+};
+use crate::format::{Flaw, Structure, names};
+use crate::home::Home;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Open files at most: a process may have 1024 by default.
+const MOST_OPEN: usize = 256;
+
+/// Bytes of the beginning of a frame that are read at first: the directory of 512 pages.
+const USUAL: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
+
+/// Open segments, for reading.
+#[derive(Debug, Default)]
+pub(crate) struct Files {
+    open: Mutex<HashMap<(u64, u64), Arc<dyn DiskFile>>>,
+}
+
+impl Files {
+    /// A segment whose header was checked.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`], [`StoreError::Damaged`].
+    pub fn get(&self, home: &Home, extent: Extent) -> Result<Arc<dyn DiskFile>> {
+        let key = (extent.epoch, extent.number);
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = open.get(&key) {
+            return Ok(file.clone());
+        }
+        let file = open_checked(home, extent)?;
+        if open.len() >= MOST_OPEN {
+            open.clear();
+        }
+        open.insert(key, file.clone());
+        Ok(file)
+    }
+}
+
+/// Open a segment and check its header.
+pub(crate) fn open_checked(home: &Home, extent: Extent) -> Result<Arc<dyn DiskFile>> {
+    let name = names::segment(extent.epoch, extent.number);
+    let file = match home.disk.open(&name) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let needed = format!("{} bytes of pages in it count", extent.len);
+            return Err(StoreError::Missing { store: home.name().into(), file: name, needed });
+        }
+        other => other.map_err(home.failed(&name, "opening"))?,
+    };
+    let header = home.read_at(&file, &name, 0, 64)?;
+    check_header(&header, home.id, extent.epoch, extent.number)
+        .map_err(|flaw| StoreError::flaw(home.name(), &name, flaw))?;
+    Ok(file)
+}
+
+/// Give each frame of a segment from byte `from` on, as far as the segment counts, to `take`, which says whether it
+/// wants more.
+///
+/// # Errors
+/// Damage, by name.
+pub(crate) fn frames(
+    home: &Home,
+    extent: Extent,
+    file: &Arc<dyn DiskFile>,
+    from: u64,
+    mut take: impl FnMut(u64, &Directory<'_>) -> Result<()>,
+) -> Result<()> {
+    let name = names::segment(extent.epoch, extent.number);
+    let flawed = |flaw| StoreError::flaw(home.name(), &name, flaw);
+    let mut at = from.max(HEADER_LEN);
+    let mut buffer = vec![0; DIRECTORY_ROOM];
+    while at < extent.len {
+        // Most directories are short.
+        let front = buffer.get_mut(..USUAL).unwrap_or_default();
+        let mut found = file.read_at(front, at).map_err(home.failed(&name, "reading"))?;
+        let header = FrameHeader::decode(front.get(..found).unwrap_or_default(), at).map_err(flawed)?;
+        if header.data_offset() > found {
+            found = file.read_at(&mut buffer, at).map_err(home.failed(&name, "reading"))?;
+        }
+        let directory = Directory::decode(buffer.get(..found).unwrap_or_default(), at).map_err(flawed)?;
+        let next = directory.header.next(at);
+        if at + directory.header.len() > extent.len {
+            return Err(flawed(Flaw::bad(Structure::FrameDirectory, at, "the frame is longer than what counts")));
+        }
+        take(at, &directory)?;
+        at = next;
+    }
+    Ok(())
+}

@@ -1,0 +1,203 @@
+//! Tables with a value for every page of a block, of which only the parts that are used take memory: what a block
+//! table claims costs nothing until pages come.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Pages of a part.
+const PART: usize = 4096;
+
+fn split(page: u64) -> (usize, usize) {
+    ((page / PART as u64) as usize, (page % PART as u64) as usize)
+}
+
+fn parts(pages: u64) -> usize {
+    pages.div_ceil(PART as u64) as usize
+}
+
+/// Pages of part `part`: the last one is shorter.
+fn part_len(pages: u64, part: usize) -> usize {
+    pages.saturating_sub((part * PART) as u64).min(PART as u64) as usize
+}
+
+/// A value for every page; the default until one is set.
+#[derive(Debug, Clone)]
+pub(crate) struct Sparse<T> {
+    pages: u64,
+    parts: Vec<Option<Box<[T]>>>,
+}
+
+impl<T: Copy + Default + PartialEq> Sparse<T> {
+    /// For a block of `pages` pages.
+    pub fn new(pages: u64) -> Self {
+        Self { pages, parts: vec![None; parts(pages)] }
+    }
+
+    /// How many pages there are.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Make room for `pages` pages, if there are fewer.
+    pub fn grow(&mut self, pages: u64) {
+        let last = self.parts.len().saturating_sub(1);
+        self.pages = self.pages.max(pages);
+        self.parts.resize(parts(self.pages), None);
+        let len = part_len(self.pages, last);
+        if let Some(Some(part)) = self.parts.get_mut(last) {
+            let mut values = std::mem::take(part).into_vec();
+            values.resize(len, T::default());
+            *part = values.into_boxed_slice();
+        }
+    }
+
+    /// The value of a page; the default beyond the end.
+    pub fn get(&self, page: u64) -> T {
+        let (part, within) = split(page);
+        self.parts.get(part).and_then(|part| part.as_ref()?.get(within)).copied().unwrap_or_default()
+    }
+
+    /// The place of a page's value, `None` beyond the end.
+    pub fn get_mut(&mut self, page: u64) -> Option<&mut T> {
+        if page >= self.pages {
+            return None;
+        }
+        let (part, within) = split(page);
+        let len = part_len(self.pages, part);
+        let part = self.parts.get_mut(part)?;
+        part.get_or_insert_with(|| vec![T::default(); len].into_boxed_slice()).get_mut(within)
+    }
+
+    /// The pages from `from` on that have a value other than the default.
+    pub fn set_from(&self, from: u64) -> impl Iterator<Item = (u64, T)> + '_ {
+        let (first, within) = split(from);
+        self.parts.iter().enumerate().skip(first).flat_map(move |(number, part)| {
+            let skip = if number == first { within } else { 0 };
+            let values = part.iter().flat_map(|values| values.iter().enumerate()).skip(skip);
+            values
+                .filter(|(_, value)| **value != T::default())
+                .map(move |(within, value)| ((number * PART + within) as u64, *value))
+        })
+    }
+}
+
+/// The digests of the pages of a block: set by the one who commits, looked at by the one who sends.
+#[derive(Debug)]
+pub(crate) struct Digests {
+    pages: u64,
+    parts: Vec<OnceLock<Box<[AtomicU64]>>>,
+}
+
+impl Digests {
+    /// For a block of `pages` pages, all 0.
+    pub fn new(pages: u64) -> Self {
+        Self { pages, parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// These, for a block of `pages` pages.
+    pub fn resized(&self, pages: u64) -> Self {
+        let new = Self::new(pages);
+        for (number, (old, new)) in self.parts.iter().zip(&new.parts).enumerate() {
+            if let Some(values) = old.get() {
+                let values = values.iter().map(|value| value.load(Ordering::Relaxed)).chain(std::iter::repeat(0));
+                let _ = new.set(values.take(part_len(pages, number)).map(AtomicU64::new).collect());
+            }
+        }
+        new
+    }
+
+    /// The digest of a page; 0 beyond the end.
+    pub fn get(&self, page: u64) -> u64 {
+        let (part, within) = split(page);
+        let value = self.parts.get(part).and_then(|part| part.get()?.get(within));
+        value.map_or(0, |value| value.load(Ordering::Relaxed))
+    }
+
+    /// Set the digest of a page.
+    pub fn set(&self, page: u64, digest: u64) {
+        let (part, within) = split(page);
+        let len = part_len(self.pages, part);
+        let Some(part) = self.parts.get(part) else { return };
+        if digest == 0 && part.get().is_none() {
+            return;
+        }
+        let values = part.get_or_init(|| std::iter::repeat_with(|| AtomicU64::new(0)).take(len).collect());
+        if let Some(value) = values.get(within) {
+            value.store(digest, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A set of pages of a block.
+#[derive(Debug, Default)]
+pub(crate) struct PageSet {
+    words: Vec<u64>,
+}
+
+impl PageSet {
+    /// Put a page in; whether it was not there before.
+    pub fn insert(&mut self, page: u64) -> bool {
+        let (word, bit) = ((page / 64) as usize, 1 << (page % 64));
+        if self.words.len() <= word {
+            self.words.resize(word + 1, 0);
+        }
+        let Some(word) = self.words.get_mut(word) else { return false };
+        let new = *word & bit == 0;
+        *word |= bit;
+        new
+    }
+
+    /// Whether a page is in it.
+    pub fn contains(&self, page: u64) -> bool {
+        self.words.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
+    }
+
+    /// Take all out.
+    pub fn clear(&mut self) {
+        self.words.iter_mut().for_each(|word| *word = 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    proptest! {
+        #[test]
+        fn they_are_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
+            let mut sparse = Sparse::<u64>::new(10_000);
+            let digests = Digests::new(10_000);
+            // Before the end grows, and in the part that grows.
+            for page in [9_000, 9_999] {
+                *sparse.get_mut(page).unwrap() = 7;
+                digests.set(page, 7);
+            }
+            sparse.grow(18_000);
+            let digests = digests.resized(18_000);
+            let mut pages = PageSet::default();
+            let mut map = BTreeMap::from([(9_000, 7), (9_999, 7)]);
+            let mut seen = BTreeSet::new();
+            for (page, value) in sets {
+                prop_assert_eq!(pages.insert(page), seen.insert(page));
+                match sparse.get_mut(page) {
+                    Some(place) => *place = value,
+                    None => prop_assert!(page >= 18_000),
+                }
+                if page < 18_000 {
+                    digests.set(page, value);
+                    map.insert(page, value);
+                }
+            }
+            let found: Vec<_> = sparse.set_from(from).collect();
+            let want: Vec<_> = map.range(from..).map(|(page, value)| (*page, *value)).collect();
+            prop_assert_eq!(found, want);
+            for page in 0..20_000 {
+                let want = map.get(&page).copied().unwrap_or(0);
+                prop_assert_eq!((sparse.get(page), digests.get(page)), (want, want));
+                prop_assert_eq!(pages.contains(page), seen.contains(&page));
+            }
+        }
+    }
+}

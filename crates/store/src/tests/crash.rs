@@ -1,0 +1,170 @@
+//! Killed, or the power gone, after every step there is: with everything that was not synced kept, lost, or torn, in every
+//! legal way that there is or, where those are too many, in many of them.
+
+use super::disk::{Fate, MemoryDisk, Op};
+use super::model::{Change, Expected, Model, check_image, image, open};
+use crate::error::StoreError;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{TestRng, TestRunner};
+use std::collections::BTreeMap;
+
+/// What was true after a step.
+#[derive(Debug, Clone)]
+struct Mark {
+    step: usize,
+    model: Model,
+}
+
+/// All that should ever have been committed, and when.
+struct Story {
+    ops: Vec<Op>,
+    marks: Vec<Mark>,
+    all: BTreeMap<u64, Expected>,
+}
+
+fn change(n: u64) -> Change {
+    let ram = if n % 5 == 3 { 22 } else { 30 };
+    let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % ram, (n + i) % 9)).collect();
+    Change { blocks: vec![("ram", ram), ("bios", 3)], pages }
+}
+
+/// A life with everything in it: creation, checkpoints, compactions, base indices, another owner.
+fn story(keep: u32) -> Story {
+    let disk = MemoryDisk::default();
+    let mut model = Model { keep, ..Model::default() };
+    let mut marks = vec![Mark { step: 0, model: model.clone() }];
+    let mut all = BTreeMap::new();
+    let mut engine = open(&disk, keep).unwrap();
+    let mut compactions = 0;
+    for n in 0..9 {
+        // Before the commit begins nothing of it may be there, after it all must.
+        model.commit(&mut engine, &change(n)).unwrap();
+        all.insert(model.newest(), model.checkpoints[&model.newest()].clone());
+        marks.push(Mark { step: disk.steps(), model: model.clone() });
+        engine.tidy();
+        match n {
+            2 | 6 => engine.settle().unwrap(),
+            4 => {
+                drop(engine);
+                engine = open(&disk, keep).unwrap();
+            }
+            3 | 5 | 7 => {
+                engine.compact().unwrap();
+                compactions += 1;
+            }
+            _ => {
+                for _ in 0..5 {
+                    engine.work();
+                }
+            }
+        }
+    }
+    assert_eq!(compactions, 3);
+    Story { ops: disk.ops(), marks, all }
+}
+
+impl Story {
+    /// After a crash when `count` steps were done: what must be there, and what may be.
+    fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, goes_on: bool, what: &str) {
+        let disk = MemoryDisk::after_crash(&self.ops, count, fate);
+        let before = self.marks.iter().rev().find(|mark| mark.step <= count).unwrap();
+        let next = self.marks.iter().find(|mark| mark.step > count);
+        let context = || format!("{what}, after step {count} ({:?} next)", self.ops.get(count).map(short));
+        let least = before.model.newest();
+        let found = match image(&disk, None) {
+            Ok(image) => {
+                let number = image.info().number;
+                check_image(&image, number, &self.all[&number]);
+                number
+            }
+            Err(StoreError::Empty { .. } | StoreError::NotAStore { .. }) => 0,
+            Err(e) => panic!("{}: {e}", context()),
+        };
+        let most = next.map_or(least, |mark| mark.model.newest());
+        assert!((least..=most).contains(&found), "{}: {found}, not {least} or {most}", context());
+        // The next owner goes on from there.
+        let mut engine = open(&disk, before.model.keep).unwrap_or_else(|e| panic!("{}: {e}", context()));
+        assert_eq!(engine.newest(), found, "{}", context());
+        let mut model = if found == least { before.model.clone() } else { next.unwrap().model.clone() };
+        model.check(&disk);
+        if !goes_on {
+            return;
+        }
+        for n in 20..22 {
+            model.commit(&mut engine, &change(n)).unwrap_or_else(|e| panic!("{}: {e}", context()));
+            engine.tidy();
+        }
+        engine.compact().unwrap_or_else(|e| panic!("{}: {e}", context()));
+        model.check(&disk);
+        // And leaves nothing behind that nobody needs.
+        drop(engine);
+        drop(open(&disk, before.model.keep).unwrap());
+        let left: Vec<_> = disk.names().into_iter().filter(|name| name.contains("new-")).collect();
+        assert_eq!(left, Vec::<String>::new(), "{}", context());
+    }
+}
+
+fn short(op: &Op) -> String {
+    match op {
+        Op::Write(file, at, bytes) => format!("Write({file}, {at}, {} bytes)", bytes.len()),
+        other => format!("{other:?}"),
+    }
+}
+
+#[test]
+fn killed_at_every_step() {
+    for keep in [1, 3] {
+        let story = story(keep);
+        for count in 0..=story.ops.len() {
+            story.check(count, &BTreeMap::new(), true, "killed");
+            // In the middle of a write.
+            if let Some(Op::Write(..)) = story.ops.get(count) {
+                for sectors in [1, 0x5555_5555_5555_5555] {
+                    story.check(count + 1, &BTreeMap::from([(count, Fate::Torn(sectors))]), false, "killed in a write");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn power_lost_at_every_step() {
+    for keep in [1, 3] {
+        let story = story(keep);
+        for count in 0..=story.ops.len() {
+            let volatile = MemoryDisk::volatile(&story.ops, count);
+            let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
+            story.check(count, &all_lost, true, "all lost");
+            for step in &volatile {
+                let lost = BTreeMap::from([(*step, Fate::Lost)]);
+                story.check(count, &lost, false, &format!("step {step} lost"));
+                let mut kept = all_lost.clone();
+                kept.remove(step);
+                story.check(count, &kept, false, &format!("only step {step} kept"));
+            }
+        }
+    }
+}
+
+#[test]
+fn power_lost_at_any_step_with_any_mixture() {
+    let stories = [story(1), story(3)];
+    let mut runner = TestRunner::new_with_rng(
+        ProptestConfig::default(),
+        TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+    );
+    let fates = proptest::collection::vec(
+        prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)],
+        64,
+    );
+    for n in 0..1500 {
+        let (which, count, fates) =
+            (0usize..2, any::<prop::sample::Index>(), fates.clone()).new_tree(&mut runner).unwrap().current();
+        let story = &stories[which];
+        let count = count.index(story.ops.len() + 1);
+        let volatile = MemoryDisk::volatile(&story.ops, count);
+        let fate: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
+        story.check(count, &fate, n % 4 == 0, &format!("{fate:?}"));
+    }
+}

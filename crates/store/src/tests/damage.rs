@@ -1,0 +1,203 @@
+//! Bits that flip and files that go: named, or mended, but never another content.
+
+use super::disk::MemoryDisk;
+use super::model::{Change, Model, check_image, content, image, open};
+use crate::error::StoreError;
+use crate::format::{Structure, names};
+use crate::home::Home;
+use crate::types::PAGE_SIZE;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+fn change(n: u64) -> Change {
+    let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
+    Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
+}
+
+/// A store with three checkpoints, moved pages and a base index.
+fn store() -> (MemoryDisk, Model) {
+    let disk = MemoryDisk::default();
+    let mut model = Model { keep: 3, ..Model::default() };
+    let mut engine = open(&disk, 3).unwrap();
+    for n in 0..6 {
+        model.commit(&mut engine, &change(n)).unwrap();
+        engine.tidy();
+        if n == 3 {
+            engine.compact().unwrap();
+            engine.settle().unwrap();
+        }
+    }
+    model.commit(&mut engine, &change(6)).unwrap();
+    engine.settle().unwrap();
+    engine.tidy();
+    drop(engine);
+    model.check(&disk);
+    (disk.copy(), model)
+}
+
+/// Read all that there is: every page is as it should be, or its checkpoint or itself fails. The errors.
+fn read_all(disk: &MemoryDisk, model: &Model) -> Vec<StoreError> {
+    let mut errors = Vec::new();
+    let newest = image(disk, None);
+    if let Ok(image) = &newest {
+        assert_eq!(image.info().number, model.newest(), "another checkpoint is taken for the newest");
+    }
+    errors.extend(newest.err());
+    for (number, expected) in &model.checkpoints {
+        let image = match image(disk, Some(*number)) {
+            Ok(image) => image,
+            Err(e) => {
+                errors.push(e);
+                continue;
+            }
+        };
+        match image.section(crate::format::entry::Section::Devices) {
+            Ok(devices) => assert_eq!(devices, expected.devices),
+            Err(e) => errors.push(e),
+        }
+        for (position, (block, pages)) in expected.blocks.iter().enumerate() {
+            for page in 0..block.pages() {
+                let mut found = [1; PAGE_SIZE];
+                match image.read_page(position, page, &mut found) {
+                    Ok(()) => assert!(found == content(pages.get(&page).copied().unwrap_or(0)), "a wrong page"),
+                    Err(e) => errors.push(e),
+                }
+            }
+        }
+    }
+    errors
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
+    let (disk, model) = store();
+    let mut seen = BTreeSet::new();
+    for name in disk.names() {
+        let len = disk.content(&name).len();
+        // All of the beginning, where the structures are, and some of the rest.
+        let bytes = (0..len.min(400)).chain((400..len).step_by(61)).chain(len.saturating_sub(30)..len);
+        for byte in bytes {
+            let bad = disk.copy();
+            bad.change(&name, |content| content[byte] ^= 1 << (byte % 8));
+            for e in read_all(&bad, &model) {
+                let text = e.to_string();
+                assert!(text.contains(name.trim_start_matches("log/last-")), "{text} does not name {name}");
+                match e {
+                    StoreError::Damaged { structure, .. } => drop(seen.insert(structure.to_string())),
+                    StoreError::Page { .. } => drop(seen.insert("page".into())),
+                    other => panic!("byte {byte} of {name}: {other}"),
+                }
+            }
+            // The writer either goes on from what is right, or names what is not.
+            if byte % 7 == 0
+                && let Err(e) = open(&bad, 3)
+            {
+                assert!(matches!(e, StoreError::Damaged { .. }), "byte {byte} of {name}: {e}");
+            }
+        }
+    }
+    let all = [
+        Structure::Superblock,
+        Structure::SegmentHeader,
+        Structure::FrameDirectory,
+        Structure::EntryHeader,
+        Structure::EntryFooter,
+        Structure::Manifest,
+        Structure::Checkpoint,
+        Structure::Devices,
+    ];
+    for structure in all.map(|structure| structure.to_string()) {
+        assert!(seen.contains(&structure), "{structure} was never found to be damaged: {seen:?}");
+    }
+    assert!(seen.contains("page"));
+}
+
+#[test]
+fn a_damaged_base_index_is_made_anew() {
+    let (disk, model) = store();
+    let bases: Vec<_> = disk.names().into_iter().filter(|name| name.starts_with(names::INDEX)).collect();
+    assert!(!bases.is_empty());
+    assert!(image(&disk, None).unwrap().has_base());
+    for byte in [0, 9, 40, 79, 4096, 4200, 5000] {
+        let bad = disk.copy();
+        for base in &bases {
+            let len = bad.content(base).len();
+            bad.change(base, |content| content[byte % len] ^= 4);
+        }
+        assert_eq!(read_all(&bad, &model).len(), 0, "byte {byte}");
+        let mut engine = open(&bad, 3).unwrap();
+        let mut model = model.clone();
+        model.commit(&mut engine, &change(8)).unwrap();
+        model.check(&bad);
+    }
+    for base in &bases {
+        disk.delete(base);
+    }
+    assert!(!image(&disk, None).unwrap().has_base());
+    model.check(&disk);
+}
+
+#[test]
+fn a_file_that_is_gone_is_named() {
+    let (disk, model) = store();
+    for name in disk.names() {
+        let bad = disk.copy();
+        bad.delete(&name);
+        let errors = read_all(&bad, &model);
+        if name.starts_with(names::INDEX) || name.starts_with("log/last-") {
+            assert_eq!(errors.len(), 0);
+        } else if name == names::SUPERBLOCK {
+            assert!(errors.iter().all(|e| matches!(e, StoreError::NotAStore { .. })));
+            assert!(!errors.is_empty());
+        } else {
+            for e in &errors {
+                assert!(matches!(e, StoreError::Missing { file, .. } if *file == name), "{name}: {e}");
+            }
+            // All but claims and what only the owner needs.
+            let entry = name.strip_prefix("log/").and_then(names::parse_entry);
+            let claim = entry.is_some_and(|slot| crate::log::claim_in(&home(&disk), slot).is_ok());
+            assert!(claim || !errors.is_empty(), "{name} is not missed");
+        }
+    }
+}
+
+fn home(disk: &MemoryDisk) -> Home {
+    Home::open(Arc::new(disk.clone()), None).unwrap()
+}
+
+#[test]
+fn what_cannot_be_opened_is_named() {
+    let (disk, _) = store();
+    // A newer version, with a checksum that is right.
+    let newer = disk.copy();
+    newer.change(names::SUPERBLOCK, |block| {
+        block[16] = 2;
+        let (content, sum) = block.split_last_chunk_mut::<8>().unwrap();
+        *sum = crate::format::checksum(content).to_le_bytes();
+    });
+    let e = image(&newer, None).unwrap_err();
+    assert!(matches!(e, StoreError::Newer { found: 2, known: 1, .. }), "{e}");
+    // Another VM.
+    let e = Home::open(Arc::new(disk.copy()), Some(uuid::Uuid::from_u128(1))).unwrap_err();
+    assert!(matches!(&e, StoreError::OtherVm { found, .. } if found.name == "web"), "{e}");
+    // A checkpoint that is not there.
+    let e = image(&disk, Some(1)).unwrap_err();
+    assert!(e.to_string().contains("kept are 5, 6, 7"), "{e}");
+    // Something else.
+    let other = MemoryDisk::default();
+    assert!(matches!(image(&other, None).unwrap_err(), StoreError::NotAStore { .. }));
+    drop(crate::disk::Disk::create(&other, "holiday.jpg").unwrap());
+    let e = open(&other, 1).unwrap_err();
+    assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "holiday.jpg"), "{e}");
+    // With the newest entry damaged an older checkpoint can still be had, if it is asked for.
+    let bad = MemoryDisk::default();
+    let mut model = Model { keep: 9, ..Model::default() };
+    let mut engine = open(&bad, 9).unwrap();
+    for n in 0..3 {
+        model.commit(&mut engine, &change(n)).unwrap();
+    }
+    bad.change(&names::entry(engine.slot()), |content| content[20] ^= 1);
+    assert!(matches!(image(&bad, None).unwrap_err(), StoreError::Damaged { .. }));
+    assert!(matches!(image(&bad, Some(3)).unwrap_err(), StoreError::Damaged { .. }));
+    check_image(&image(&bad, Some(2)).unwrap(), 2, &model.checkpoints[&2]);
+}

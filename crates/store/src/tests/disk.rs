@@ -1,0 +1,362 @@
+//! A disk in memory. It records what is done, can make of that every state that a crash may leave, and can refuse to work.
+
+use crate::disk::{Disk, DiskFile};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Op {
+    Mkdir(String),
+    Create(String, usize),
+    Link(String, usize),
+    Remove(String),
+    Write(usize, u64, Vec<u8>),
+    Truncate(usize, u64),
+    Sync(usize),
+    SyncDirectory(String),
+}
+
+/// What becomes of a step that no sync has made durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Kept,
+    Lost,
+    /// Of a write: only the 512-byte sectors whose bit is set, going round.
+    Torn(u64),
+}
+
+/// What the disk refuses from some step on.
+#[derive(Debug, Clone, Copy)]
+pub struct Refusal {
+    /// Steps that still work.
+    pub after: usize,
+    pub error: rustix::io::Errno,
+    /// Whether a refused write is written half.
+    pub half: bool,
+    /// How many are refused; then all is well again.
+    pub count: usize,
+}
+
+/// Something that happens just before a step: somebody else is faster.
+pub type Meanwhile = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Hook(Option<(usize, Meanwhile)>);
+
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
+#[derive(Debug, Default, Clone)]
+struct State {
+    directories: BTreeSet<String>,
+    names: BTreeMap<String, usize>,
+    files: Vec<Vec<u8>>,
+    ops: Vec<Op>,
+    refusal: Option<Refusal>,
+    most: u64,
+}
+
+/// A disk in memory. Clones are the same disk.
+#[derive(Debug, Default, Clone)]
+pub struct MemoryDisk(Arc<Mutex<State>>, Arc<Mutex<Hook>>);
+
+#[derive(Debug)]
+struct MemoryFile(MemoryDisk, usize);
+
+fn parent(name: &str) -> &str {
+    name.rsplit_once('/').map_or("", |(parent, _)| parent)
+}
+
+fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
+    let end = offset as usize + bytes.len();
+    if file.len() < end {
+        file.resize(end, 0);
+    }
+    file[offset as usize..end].copy_from_slice(bytes);
+}
+
+impl MemoryDisk {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+
+    /// Steps taken so far.
+    pub fn ops(&self) -> Vec<Op> {
+        self.state().ops.clone()
+    }
+
+    pub fn steps(&self) -> usize {
+        self.state().ops.len()
+    }
+
+    /// Refuse steps from now on.
+    pub fn refuse(&self, refusal: Refusal) {
+        self.state().refusal = Some(refusal);
+    }
+
+    pub fn relent(&self) {
+        self.state().refusal = None;
+    }
+
+    /// Whether something was refused.
+    pub fn has_refused(&self) -> bool {
+        self.state().refusal.is_some_and(|refusal| refusal.after == 0)
+    }
+
+    /// The same disk, seen by somebody who can be interrupted.
+    pub fn handle(&self) -> Self {
+        Self(self.0.clone(), Arc::default())
+    }
+
+    /// Before the `after`-th step from now on that is made through this handle, `meanwhile` happens.
+    pub fn interrupt(&self, after: usize, meanwhile: Meanwhile) {
+        self.1.lock().unwrap().0 = Some((after, meanwhile));
+    }
+
+    /// The most bytes that all files with a name together ever had.
+    pub fn most(&self) -> u64 {
+        self.state().most
+    }
+
+    /// The same content, apart from this one, with nothing recorded.
+    pub fn copy(&self) -> Self {
+        let mut state = self.state().clone();
+        state.ops.clear();
+        state.refusal = None;
+        Self(Arc::new(Mutex::new(state)), Arc::default())
+    }
+
+    /// Change a file behind the store's back.
+    pub fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.state();
+        let file = state.names[name];
+        change(&mut state.files[file]);
+    }
+
+    pub fn delete(&self, name: &str) {
+        assert!(self.state().names.remove(name).is_some(), "{name}");
+    }
+
+    /// Names of all files.
+    pub fn names(&self) -> Vec<String> {
+        self.state().names.keys().cloned().collect()
+    }
+
+    pub fn content(&self, name: &str) -> Vec<u8> {
+        let state = self.state();
+        state.files[state.names[name]].clone()
+    }
+
+    /// Which of the first `count` steps are not durable when the power goes then.
+    pub fn volatile(ops: &[Op], count: usize) -> Vec<usize> {
+        let (mut files, mut directories) = (BTreeSet::new(), BTreeSet::new());
+        let mut volatile = Vec::new();
+        for (n, op) in ops[..count].iter().enumerate().rev() {
+            let durable = match op {
+                Op::Sync(file) => {
+                    files.insert(*file);
+                    true
+                }
+                Op::SyncDirectory(name) => {
+                    directories.insert(name.clone());
+                    true
+                }
+                Op::Write(file, ..) | Op::Truncate(file, _) => files.contains(file),
+                Op::Mkdir(name) | Op::Create(name, _) | Op::Link(name, _) | Op::Remove(name) => {
+                    directories.contains(parent(name))
+                }
+            };
+            if !durable {
+                volatile.push(n);
+            }
+        }
+        volatile.reverse();
+        volatile
+    }
+
+    /// What is there after the power went when `count` of `ops` were done, starting from an empty disk, with `fate` for
+    /// each step that was not durable.
+    pub fn after_crash(ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+        let mut state = State::default();
+        for (n, op) in ops[..count].iter().enumerate() {
+            let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
+            // A file exists, without a name, whether its name is kept or not.
+            if let Op::Create(_, file) = op {
+                state.files.resize(state.files.len().max(file + 1), Vec::new());
+            }
+            if fate == Fate::Lost {
+                continue;
+            }
+            match op {
+                Op::Mkdir(name) => drop(state.directories.insert(name.clone())),
+                Op::Create(name, file) | Op::Link(name, file) => drop(state.names.insert(name.clone(), *file)),
+                Op::Remove(name) => drop(state.names.remove(name)),
+                Op::Write(file, offset, bytes) => match fate {
+                    Fate::Torn(sectors) => {
+                        for (sector, chunk) in bytes.chunks(512).enumerate() {
+                            if sectors >> (sector % 64) & 1 == 1 {
+                                write_into(&mut state.files[*file], offset + sector as u64 * 512, chunk);
+                            }
+                        }
+                    }
+                    _ => write_into(&mut state.files[*file], *offset, bytes),
+                },
+                Op::Truncate(file, len) => state.files[*file].truncate(*len as usize),
+                Op::Sync(_) | Op::SyncDirectory(_) => {}
+            }
+        }
+        let State { names, directories, .. } = &mut state;
+        names.retain(|name, _| parent(name).is_empty() || directories.contains(parent(name)));
+        Self(Arc::new(Mutex::new(state)), Arc::default())
+    }
+
+    fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
+        let due = match &mut *self.1.lock().unwrap() {
+            Hook(Some((0, _))) => true,
+            Hook(Some((after, _))) => {
+                *after -= 1;
+                false
+            }
+            Hook(None) => false,
+        };
+        if due {
+            let hook = self.1.lock().unwrap().0.take();
+            if let Some((_, meanwhile)) = hook {
+                meanwhile();
+            }
+        }
+        // Somebody may have been faster.
+        if let Op::Create(name, _) | Op::Link(name, _) = &op
+            && self.state().names.contains_key(name)
+        {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let mut state = self.state();
+        if let Some(refusal) = &mut state.refusal {
+            if refusal.after == 0 && refusal.count > 0 {
+                refusal.count -= 1;
+                let Refusal { error, half, .. } = *refusal;
+                if let (true, Op::Write(file, offset, bytes)) = (half, &op) {
+                    let part = bytes[..bytes.len() / 2].to_vec();
+                    write_into(&mut state.files[*file], *offset, &part);
+                    state.ops.push(Op::Write(*file, *offset, part));
+                }
+                return Err(error.into());
+            }
+            refusal.after = refusal.after.saturating_sub(1);
+        }
+        match &op {
+            Op::Mkdir(name) => drop(state.directories.insert(name.clone())),
+            Op::Create(name, file) | Op::Link(name, file) => drop(state.names.insert(name.clone(), *file)),
+            Op::Remove(name) => drop(state.names.remove(name)),
+            Op::Write(file, offset, bytes) => write_into(&mut state.files[*file], *offset, bytes),
+            Op::Truncate(file, len) => state.files[*file].truncate(*len as usize),
+            Op::Sync(_) | Op::SyncDirectory(_) => {}
+        }
+        state.ops.push(op);
+        let used =
+            state.names.values().collect::<BTreeSet<_>>().iter().map(|file| state.files[**file].len() as u64).sum();
+        state.most = state.most.max(used);
+        Ok(state)
+    }
+}
+
+impl DiskFile for MemoryFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let state = self.0.state();
+        let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
+        let len = file.len().min(buffer.len());
+        buffer[..len].copy_from_slice(&file[..len]);
+        Ok(len)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.0.step(Op::Write(self.1, offset, bytes.to_vec())).map(drop)
+    }
+
+    fn start_writeback(&self, _: u64, _: u64) {}
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.step(Op::Sync(self.1)).map(drop)
+    }
+
+    fn truncate(&self, len: u64) -> io::Result<()> {
+        self.0.step(Op::Truncate(self.1, len)).map(drop)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.state().files[self.1].len() as u64)
+    }
+}
+
+impl Disk for MemoryDisk {
+    fn name(&self) -> &str {
+        "memory"
+    }
+
+    fn create_directory(&self, name: &str) -> io::Result<()> {
+        if self.state().directories.contains(name) {
+            return Ok(());
+        }
+        self.step(Op::Mkdir(name.into())).map(drop)
+    }
+
+    fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>> {
+        let state = self.state();
+        if !name.is_empty() && !state.directories.contains(name) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let files = state.names.iter().map(|(name, file)| (name, state.files[*file].len() as u64));
+        let all = files.chain(state.directories.iter().filter(|name| !name.is_empty()).map(|name| (name, 0)));
+        let here = all.filter(|(full, _)| parent(full) == name);
+        Ok(here.map(|(full, len)| (full.rsplit('/').next().unwrap().to_owned(), len)).collect())
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let file = {
+            let mut state = self.state();
+            if state.names.contains_key(name) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            if !parent(name).is_empty() && !state.directories.contains(parent(name)) {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            state.files.push(Vec::new());
+            state.files.len() - 1
+        };
+        drop(self.step(Op::Create(name.into(), file))?);
+        Ok(Arc::new(MemoryFile(self.clone(), file)))
+    }
+
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let file = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
+        Ok(Arc::new(MemoryFile(self.clone(), file)))
+    }
+
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        let file = {
+            let state = self.state();
+            if state.names.contains_key(to) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            state.names.get(from).copied().ok_or(io::ErrorKind::NotFound)?
+        };
+        self.step(Op::Link(to.into(), file)).map(drop)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        if !self.state().names.contains_key(name) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        self.step(Op::Remove(name.into())).map(drop)
+    }
+
+    fn sync_directory(&self, name: &str) -> io::Result<()> {
+        self.step(Op::SyncDirectory(name.into())).map(drop)
+    }
+}

@@ -1,0 +1,171 @@
+//! Owners: the older one is refused, by name, wherever it was when the newer one came.
+
+use super::disk::MemoryDisk;
+use super::model::{Change, Model, open, open_as, owner_of, send};
+use crate::engine::{Engine, State};
+use crate::error::Result;
+use std::sync::{Arc, Mutex};
+
+fn change(n: u64) -> Change {
+    let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
+    Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
+}
+
+fn refused(result: Result<impl std::fmt::Debug>, mine: u64, epoch: u64) {
+    let e = result.unwrap_err();
+    assert_eq!(owner_of(&e), Some((mine, epoch, "restore web")), "{e}");
+    let text = e.to_string();
+    assert!(text.contains("restore web") && text.contains(&format!("process {}", std::process::id())), "{text}");
+}
+
+/// A store with five checkpoints, the handle through which its owner, of epoch 1, sees it, and that owner.
+fn begun(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
+    let disk = MemoryDisk::default();
+    let slow = disk.handle();
+    let mut model = Model { keep, ..Model::default() };
+    let mut old = open(&slow, keep).unwrap();
+    for n in 0..5 {
+        model.commit(&mut old, &change(n)).unwrap();
+        old.tidy();
+    }
+    (disk, slow, old, model)
+}
+
+#[test]
+fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
+    let (disk, _, mut old, mut model) = begun(2);
+    // Its checkpoint is all but committed when the other one comes.
+    let blocks = model.after(&change(5)).blocks.into_iter().map(|(block, _)| block).collect();
+    let begun = old.begin(blocks).unwrap();
+    send(&mut old, &[(begun[0].number, 3, 8)]);
+    let mut new = open_as(&disk, 2, "restore web", None).unwrap();
+    assert_eq!(new.owner().epoch, 2);
+    refused(old.commit(&State::default(), 0), 1, 2);
+    for n in 6..14 {
+        model.commit(&mut new, &change(n)).unwrap();
+        new.tidy();
+        new.compact().unwrap();
+        refused(old.begin(vec![]), 1, 2);
+        refused(old.compact(), 1, 2);
+        model.check(&disk);
+    }
+}
+
+#[test]
+fn whoever_asks_for_an_epoch_that_is_over_is_refused() {
+    let (disk, ..) = begun(2);
+    drop(open_as(&disk, 2, "protect web", Some(1)).unwrap());
+    drop(open_as(&disk, 2, "restore web", None).unwrap());
+    refused(open_as(&disk, 2, "protect web", Some(2)), 2, 3);
+    assert_eq!(open_as(&disk, 2, "protect web", Some(3)).unwrap().owner().epoch, 4);
+}
+
+/// What the new owner sees, once it has come.
+type Seen = Arc<Mutex<Option<(Engine, Model)>>>;
+
+/// Another owner takes over, and works, before the `after`-th step that is made through `slow`. The old one, with what it
+/// has committed, may meanwhile be about to commit `also`.
+fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, after: usize) -> Seen {
+    let seen = Seen::default();
+    let (plain, there) = (disk.clone(), seen.clone());
+    let meanwhile = move || {
+        let mut model = old;
+        let mut new = open_as(&plain, model.keep, "restore web", None).unwrap();
+        if new.newest() > model.newest() {
+            // The old one's checkpoint has come first, and counts.
+            assert_eq!(new.newest(), model.newest() + 1);
+            let expected = model.after(&also);
+            model.checkpoints.insert(new.newest(), expected);
+            if model.checkpoints.len() > model.keep as usize {
+                model.checkpoints.pop_first();
+            }
+        }
+        model.check(&plain);
+        for n in 10..12 {
+            model.commit(&mut new, &change(n)).unwrap();
+            new.tidy();
+        }
+        new.compact().unwrap();
+        model.commit(&mut new, &change(12)).unwrap();
+        new.settle().unwrap();
+        *there.lock().unwrap() = Some((new, model));
+    };
+    slow.interrupt(after, Box::new(meanwhile));
+    seen
+}
+
+#[test]
+fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
+    for keep in [1, 3] {
+        for after in 0.. {
+            let (disk, slow, mut old, model) = begun(keep);
+            let seen = take_over(&disk, &slow, model.clone(), change(5), after);
+            let stalled = model.clone().commit(&mut old, &change(5));
+            old.tidy();
+            let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
+                stalled.unwrap();
+                assert!(after > 8, "a commit has more steps than {after}");
+                break;
+            };
+            match stalled {
+                // What it was told to count is what the new owner found.
+                Ok(_) => assert!(after_it.newest() == model.newest() + 4),
+                Err(e) => assert_eq!(owner_of(&e), Some((1, 2, "restore web")), "before step {after}: {e}"),
+            }
+            after_it.check(&disk);
+            after_it.commit(&mut new, &change(13)).unwrap();
+            after_it.check(&disk);
+        }
+    }
+}
+
+#[test]
+fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed() {
+    for keep in [1, 3] {
+        for after in 0.. {
+            let (disk, slow, mut old, model) = begun(keep);
+            let seen = take_over(&disk, &slow, model.clone(), Change::default(), after);
+            let before = disk.names();
+            match old.compact().and_then(|_| old.settle()) {
+                Ok(()) => {}
+                Err(e) => assert_eq!(owner_of(&e), Some((1, 2, "restore web")), "before step {after}: {e}"),
+            }
+            old.tidy();
+            let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
+                let now = disk.names();
+                let gone = before.iter().any(|name| name.starts_with("segments") && !now.contains(name));
+                assert!(after > 12 && gone, "a compaction has more steps than {after}");
+                break;
+            };
+            drop(old);
+            after_it.check(&disk);
+            after_it.commit(&mut new, &change(13)).unwrap();
+            after_it.check(&disk);
+            drop(new);
+            open(&disk, keep).unwrap();
+            after_it.check(&disk);
+        }
+    }
+}
+
+#[test]
+fn two_that_make_a_store_at_once_get_the_same_one() {
+    for after in 0.. {
+        let disk = MemoryDisk::default();
+        let slow = disk.handle();
+        let seen = take_over(&disk, &slow, Model { keep: 2, ..Model::default() }, Change::default(), after);
+        let first = open_as(&slow, 2, "protect web", None);
+        let Some((mut new, mut model)) = seen.lock().unwrap().take() else { break };
+        // Whoever claims later has the higher epoch.
+        let mut first = first.unwrap_or_else(|e| panic!("interrupted before step {after}: {e}"));
+        if first.owner().epoch > new.owner().epoch {
+            assert!(owner_of(&new.begin(vec![]).unwrap_err()).is_some());
+            assert_eq!(first.newest(), model.newest());
+            model.commit(&mut first, &change(20)).unwrap();
+        } else {
+            refused(first.begin(vec![]), 1, 2);
+            model.commit(&mut new, &change(20)).unwrap();
+        }
+        model.check(&disk);
+    }
+}

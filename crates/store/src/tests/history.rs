@@ -1,0 +1,94 @@
+//! Random histories against the model: checkpoints, aborts, what `keep` says, compaction, base indices, reopening.
+
+use super::disk::MemoryDisk;
+use super::model::{Change, Model, open};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Commit(Change),
+    Abort(Change),
+    Work(usize),
+    Settle,
+    Compact,
+    Reopen,
+    Keep(u32),
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let ram = prop_oneof![4 => Just(40u64), 1 => 20u64..60];
+    let others = prop_oneof![
+        3 => Just(vec![("bios", 4u64)]),
+        1 => Just(vec![]),
+        1 => (1u64..8).prop_map(|pages| vec![("bios", pages)]),
+        1 => Just(vec![("vga", 10), ("bios", 4)]),
+    ];
+    let pages = proptest::collection::vec((0usize..3, 0u64..60, prop_oneof![1 => Just(0u64), 4 => 1u64..12]), 0..60);
+    (ram, others, pages).prop_map(|(ram, others, mut pages)| {
+        let mut blocks = others;
+        blocks.insert(blocks.len() / 2, ("ram", ram));
+        pages.retain(|(block, page, _)| blocks.get(*block).is_some_and(|(_, pages)| page < pages));
+        Change { blocks, pages }
+    })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => change().prop_map(Step::Commit),
+        1 => change().prop_map(Step::Abort),
+        4 => (1usize..12).prop_map(Step::Work),
+        1 => Just(Step::Settle),
+        1 => Just(Step::Compact),
+        2 => Just(Step::Reopen),
+        1 => (1u32..4).prop_map(Step::Keep),
+    ]
+}
+
+fn run(keep: u32, steps: Vec<Step>) {
+    let disk = MemoryDisk::default();
+    let mut engine = open(&disk, keep).unwrap();
+    let mut model = Model { keep, ..Model::default() };
+    for step in steps {
+        match step {
+            Step::Commit(change) => {
+                model.commit(&mut engine, &change).unwrap();
+                engine.tidy();
+            }
+            Step::Abort(change) => {
+                // As a commit, up to just before it.
+                let blocks = model.after(&change).blocks.into_iter().map(|(block, _)| block).collect();
+                let begun = engine.begin(blocks).unwrap();
+                let pages: Vec<_> =
+                    change.pages.iter().map(|(b, page, kind)| (begun[*b].number, *page, *kind)).collect();
+                super::model::send(&mut engine, &pages);
+                engine.work();
+                engine.abort();
+            }
+            Step::Work(count) => {
+                for _ in 0..count {
+                    engine.work();
+                }
+            }
+            Step::Settle => engine.settle().unwrap(),
+            Step::Compact => drop(engine.compact().unwrap()),
+            Step::Reopen => {
+                drop(engine);
+                engine = open(&disk, model.keep).unwrap();
+                assert_eq!(engine.newest(), model.newest());
+            }
+            Step::Keep(keep) => {
+                engine.keep(keep);
+                model.keep = keep;
+            }
+        }
+        model.check(&disk);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn a_store_holds_what_the_model_holds(keep in 1u32..4, steps in proptest::collection::vec(step(), 1..40)) {
+        run(keep, steps);
+    }
+}

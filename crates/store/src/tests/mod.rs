@@ -1,0 +1,9 @@
+//! Tests of the store as a whole, over a disk in memory that records, loses, tears and refuses every step.
+
+mod crash;
+mod damage;
+mod disk;
+mod epoch;
+mod full;
+mod history;
+mod model;

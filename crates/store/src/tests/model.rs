@@ -1,0 +1,201 @@
+//! What a store should hold, in the simplest form there is, and a driver that does the same to both.
+
+use super::disk::MemoryDisk;
+use crate::engine::{Engine, Settings, State};
+use crate::error::{Result, StoreError};
+use crate::format::page::Packer;
+use crate::format::segment::{FRAME_HEADER_LEN, Record};
+use crate::home::Home;
+use crate::image::LocalImage;
+use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+use uuid::Uuid;
+
+/// The VM of all tests.
+pub fn vm() -> Vm {
+    Vm { uuid: Uuid::from_u128(0xabc), name: "web".into() }
+}
+
+/// A block of `pages` pages.
+pub fn block(id: &str, pages: u64) -> Block {
+    Block { id: id.into(), used: pages * PAGE_SIZE as u64, max: pages * 2 * PAGE_SIZE as u64, page_size: 4096 }
+}
+
+/// A page: zero for 0, easy to compress for even ones, impossible for odd ones.
+pub fn content(kind: u64) -> Page {
+    static MADE: [OnceLock<Page>; 64] = [const { OnceLock::new() }; 64];
+    match MADE.get(kind as usize) {
+        Some(made) => *made.get_or_init(|| make(kind)),
+        None => make(kind),
+    }
+}
+
+fn make(kind: u64) -> Page {
+    let mut state = kind.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    std::array::from_fn(|n| match kind {
+        0 => 0,
+        kind if kind % 2 == 0 => (kind as usize * 7 + n / 64) as u8,
+        _ => {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        }
+    })
+}
+
+/// One checkpoint as it should be: the blocks with the kinds of their pages, and the device state.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Expected {
+    pub blocks: Vec<(Block, BTreeMap<u64, u64>)>,
+    pub devices: Vec<u8>,
+}
+
+/// A step of a history: which blocks there are, and pages that get a content.
+#[derive(Debug, Clone, Default)]
+pub struct Change {
+    /// Blocks, by name and pages.
+    pub blocks: Vec<(&'static str, u64)>,
+    /// Position of the block, page, kind of content.
+    pub pages: Vec<(usize, u64, u64)>,
+}
+
+/// A writer together with what it should have written.
+#[derive(Debug, Clone, Default)]
+pub struct Model {
+    pub checkpoints: BTreeMap<u64, Expected>,
+    pub keep: u32,
+}
+
+pub fn open(disk: &MemoryDisk, keep: u32) -> Result<Engine> {
+    open_as(disk, keep, "test", None)
+}
+
+/// Of an error that says that another one is the owner: the old epoch, the new one, what its owner does.
+pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
+    match error {
+        StoreError::Superseded { mine, epoch, owner, .. } => Some((*mine, *epoch, &owner.operation)),
+        _ => None,
+    }
+}
+
+pub fn open_as(disk: &MemoryDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
+    let settings = Settings { keep, segment: 48 << 10 };
+    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if, settings)
+}
+
+pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+}
+
+/// Send pages to an engine, some to a frame.
+pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
+    let digester = engine.digester();
+    let mut packer = Packer::default();
+    // Small frames find more; large ones waste less.
+    for some in pages.chunks(if pages.len() > 100 { 256 } else { 5 }) {
+        let mut frame = vec![0; FRAME_HEADER_LEN + 16 * some.len()];
+        for (n, (block, page, kind)) in some.iter().enumerate() {
+            let content = content(*kind);
+            let digest = digester.digest(&content);
+            let len = if digest == 0 { 0 } else { packer.pack(&content, &mut frame) };
+            let record = Record { digest, page: *page as u32, len, block: *block };
+            frame[FRAME_HEADER_LEN + 16 * n..][..16].copy_from_slice(&record.encode());
+        }
+        engine.append(&mut frame, some.len());
+    }
+}
+
+impl Model {
+    pub fn newest(&self) -> u64 {
+        self.checkpoints.keys().next_back().copied().unwrap_or(0)
+    }
+
+    /// What would be there after `change`.
+    pub fn after(&self, change: &Change) -> Expected {
+        let before = self.checkpoints.values().next_back();
+        let mut expected = Expected { devices: vec![(self.newest() + 1) as u8; 3000], ..Expected::default() };
+        for (id, pages) in &change.blocks {
+            let old = before.and_then(|before| before.blocks.iter().find(|(block, _)| block.id == *id));
+            let mut content = old.map(|(_, content)| content.clone()).unwrap_or_default();
+            content.retain(|page, _| page < pages);
+            expected.blocks.push((block(id, *pages), content));
+        }
+        for (block, page, kind) in &change.pages {
+            if let Some((_, content)) = expected.blocks.get_mut(*block) {
+                content.insert(*page, *kind);
+            }
+        }
+        expected
+    }
+
+    /// Do `change` to the engine as its next checkpoint.
+    pub fn commit(&mut self, engine: &mut Engine, change: &Change) -> Result<Committed> {
+        let expected = self.after(change);
+        let blocks: Vec<Block> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
+        let begun = engine.begin(blocks)?;
+        let pages: Vec<_> =
+            change.pages.iter().map(|(block, page, kind)| (begun[*block].number, *page, *kind)).collect();
+        send(engine, &pages);
+        let state = State { definition: b"{}".into(), metadata: b"7".into(), devices: expected.devices.clone() };
+        let committed = engine.commit(&state, 0)?;
+        assert_eq!(committed.number, self.newest() + 1);
+        self.checkpoints.insert(committed.number, expected);
+        let surplus = self.checkpoints.len().saturating_sub(self.keep as usize);
+        for _ in 0..surplus {
+            self.checkpoints.pop_first();
+        }
+        Ok(committed)
+    }
+
+    /// Compare all kept checkpoints with what they should be.
+    pub fn check(&self, disk: &MemoryDisk) {
+        if self.checkpoints.is_empty() {
+            assert!(matches!(image(disk, None), Err(StoreError::Empty { .. })));
+            return;
+        }
+        assert_eq!(image(disk, None).unwrap().info().number, self.newest());
+        for (number, expected) in &self.checkpoints {
+            check_image(&image(disk, Some(*number)).unwrap(), *number, expected);
+        }
+        let e = image(disk, Some(self.newest() + 1)).unwrap_err();
+        let have: Vec<u64> = self.checkpoints.keys().copied().collect();
+        assert!(matches!(&e, StoreError::NoSuchCheckpoint { have: found, .. } if *found == have), "{e}");
+    }
+}
+
+/// Compare an image with what it should be.
+pub fn check_image(image: &LocalImage, number: u64, expected: &Expected) {
+    let info = image.info();
+    assert_eq!(info.number, number);
+    let blocks: Vec<_> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
+    assert_eq!(info.blocks, blocks, "checkpoint {number}");
+    assert_eq!(image.section(crate::format::entry::Section::Devices).unwrap(), expected.devices);
+    let mut hot: Vec<_> = image.hot().collect();
+    hot.sort_unstable();
+    let mut filled = Vec::new();
+    let mut all = Vec::new();
+    for (position, (block, pages)) in expected.blocks.iter().enumerate() {
+        for page in 0..block.pages() {
+            all.push((position, page));
+            let kind = pages.get(&page).copied().unwrap_or(0);
+            if kind != 0 {
+                filled.push((position, page));
+            }
+            let mut found = [1; PAGE_SIZE];
+            image.read_page(position, page, &mut found).unwrap();
+            assert!(found == content(kind), "checkpoint {number}, block {}, page {page}", block.id);
+        }
+    }
+    assert_eq!(hot, filled, "checkpoint {number}");
+    let mut seen = Vec::new();
+    image
+        .read_many(&all, |(block, page), found| {
+            let kind = expected.blocks[block].1.get(&page).copied().unwrap_or(0);
+            assert!(*found == content(kind), "checkpoint {number}, block {block}, page {page}, of many");
+            seen.push((block, page));
+        })
+        .unwrap();
+    assert_eq!(seen, all);
+}

@@ -1,0 +1,153 @@
+//! What a store is about: a VM, its RAM blocks, its owner, its checkpoints.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use uuid::Uuid;
+
+/// Bytes of a page, in RAM blocks as in the store.
+pub const PAGE_SIZE: usize = 4096;
+
+/// The content of one page.
+pub type Page = [u8; PAGE_SIZE];
+
+/// The VM that an image is of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vm {
+    /// What tells it from every other one.
+    pub uuid: Uuid,
+    /// What people call it.
+    pub name: String,
+}
+
+/// One RAM block at a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Block {
+    /// Its name in QEMU, as `info ramblock` shows it.
+    pub id: String,
+    /// Bytes in use.
+    pub used: u64,
+    /// Bytes it may grow to.
+    pub max: u64,
+    /// Bytes of a page of what backs it (4 KiB, or that of huge pages). The store's own pages always have [`PAGE_SIZE`].
+    pub page_size: u64,
+}
+
+impl Block {
+    /// Pages of [`PAGE_SIZE`] that it has.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.used.div_ceil(PAGE_SIZE as u64)
+    }
+}
+
+/// Who owns a store: the one whose checkpoints count.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    /// Name of its host.
+    pub host: String,
+    /// Number of its process there.
+    pub pid: u32,
+    /// What it does, e.g. `protect web`.
+    pub operation: String,
+    /// Since when, in microseconds since 1970 by its own clock.
+    pub since_us: u64,
+}
+
+impl Owner {
+    /// This process, doing `operation`, from now on.
+    #[must_use]
+    pub fn here(operation: &str) -> Self {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Self { host, pid: std::process::id(), operation: operation.to_owned(), since_us: now_us() }
+    }
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, pid, operation, since_us } = self;
+        write!(f, "`{operation}` on {host} (process {pid}), since {}", utc(*since_us))
+    }
+}
+
+/// How many pages of a checkpoint became what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Pages {
+    /// Stored with their content.
+    pub stored: u64,
+    /// Found to be all zero, and recorded so.
+    pub zero: u64,
+    /// Found to be as they were, and dropped.
+    pub unchanged: u64,
+    /// Bytes of the stored ones after compression.
+    pub compressed: u64,
+}
+
+/// A checkpoint that counts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointInfo {
+    /// Its number: the first of a store is 1, and there is no gap.
+    pub number: u64,
+    /// Epoch of the owner that committed it.
+    pub epoch: u64,
+    /// When, in microseconds since 1970 by that owner's clock.
+    pub time_us: u64,
+    /// The RAM blocks.
+    pub blocks: Vec<Block>,
+    /// Its pages.
+    pub pages: Pages,
+    /// Bytes written for it, all together.
+    pub bytes: u64,
+    /// Bytes of its device state.
+    pub devices: u64,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Committed {
+    /// Number of the checkpoint.
+    pub number: u64,
+    /// Its pages.
+    pub pages: Pages,
+    /// Bytes written, all together.
+    pub bytes: u64,
+    /// Time spent in writing.
+    pub writing: Duration,
+    /// Time spent in waiting for the disk.
+    pub syncing: Duration,
+}
+
+/// Microseconds since 1970.
+pub(crate) fn now_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+/// A time for people: `2025-03-01 12:30:05.123 UTC`.
+#[must_use]
+pub fn utc(us: u64) -> String {
+    let (seconds, ms) = (us / 1_000_000, us / 1000 % 1000);
+    let (days, of_day) = (seconds / 86_400, seconds % 86_400);
+    // Civil date from days since 1970, counted in years that begin in March so that the leap day comes last.
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * month + 2) / 5 + 1;
+    let (month, carry) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    let year = year + era * 400 + carry;
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}.{ms:03} UTC")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_dates() {
+        assert_eq!(utc(0), "1970-01-01 00:00:00.000 UTC");
+        assert_eq!(utc(951_827_696_789_000), "2000-02-29 12:34:56.789 UTC");
+        assert_eq!(utc(1_735_689_599_999_999), "2024-12-31 23:59:59.999 UTC");
+    }
+}

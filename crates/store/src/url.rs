@@ -1,0 +1,236 @@
+//! Where a store is: a directory, or a name on a server.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Where a store is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum StoreUrl {
+    /// A directory: `/var/lib/rekindle/web`, `./web`, `file:///var/lib/rekindle/web`.
+    Directory(PathBuf),
+    /// A store on a server: `tls://HOST:PORT/NAME`.
+    Remote(Remote),
+}
+
+/// A store on a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remote {
+    /// Name or address of the server, an IPv6 address without its brackets.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// Name of the store there.
+    pub name: ImageName,
+}
+
+/// Name of a store on a server: 1 to 64 characters of `a-z`, `0-9`, `.`, `_` and `-`, beginning with a letter or digit.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct ImageName(String);
+
+/// Why a text does not say where a store is.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    /// Nothing at all.
+    #[error("empty; write a directory, or tls://HOST:PORT/NAME")]
+    Empty,
+    /// Another scheme.
+    #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or tls://HOST:PORT/NAME")]
+    Scheme {
+        /// What is before `://`.
+        scheme: String,
+    },
+    /// A file URL with a host, or without a full path.
+    #[error("`{url}` does not name a directory from / on; write file:///DIRECTORY with three slashes")]
+    File {
+        /// The URL.
+        url: String,
+    },
+    /// Escapes, which nobody needs here.
+    #[error("`{url}` has a `%`; write the path as it is, without file://")]
+    Escaped {
+        /// The URL.
+        url: String,
+    },
+    /// Not `HOST:PORT/NAME`.
+    #[error("`{url}` is not tls://HOST:PORT/NAME: {what}")]
+    Remote {
+        /// The URL.
+        url: String,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// The name on the server is none.
+    #[error(
+        "`{name}` cannot be the name of a store on a server; use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit"
+    )]
+    Name {
+        /// That name.
+        name: String,
+    },
+}
+
+impl ImageName {
+    /// As text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for ImageName {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+        let good = text.starts_with(plain)
+            && text.len() <= 64
+            && text.chars().all(|c| plain(c) || ['.', '_', '-'].contains(&c));
+        if good { Ok(Self(text.to_owned())) } else { Err(UrlError::Name { name: text.to_owned() }) }
+    }
+}
+
+impl FromStr for StoreUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        if text.is_empty() {
+            return Err(UrlError::Empty);
+        }
+        let Some((scheme, rest)) = text.split_once("://") else {
+            return Ok(Self::Directory(PathBuf::from(text)));
+        };
+        match scheme {
+            "file" if rest.contains('%') => Err(UrlError::Escaped { url: text.into() }),
+            "file" if rest.starts_with('/') => Ok(Self::Directory(PathBuf::from(rest))),
+            "file" => Err(UrlError::File { url: text.into() }),
+            "tls" => remote(text, rest).map(Self::Remote),
+            // A relative path may hold anything.
+            _ if scheme.contains(['/', '.']) => Ok(Self::Directory(PathBuf::from(text))),
+            _ => Err(UrlError::Scheme { scheme: scheme.into() }),
+        }
+    }
+}
+
+fn remote(url: &str, rest: &str) -> Result<Remote, UrlError> {
+    let wrong = |what| UrlError::Remote { url: url.to_owned(), what };
+    let (authority, name) = rest.split_once('/').ok_or_else(|| wrong("it has no name of a store"))?;
+    let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("it has no port"))?;
+    let host = match host.strip_prefix('[') {
+        Some(inner) => inner.strip_suffix(']').ok_or_else(|| wrong("a bracket is not closed"))?,
+        None if host.contains(':') => return Err(wrong("an IPv6 address belongs into brackets")),
+        None => host,
+    };
+    if host.is_empty() {
+        return Err(wrong("it has no host"));
+    }
+    let port =
+        port.parse().ok().filter(|port| *port != 0).ok_or_else(|| wrong("its port is not a number from 1 to 65535"))?;
+    Ok(Remote { host: host.to_owned(), port, name: name.parse()? })
+}
+
+impl fmt::Display for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port, name } = self;
+        if host.contains(':') {
+            write!(f, "tls://[{host}]:{port}/{}", name.0)
+        } else {
+            write!(f, "tls://{host}:{port}/{}", name.0)
+        }
+    }
+}
+
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory(path) => write!(f, "{}", path.display()),
+            Self::Remote(remote) => remote.fmt(f),
+        }
+    }
+}
+
+impl From<StoreUrl> for String {
+    fn from(url: StoreUrl) -> Self {
+        url.to_string()
+    }
+}
+
+impl TryFrom<String> for StoreUrl {
+    type Error = UrlError;
+
+    fn try_from(text: String) -> Result<Self, UrlError> {
+        text.parse()
+    }
+}
+
+impl From<ImageName> for String {
+    fn from(name: ImageName) -> Self {
+        name.0
+    }
+}
+
+impl TryFrom<String> for ImageName {
+    type Error = UrlError;
+
+    fn try_from(text: String) -> Result<Self, UrlError> {
+        text.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn directories_and_servers() {
+        let directory = |path: &str| StoreUrl::Directory(path.into());
+        assert_eq!("web".parse(), Ok(directory("web")));
+        assert_eq!("/a b/ü".parse(), Ok(directory("/a b/ü")));
+        assert_eq!("file:///a/b".parse(), Ok(directory("/a/b")));
+        assert_eq!("./odd://name".parse(), Ok(directory("./odd://name")));
+        let remote =
+            |host: &str| StoreUrl::Remote(Remote { host: host.into(), port: 7000, name: "web".parse().unwrap() });
+        for (text, host) in [("tls://backup:7000/web", "backup"), ("tls://[fd00::1]:7000/web", "fd00::1")] {
+            let url: StoreUrl = text.parse().unwrap();
+            assert_eq!(url, remote(host));
+            assert_eq!(url.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, word) in [
+            ("", "empty"),
+            ("http://x/y", "`http://`"),
+            ("file://host/x", "three slashes"),
+            ("file:///a%20b", "`%`"),
+            ("tls://host/web", "no port"),
+            ("tls://host:0/web", "port"),
+            ("tls://host:70000/web", "port"),
+            ("tls://host:7000", "no name"),
+            ("tls://:7000/web", "no host"),
+            ("tls://fd00::1:7000/web", "brackets"),
+            ("tls://[fd00::1:7000/web", "bracket"),
+            ("tls://host:7000/", "cannot be the name"),
+            ("tls://host:7000/../etc", "cannot be the name"),
+            ("tls://host:7000/a/b", "cannot be the name"),
+            ("tls://host:7000/.hidden", "cannot be the name"),
+        ] {
+            let e = text.parse::<StoreUrl>().unwrap_err().to_string();
+            assert!(e.contains(word), "{text}: {e}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_it_panic_and_what_it_says_it_reads(text in "\\PC{0,40}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
+            if let Ok(url) = text.parse::<StoreUrl>() {
+                prop_assert_eq!(url.to_string().parse::<StoreUrl>(), Ok(url));
+            }
+        }
+    }
+}

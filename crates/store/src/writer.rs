@@ -1,0 +1,405 @@
+//! Writing checkpoints.
+//!
+//! ```text
+//! caller               packers (threads)      the store's own thread
+//! digest, drop what    compress               append, commit, compact
+//! is unchanged ------> -------------------->  (or send to a server)
+//! ```
+//!
+//! Digesting a page costs the caller some 200 ns and saves the copy of those that have not changed. All else happens
+//! elsewhere. Frames keep their order, whichever packer is done first.
+
+use crate::disk::{Disk, LocalDisk};
+use crate::engine::{self, Begun, Engine, Frame, Request, Settings, State};
+use crate::error::{Result, StoreError};
+use crate::format::page::{Digester, Packer};
+use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
+use crate::remote::{self, Identity};
+use crate::sparse::PageSet;
+use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
+use crate::url::StoreUrl;
+use serde_json::Value;
+use std::io;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+/// Pages of a frame at most.
+const FRAME_PAGES: usize = 512;
+
+/// How a store is to be written.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The VM. A store of another one is refused.
+    pub vm: Vm,
+    /// How many checkpoints are kept, at least 1.
+    pub keep: u32,
+    /// What the owner does, for those who look: `protect web`.
+    pub operation: String,
+    /// Become the owner only if this is still the owner epoch.
+    pub only_if: Option<u64>,
+    /// Threads that compress; 0 for what suits this machine.
+    pub packers: usize,
+    /// Who we are to a server.
+    pub identity: Option<Identity>,
+    /// Bytes of a segment; 0 for what suits the guest.
+    pub segment: u64,
+}
+
+impl Options {
+    /// The usual ones, for `vm`: 10 checkpoints are kept.
+    #[must_use]
+    pub fn new(vm: Vm, operation: &str) -> Self {
+        let operation = operation.to_owned();
+        Self { vm, keep: 10, operation, only_if: None, packers: 0, identity: None, segment: 0 }
+    }
+}
+
+/// Pages of a frame before they are packed.
+#[derive(Debug, Default)]
+struct Raw {
+    /// `len` is 0 for pages of zeroes; the others are in `bytes`, one after another.
+    records: Vec<Record>,
+    bytes: Vec<u8>,
+}
+
+/// What a packer is asked to do: pack into the frame, and send it on.
+type Job = (Raw, Frame, Sender<Frame>);
+
+/// What is known of a store that was opened for writing.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Opened {
+    pub digester: Digester,
+    /// Number of the newest checkpoint; 0 if there is none.
+    pub newest: u64,
+    pub epoch: u64,
+}
+
+/// The owner of a store, writing checkpoints into it.
+///
+/// Dropping it ends its threads; what was committed stays.
+#[derive(Debug)]
+pub struct Writer {
+    store: String,
+    digester: Digester,
+    next: u64,
+    epoch: u64,
+    requests: Option<Sender<Request>>,
+    jobs: Option<Sender<Job>>,
+    /// Buffers that are free, each with the way back for those that are not.
+    raws: Receiver<Raw>,
+    frames: (Sender<Frame>, Receiver<Frame>),
+    threads: Vec<JoinHandle<()>>,
+    raw: Option<Raw>,
+    blocks: Vec<(Begun, PageSet)>,
+    unchanged: u64,
+}
+
+impl Writer {
+    /// Open a store, or make it, and become its owner: nothing of an earlier owner counts from now on.
+    ///
+    /// # Errors
+    /// [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage by name; [`StoreError::Superseded`] with
+    /// [`Options::only_if`]; [`StoreError::NotYet`] for one on a server. The earlier owner then
+    /// still is the owner.
+    pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
+        match url {
+            StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
+            StoreUrl::Remote(server) => {
+                let session = remote::WriteSession::open(server, options)?;
+                let opened = session.opened();
+                Self::start(url.to_string(), opened, options, move |requests| session.run(requests))
+            }
+        }
+    }
+
+    /// As [`Writer::open`], for a store in `disk`.
+    ///
+    /// # Errors
+    /// As [`Writer::open`].
+    pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
+        let settings = Settings { keep: options.keep.max(1), segment: options.segment };
+        let owner = Owner::here(&options.operation);
+        let engine = Engine::open(disk, &options.vm, &owner, options.only_if, settings)?;
+        let opened = Opened { digester: engine.digester(), newest: engine.newest(), epoch: engine.owner().epoch };
+        Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))
+    }
+
+    fn start(
+        store: String,
+        opened: Opened,
+        options: &Options,
+        serve: impl FnOnce(&Receiver<Request>) + Send + 'static,
+    ) -> Result<Self> {
+        let failed = |e: io::Error| StoreError::io(&store, "", "starting a thread", e);
+        let packers = match options.packers {
+            // More than two would take from the guest what it needs.
+            0 => thread::available_parallelism().map_or(1, |cores| cores.get().min(2)),
+            set => set.min(16),
+        };
+        let (requests, asked) = mpsc::channel();
+        let (jobs, todo) = mpsc::channel::<Job>();
+        let (raw_back, raws) = mpsc::channel();
+        let frames = mpsc::channel();
+        let mut threads =
+            vec![thread::Builder::new().name("store".into()).spawn(move || serve(&asked)).map_err(failed)?];
+        let todo = Arc::new(Mutex::new(todo));
+        for _ in 0..packers {
+            let (todo, raw_back) = (todo.clone(), raw_back.clone());
+            let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo, &raw_back));
+            threads.push(packer.map_err(failed)?);
+        }
+        // One more than are packed is being filled, and one being written.
+        for _ in 0..packers + 2 {
+            let _ = raw_back.send(Raw::default());
+            let _ = frames.0.send(Frame::default());
+        }
+        let (requests, jobs) = (Some(requests), Some(jobs));
+        let Opened { digester, newest, epoch } = opened;
+        Ok(Self {
+            store,
+            digester,
+            next: newest + 1,
+            epoch,
+            requests,
+            jobs,
+            raws,
+            frames,
+            threads,
+            raw: None,
+            blocks: Vec::new(),
+            unchanged: 0,
+        })
+    }
+
+    /// The owner epoch. For a store on a server it grows whenever the line had to be made anew.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        let (reply, answer) = mpsc::channel();
+        self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
+    }
+
+    /// Number that the next checkpoint gets.
+    #[must_use]
+    pub fn next_number(&self) -> u64 {
+        self.next
+    }
+
+    /// Keep so many checkpoints from the next commit on.
+    pub fn keep(&mut self, keep: u32) {
+        let _ = self.ask(Request::Keep(keep));
+    }
+
+    /// Keep checkpoint `number`, and what came after it, however old it gets: something still reads it. `None` lets go of
+    /// it. The bound on the disk's use does not hold meanwhile.
+    pub fn hold(&mut self, number: Option<u64>) {
+        let _ = self.ask(Request::Hold(number));
+    }
+
+    /// Begin a checkpoint of a VM that has these RAM blocks.
+    ///
+    /// # Errors
+    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Line`], if it
+    /// cannot be reached again.
+    pub fn begin(&mut self, blocks: &[Block]) -> Result<Checkpoint<'_>> {
+        let (reply, answer) = mpsc::channel();
+        self.ask(Request::Begin(blocks.to_vec(), reply))?;
+        let begun = self.answer(&answer)??;
+        // The sets keep their memory.
+        let mut sets = std::mem::take(&mut self.blocks).into_iter().map(|(_, set)| set);
+        let with_set = |begun| {
+            let mut set = sets.next().unwrap_or_default();
+            set.clear();
+            (begun, set)
+        };
+        let blocks: Vec<_> = begun.into_iter().map(with_set).collect();
+        self.blocks = blocks;
+        self.unchanged = 0;
+        Ok(Checkpoint { writer: self, open: true })
+    }
+
+    /// Free all room that can be freed; the bytes.
+    ///
+    /// # Errors
+    /// The system's; the store is then as it was.
+    pub fn compact(&mut self) -> Result<u64> {
+        let (reply, answer) = mpsc::channel();
+        self.ask(Request::Compact(reply))?;
+        self.answer(&answer)?
+    }
+
+    /// Finish what is done in the background, and write a base index, so that opening is fast.
+    ///
+    /// # Errors
+    /// The system's; what was committed stays.
+    pub fn settle(&mut self) -> Result<()> {
+        let (reply, answer) = mpsc::channel();
+        self.ask(Request::Settle(reply))?;
+        self.answer(&answer)?
+    }
+
+    fn ended(&self) -> StoreError {
+        StoreError::Closed { store: self.store.clone(), why: "its thread has ended".into() }
+    }
+
+    fn ask(&self, request: Request) -> Result<()> {
+        self.requests.as_ref().and_then(|requests| requests.send(request).ok()).ok_or_else(|| self.ended())
+    }
+
+    fn answer<T>(&self, answer: &Receiver<T>) -> Result<T> {
+        answer.recv().map_err(|_| self.ended())
+    }
+
+    /// Send the frame in the making to a packer, and its place in the order to the store.
+    fn flush(&mut self) -> Result<()> {
+        // An empty one stays for the next checkpoint.
+        let Some(raw) = self.raw.take_if(|raw| !raw.records.is_empty()) else { return Ok(()) };
+        // Both buffers are taken here, in order: a packer never waits for one that a later frame has.
+        let frame = self.frames.1.recv().map_err(|_| self.ended())?;
+        let (packed, coming) = mpsc::channel();
+        self.jobs.as_ref().and_then(|jobs| jobs.send((raw, frame, packed)).ok()).ok_or_else(|| self.ended())?;
+        self.ask(Request::Frame(coming, self.frames.0.clone()))
+    }
+
+    fn push(&mut self, record: Record, page: Option<&Page>) -> Result<()> {
+        if self.raw.is_none() {
+            let mut raw = self.raws.recv().map_err(|_| self.ended())?;
+            raw.records.clear();
+            raw.bytes.clear();
+            self.raw = Some(raw);
+        }
+        if let Some(raw) = &mut self.raw {
+            raw.records.push(record);
+            raw.bytes.extend_from_slice(page.map_or(&[], |page| page.as_slice()));
+            if raw.bytes.len() >= FRAME_PAGES * PAGE_SIZE || raw.records.len() >= FRAME_RECORDS {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // Nobody asks any more: the threads end when they have done what they were asked.
+        self.requests = None;
+        self.jobs = None;
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("{}: a thread of the store has panicked", self.store);
+            }
+        }
+    }
+}
+
+/// A checkpoint being written. Dropped, it is given up and leaves no trace.
+#[derive(Debug)]
+pub struct Checkpoint<'a> {
+    writer: &'a mut Writer,
+    open: bool,
+}
+
+impl Checkpoint<'_> {
+    /// Its number, if it is committed.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.writer.next
+    }
+
+    /// Add pages of a block, by its position in the table; each with its number in the block. Of a page that comes more
+    /// than once the last content counts. Those that are as they were at the checkpoint before are dropped. A page that no
+    /// checkpoint ever got is zero.
+    ///
+    /// Returns when the contents were copied. What goes wrong in storing them the commit tells.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSuchPage`] for one that the block does not have; [`StoreError::Closed`].
+    pub fn pages<'p>(&mut self, block: usize, pages: impl IntoIterator<Item = (u64, &'p Page)>) -> Result<()> {
+        let checkpoint = self.writer.next;
+        let none = |writer: &Writer, page| {
+            let (store, block) = (writer.store.clone(), format!("number {block}"));
+            StoreError::NoSuchPage { store, checkpoint, block, page }
+        };
+        let Some((begun, _)) = self.writer.blocks.get(block) else { return Err(none(self.writer, 0)) };
+        let (begun, digester) = (begun.clone(), self.writer.digester);
+        for (page, content) in pages {
+            if page >= begun.pages {
+                return Err(none(self.writer, page));
+            }
+            let digest = digester.digest(content);
+            let Some((_, sent)) = self.writer.blocks.get_mut(block) else { continue };
+            // One that was sent already may have been something else.
+            if begun.digests.get(page) == digest && !sent.contains(page) {
+                self.writer.unchanged += 1;
+                continue;
+            }
+            sent.insert(page);
+            let len = if digest == 0 { 0 } else { PAGE_SIZE as u16 };
+            let record = Record { digest, page: page as u32, len, block: begun.number };
+            self.writer.push(record, (digest != 0).then_some(content))?;
+        }
+        Ok(())
+    }
+
+    /// Let the checkpoint count. `definition` says how to build the VM again, `metadata` what the protecting loop wants to
+    /// note; the store looks at neither. `devices` is the device state.
+    ///
+    /// On success: it is durable.
+    /// On failure: it is not there, and the next one can be begun.
+    ///
+    /// # Errors
+    /// [`StoreError::Superseded`] if there is another owner now; [`StoreError::NoSpace`]; [`StoreError::TooLarge`]; the
+    /// system's. After [`StoreError::Closed`], and when the line to a server is lost meanwhile, it may be there.
+    pub fn commit(mut self, definition: &Value, metadata: &Value, devices: &[u8]) -> Result<Committed> {
+        self.writer.flush()?;
+        let json = |value: &Value| {
+            serde_json::to_vec(value).map_err(|e| StoreError::io(&self.writer.store, "", "writing JSON", e.into()))
+        };
+        let (definition, metadata) = (json(definition)?, json(metadata)?);
+        let state = Box::new(State { definition, metadata, devices: devices.to_vec() });
+        let (reply, answer) = mpsc::channel();
+        self.writer.ask(Request::Commit(state, self.writer.unchanged, reply))?;
+        self.open = false;
+        let committed = self.writer.answer(&answer)??;
+        self.writer.next = committed.number + 1;
+        Ok(committed)
+    }
+}
+
+impl Drop for Checkpoint<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            if let Some(raw) = &mut self.writer.raw {
+                raw.records.clear();
+                raw.bytes.clear();
+            }
+            let _ = self.writer.ask(Request::Abort);
+        }
+    }
+}
+
+/// Pack frames until there are no more.
+fn pack_all(todo: &Mutex<Receiver<Job>>, raw_back: &Sender<Raw>) {
+    let mut packer = Packer::default();
+    loop {
+        let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok((raw, mut frame, packed)) = job else { return };
+        frame.count = raw.records.len();
+        frame.bytes.clear();
+        frame.bytes.resize(FRAME_HEADER_LEN + RECORD_LEN * frame.count, 0);
+        let mut pages = raw.bytes.as_chunks::<PAGE_SIZE>().0.iter();
+        for (n, mut record) in raw.records.iter().copied().enumerate() {
+            if record.len != 0
+                && let Some(page) = pages.next()
+            {
+                record.len = packer.pack(page, &mut frame.bytes);
+            }
+            let at = FRAME_HEADER_LEN + RECORD_LEN * n;
+            if let Some(place) = frame.bytes.get_mut(at..at + RECORD_LEN) {
+                place.copy_from_slice(&record.encode());
+            }
+        }
+        let _ = raw_back.send(raw);
+        let _ = packed.send(frame);
+    }
+}
