@@ -69,6 +69,8 @@ impl Recipe {
         same("devices.vga", &hardware.vga, &theirs.vga);
         same("devices.agent", &hardware.agent, &theirs.agent);
         same("devices.rng", &hardware.rng, &theirs.rng);
+        // Another ID is what tells the guest that it was set back; the device must be there or not, as it knows it.
+        same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
         same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {
             let disk = |disk: &rekindle_qemu::command::Disk| {

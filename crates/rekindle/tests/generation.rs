@@ -105,3 +105,25 @@ fn a_vm_without_a_generation_has_none_also_one_from_before_there_were_any() {
         guest.assert_sound();
     }
 }
+
+#[test]
+fn a_guest_that_is_set_back_is_told_so_by_another_generation() {
+    let lab = Lab::new();
+    let guest = lab.vm("back").boot(&[]);
+    let generation = guest.only_qemu().generation().unwrap();
+    let (boot, place) = (guest.boot_id(), in_ram(&guest, &generation));
+    let store = lab.path("store");
+    let store = ["--store", store.to_str().unwrap()];
+    lab.rekindle([&["protect", "back", "--every", "100ms", "--count", "1"][..], &store].concat()).ok();
+    guest.rekindle(&["stop", "--now"]).ok();
+    lab.rekindle([&["restore", "back", "--eager"][..], &store].concat()).ok();
+    assert_eq!(guest.boot_id(), boot);
+    let other = guest.only_qemu().generation().unwrap();
+    assert_ne!(other, generation);
+    assert_eq!((in_ram(&guest, &other), in_ram(&guest, &generation)), (place, vec![]));
+    // From then on that one stays.
+    let report = guest.warm(&["--verify-memory"]);
+    assert_eq!(report["memory_changed_bytes"], 0, "{report:#}");
+    assert_eq!(guest.only_qemu().generation(), Some(other));
+    guest.assert_sound();
+}
