@@ -11,6 +11,7 @@
 //! | [`error`] | what can go wrong, each by its own name |
 //! | [`disk`] | all that is done with files |
 //! | [`remote`] | stores on a server |
+//! | [`fuzz`] | every parser, for fuzzing |
 //! | [`format`] | what is in the files: `docs/store-format.md` |
 
 pub mod admin;
@@ -19,6 +20,7 @@ mod engine;
 pub mod error;
 pub mod export;
 pub mod format;
+pub mod fuzz;
 mod home;
 pub mod image;
 mod index;

@@ -162,7 +162,8 @@ impl Engine {
         };
         let mut newest = true;
         let mut enough = false;
-        for (slot, epoch) in bases.into_iter().rev() {
+        // Those of a later owner are its own affair.
+        for (slot, epoch) in bases.into_iter().rev().filter(|(_, epoch)| *epoch <= self.claim.epoch) {
             let to = good_for(slot, epoch);
             let stays = to.is_some_and(|_| newest || !enough);
             enough |= to.is_some_and(|to| to <= oldest);

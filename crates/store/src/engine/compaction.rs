@@ -343,7 +343,21 @@ impl Engine {
             if !self.start_compaction(true) {
                 break;
             }
-            while self.step_compaction()? {}
+            loop {
+                match self.step_compaction() {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    // What is damaged stays where it is; that is no reason to give up a checkpoint.
+                    Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. }))
+                        if self.check_owner().is_ok() =>
+                    {
+                        tracing::warn!("{e}; it cannot be compacted");
+                        before = u64::MAX;
+                        break;
+                    }
+                    Err(e) => return Err(e),
+                }
+            }
         }
         Ok(())
     }

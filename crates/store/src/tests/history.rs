@@ -13,6 +13,8 @@ enum Step {
     Compact,
     Reopen,
     Keep(u32),
+    /// The oldest one, or none.
+    Hold(bool),
 }
 
 fn change() -> impl Strategy<Value = Change> {
@@ -41,6 +43,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Compact),
         2 => Just(Step::Reopen),
         1 => (1u32..4).prop_map(Step::Keep),
+        1 => any::<bool>().prop_map(Step::Hold),
     ]
 }
 
@@ -74,7 +77,12 @@ fn run(keep: u32, steps: Vec<Step>) {
             Step::Reopen => {
                 drop(engine);
                 engine = open(&disk, model.keep).unwrap();
+                model.held = None;
                 assert_eq!(engine.newest(), model.newest());
+            }
+            Step::Hold(hold) => {
+                model.held = model.checkpoints.keys().next().copied().filter(|_| hold);
+                engine.hold(model.held);
             }
             Step::Keep(keep) => {
                 engine.keep(keep);
@@ -86,7 +94,6 @@ fn run(keep: u32, steps: Vec<Step>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
     fn a_store_holds_what_the_model_holds(keep in 1u32..4, steps in proptest::collection::vec(step(), 1..40)) {
         run(keep, steps);

@@ -66,6 +66,7 @@ pub struct Change {
 pub struct Model {
     pub checkpoints: BTreeMap<u64, Expected>,
     pub keep: u32,
+    pub held: Option<u64>,
 }
 
 pub fn open(disk: &MemoryDisk, keep: u32) -> Result<Engine> {
@@ -143,8 +144,9 @@ impl Model {
         assert_eq!(committed.number, self.newest() + 1);
         self.checkpoints.insert(committed.number, expected);
         let surplus = self.checkpoints.len().saturating_sub(self.keep as usize);
-        for _ in 0..surplus {
-            self.checkpoints.pop_first();
+        let old: Vec<u64> = self.checkpoints.keys().copied().take(surplus).collect();
+        for number in old.into_iter().filter(|number| self.held != Some(*number)) {
+            self.checkpoints.remove(&number);
         }
         Ok(committed)
     }

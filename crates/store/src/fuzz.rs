@@ -1,0 +1,163 @@
+//! Every parser under a name, for whoever throws bytes at them: the targets in `fuzz/`, and the test below, which does the
+//! same on every build with a fixed budget.
+
+use crate::format::base::{Base, Header, decode_part};
+use crate::format::entry::{Entry, Section};
+use crate::format::manifest::{Manifest, Table};
+use crate::format::page::{Digester, unpack};
+use crate::format::segment::{Directory, check_header};
+use crate::format::superblock::Superblock;
+use crate::format::{checksum, names};
+use crate::remote::protocol::{decode_ids, decode_stored};
+use crate::types::PAGE_SIZE;
+use crate::url::StoreUrl;
+use rekindle_qemu::incoming::Incoming;
+use uuid::Uuid;
+
+/// A parser, given any bytes.
+pub type Target = fn(&[u8]);
+
+/// All of them.
+pub const TARGETS: &[(&str, Target)] = &[
+    ("superblock", |bytes| drop(Superblock::decode(bytes))),
+    ("segment-header", |bytes| drop(check_header(bytes, Uuid::nil(), 1, 1))),
+    ("frame", |bytes| {
+        if let Ok(directory) = Directory::decode(bytes, 4096) {
+            directory.pages().for_each(drop);
+        }
+    }),
+    ("entry", |bytes| {
+        if let Ok(entry) = Entry::decode(bytes.to_vec(), Uuid::nil(), 1) {
+            for section in [Section::Claim, Section::Manifest, Section::Checkpoint, Section::Devices] {
+                drop(entry.section(section));
+            }
+        }
+    }),
+    ("manifest", |bytes| drop(Manifest::decode(bytes))),
+    ("table", |bytes| drop(Table::decode(bytes))),
+    ("base-header", |bytes| drop(Base::decode_header(bytes, Uuid::nil()))),
+    ("base-trailer", |bytes| {
+        let (trailer_len, trailer_sum) = (bytes.len() as u64, checksum(bytes));
+        drop(Base::decode(&Header { from: 0, to: 0, trailer_at: 4096, trailer_len, trailer_sum }, bytes));
+    }),
+    ("base-part", |bytes| drop(decode_part(bytes, checksum(bytes), 0))),
+    ("page", |bytes| drop(unpack(Digester::new(Uuid::nil()), bytes, 1, &mut [0; PAGE_SIZE]))),
+    ("names", |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let _ = (names::parse_entry(&text), names::parse_segment(&text), names::parse_base(&text));
+        let _ = (names::parse_new(&text), names::parse_last(&text));
+    }),
+    ("url", |bytes| drop(String::from_utf8_lossy(bytes).parse::<StoreUrl>())),
+    ("pages-asked-for", |bytes| drop(decode_ids(bytes))),
+    ("pages-answered", |bytes| drop(decode_stored(bytes))),
+    ("stream", |bytes| {
+        if let Ok(mut incoming) = Incoming::open(bytes) {
+            while let Ok(Some(_)) = incoming.next_page() {}
+        }
+    }),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::base::{Place, Spot, encode_part};
+    use crate::format::entry::{self, Kind};
+    use crate::format::manifest::{Cut, Extent, Kept, StoredBlock};
+    use crate::format::segment::{FrameHeader, Kind as FrameKind, Record, encode_header};
+    use crate::remote::protocol::{encode_ids, encode_stored};
+    use crate::types::{Block, Pages, Vm};
+    use rekindle_qemu::stream::{HEADER, RamSection};
+
+    /// Something valid for each parser, to be mutated.
+    fn seed(name: &str) -> Vec<u8> {
+        let block = Block { id: "ram".into(), used: 8192, max: 8192, page_size: 4096 };
+        let stored = StoredBlock { number: 0, block, cuts: vec![Cut { number: 1, pages: 1 }] };
+        let manifest = Manifest {
+            claim: 1,
+            next_block: 1,
+            next_segment: 3,
+            kept: vec![Kept { number: 1, slot: 2, footer: 3 }],
+            segments: vec![Extent { epoch: 1, number: 2, len: 8192 }],
+        };
+        let base = Base { from: 1, to: 2, blocks: vec![(0, 2)], segments: manifest.segments.clone(), sums: vec![5] };
+        match name {
+            "superblock" => {
+                let vm = Vm { uuid: Uuid::nil(), name: "web".into() };
+                Superblock { id: Uuid::nil(), vm, created_us: 1 }.encode()
+            }
+            "segment-header" => encode_header(Uuid::nil(), 1, 1),
+            "frame" => {
+                let mut frame = vec![0; 64];
+                frame.extend(Record { digest: 1, page: 1, len: 20, block: 0 }.encode());
+                frame.extend(7u64.to_le_bytes());
+                FrameHeader { kind: FrameKind::Moved, count: 1, data_len: 20, number: 7 }.seal(&mut frame);
+                frame
+            }
+            "entry" => {
+                let sections = [(Section::Manifest, &[1; 100][..]), (Section::Devices, &[2; 999])];
+                entry::encode(Uuid::nil(), Kind::Checkpoint, 1, 1, &sections).0
+            }
+            "manifest" => manifest.encode(),
+            "table" => {
+                Table { number: 1, time_us: 2, pages: Pages::default(), bytes: 3, blocks: vec![stored] }.encode()
+            }
+            "base-header" => base.encode(Uuid::nil(), 4128).0,
+            "base-trailer" => base.encode(Uuid::nil(), 4128).1,
+            "base-part" => {
+                let mut part = Vec::new();
+                encode_part([Spot { place: Place(1), digest: 2 }; 3].into_iter(), &mut part);
+                part
+            }
+            "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),
+            "names" => b"000000000042".to_vec(),
+            "url" => b"tls://[::1]:7000/web".to_vec(),
+            "pages-asked-for" => encode_ids(&[(0, 1), (2, 3)]),
+            "pages-answered" => encode_stored(&[(1, vec![2; 30]), (0, vec![])]),
+            "stream" => {
+                let mut out = HEADER.to_vec();
+                let mut section = RamSection::start_plain(&mut out, [("ram", 8192)].into_iter());
+                section.page(&mut out, "ram", 4096, &[7; PAGE_SIZE]);
+                section.end(&mut out);
+                out.extend([4, 0]);
+                out
+            }
+            other => panic!("{other} has no seed"),
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_a_parser_panic() {
+        let mut state = 0x1234_5678_9abc_def1u64;
+        let mut random = move |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 16) as usize % below.max(1)
+        };
+        for (name, target) in TARGETS {
+            let seed = seed(name);
+            target(&seed);
+            for _ in 0..4000 {
+                let mut bytes = seed.clone();
+                match random(5) {
+                    0 => bytes = (0..random(300)).map(|_| random(256) as u8).collect(),
+                    1 => bytes.truncate(random(seed.len() + 1)),
+                    2 => {
+                        let (from, to) = (random(bytes.len()), random(bytes.len()));
+                        let part = bytes[from.min(to)..from.max(to)].to_vec();
+                        bytes.splice(from..from, part);
+                    }
+                    _ => {}
+                }
+                for _ in 0..random(6) {
+                    let at = random(bytes.len());
+                    let value = [0, 1, 0x7f, 0x80, 0xff, random(256) as u8][random(6)];
+                    if let Some(byte) = bytes.get_mut(at) {
+                        *byte = value;
+                    }
+                }
+                target(&bytes);
+            }
+        }
+    }
+}
