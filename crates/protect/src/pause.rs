@@ -101,6 +101,8 @@ impl Monitors {
             if run_state(&mut control)? == "paused" {
                 control.execute::<Value>("cont", ())?;
             }
+            // Its threads went first in it.
+            let _ = sched::normal(process);
             remove(&mark)?;
         }
         Ok(Self { process, control, save, devices, mark })

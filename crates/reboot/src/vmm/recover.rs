@@ -118,6 +118,7 @@ fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     if life::run_state(&mut qmp)? == "paused" {
         resume(&mut qmp, true)?;
     }
+    let _ = sched::normal(vmm.process());
     std::fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
     Ok(Recovered::Unpaused)
 }
