@@ -1,9 +1,10 @@
 //! Which process serves a QMP socket.
 
-use super::AdoptError;
+use super::{AdoptError, MANAGED};
 use crate::qmp::Qmp;
 use rekindle_kernel::process::Process;
 use rustix::net::sockopt::socket_peercred;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -31,6 +32,20 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
             None => "its listener is in another PID namespace, or has ended".into(),
         })),
     }
+}
+
+/// The QEMU that has these threads.
+pub(super) fn of_threads(threads: &BTreeSet<u32>) -> Result<Process, AdoptError> {
+    let unknown = |why: String| AdoptError::Unknown { socket: MANAGED.into(), why };
+    let thread = threads.first().ok_or_else(|| unknown("it names no virtual CPUs".into()))?;
+    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    let group = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
+    let process = group.and_then(|pid: u32| Process::of(pid).ok()).filter(|&process| is_qemu(process));
+    process.ok_or_else(|| {
+        unknown(format!(
+            "thread {thread}, its first virtual CPU, is no QEMU's here: is it in another PID namespace or host?"
+        ))
+    })
 }
 
 /// By its program, not by what it calls itself.
