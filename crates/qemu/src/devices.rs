@@ -49,8 +49,9 @@ pub struct DeviceState {
 
 /// How the descriptors are known among others that QEMU was handed.
 const OPAQUE: &str = "rekindle-devices";
-/// Where our numbers of sets begin: far from those that QEMU and libvirt choose by themselves. One for each process.
-const FIRST_SET: u64 = 0x7265_6b69_0000_0000;
+/// Where our numbers of sets begin: far from those that QEMU and libvirt choose by themselves. One for each process;
+/// QEMU wants 31 bits.
+const FIRST_SET: u64 = 0x7265_0000;
 
 /// Take back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
 ///

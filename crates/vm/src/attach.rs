@@ -282,8 +282,7 @@ fn state(
         mac: network.mac.clone(),
         backend: command::NetBackend::User(network.forwards.clone()),
     };
-    // A guest that has no UUID gets one here, by which a store knows it.
-    let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil()).unwrap_or_else(Uuid::new_v4);
+    let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil()).unwrap_or_else(|| own_uuid(adopted));
     let hardware = Hardware {
         name: name.to_string(),
         uuid: Some(uuid),
@@ -319,6 +318,13 @@ fn state(
         previous: None,
         attached: Some(Attached { uid: adopted.uid, starter: starter(adopted, monitor) }),
     }
+}
+
+/// By what a store knows a guest that has no UUID: the same each time this process is attached to.
+fn own_uuid(adopted: &Adopted) -> Uuid {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let life = format!("{} {} {}", boot.trim(), adopted.pid, adopted.started);
+    Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(life.as_bytes()))
 }
 
 /// Who started it, as far as that is to be seen.
