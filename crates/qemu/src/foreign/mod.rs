@@ -210,7 +210,7 @@ impl Foreign {
                     NetBackend::Tap(_) => format!("tap,id={id},fd={},vhost=off", Tap::fd(index)),
                     NetBackend::User(rules) => {
                         let options = network.options.clone().unwrap_or_else(|| format!("user,id={id}"));
-                        rules.iter().fold(options, |options, rule| options + ",hostfwd=" + &escaped(rule))
+                        with_forwards(options, rules)
                     }
                 },
             );
@@ -227,6 +227,18 @@ impl Foreign {
             Start::Incoming => line.extend(["-incoming", "defer", "-S"].map(str::to_owned)),
         }
         line
+    }
+}
+
+/// A user network with forwarded ports, in the form in which it is written.
+fn with_forwards(network: String, rules: &[String]) -> String {
+    match Options::parse(&network, "type") {
+        Ok(Options::Json(mut map)) if !rules.is_empty() => {
+            let rules: Vec<_> = rules.iter().map(|rule| json!({ "str": rule })).collect();
+            map.insert("hostfwd".into(), rules.into());
+            Value::Object(map).to_string()
+        }
+        _ => rules.iter().fold(network, |network, rule| network + ",hostfwd=" + &rule.replace(',', ",,")),
     }
 }
 

@@ -147,6 +147,22 @@ fn a_command_line_of_libvirt() {
 }
 
 #[test]
+fn ports_are_forwarded_in_either_form() {
+    let line = [
+        "-netdev",
+        r#"{"type":"user","id":"a","hostfwd":[{"str":"tcp::1-:2"},{"str":"tcp::3-:4"}]}"#,
+        "-netdev",
+        "user,id=b,hostfwd=tcp::5-:6,hostfwd=tcp::7-:8",
+    ];
+    let line: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
+    let foreign = rewrite(&line, &facts(&[])).unwrap();
+    assert_eq!(foreign.networks[0].forwards, ["tcp::1-:2", "tcp::3-:4"]);
+    let text = built(foreign);
+    let json = r#"{"hostfwd":[{"str":"tcp::1-:2"},{"str":"tcp::3-:4"}],"id":"a","type":"user"}"#;
+    assert!(text.contains(json) && text.contains("id=b,hostfwd=tcp::5-:6,hostfwd=tcp::7-:8"), "{text}");
+}
+
+#[test]
 fn defaults_stay_defaults() {
     let foreign = rewrite(&words("disk.img -nographic"), &facts(&[])).unwrap();
     let text = built(foreign);
