@@ -12,8 +12,7 @@ use crate::rundir::RunDir;
 use crate::state::{Attached, State, format_of};
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_kernel::process::Process;
-use rekindle_kernel::userfault::Features;
-use rekindle_kernel::userfault::remote::{Remote, RemoteError};
+use rekindle_kernel::userfault::remote::RemoteError;
 use rekindle_memory::tracker;
 use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
 use rekindle_qemu::command::{self, Hardware};
@@ -216,9 +215,9 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
 fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     let injector = Injector::new(adopted.process())?;
     let device = userfaultfd::hand(qmp, adopted.process())?;
-    let opened = Remote::open(injector, Features::WP_ASYNC | Features::WP_UNPOPULATED, device);
+    let tried = tracker::trial(injector, device);
     userfaultfd::take_back(qmp)?;
-    Ok(opened?.close()?)
+    Ok(tried?)
 }
 
 /// That no other VM is this QEMU.

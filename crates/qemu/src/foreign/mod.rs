@@ -118,7 +118,11 @@ pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Result<(Foreign, Option<Uu
     }
 }
 
-fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
+/// What is to be known of `adopted` beside its command line. When it changes, devices or disks were changed.
+///
+/// # Errors
+/// When it does not answer.
+pub fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
     #[derive(Deserialize)]
     struct Property {
         name: String,

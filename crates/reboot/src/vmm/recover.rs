@@ -78,11 +78,11 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
                 forget_saved(host, &held);
                 end_pause(&held, vmm)
             }
-            // What it was started with is not ours to know.
-            Err(_) if held.state.attached.is_some() => Err(held
-                .refuse_attached("its QEMU has ended, and starting it again")
-                .err()
-                .map_or_else(|| life::LifeError::Unknown { name: name.into() }.into(), RebootError::from)),
+            // What it was started with is not ours to do again.
+            Err(_) if held.state.attached.is_some() => {
+                held.refuse_attached("its QEMU has ended, and starting it again")?;
+                Ok(Recovered::Nothing)
+            }
             // A start that was cut off before it began.
             Err(_) if held.state.vmm.is_none() => {
                 life::clean_up(host, &held.rundir, &held.state)?;
