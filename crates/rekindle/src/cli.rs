@@ -1,6 +1,6 @@
 //! Commands and flags, declared once: help, completions and man pages come from here.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use rekindle_protect::policy::Policy;
 use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
@@ -225,11 +225,12 @@ pub struct Run {
 }
 
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("monitor").required(true).args(["qmp", "libvirt"]))]
 pub struct Attach {
     /// What the VM is to be called here.
     pub name: Name,
     /// A QMP socket of the QEMU, which nobody else uses.
-    #[arg(long, value_name = "SOCKET", required_unless_present = "libvirt", conflicts_with = "libvirt")]
+    #[arg(long, value_name = "SOCKET")]
     pub qmp: Option<PathBuf>,
     /// The libvirt domain that it is: name, number or UUID.
     #[arg(long, value_name = "DOMAIN")]
