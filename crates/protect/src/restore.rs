@@ -7,6 +7,7 @@ use rekindle_kernel::spawn::detach;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::command::Start;
+use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use rekindle_qemu::transfer::{Capabilities, Feed, TransferError, wait_loaded};
@@ -101,6 +102,17 @@ pub enum RestoreError {
         /// What differs.
         what: String,
     },
+    /// The guest would see other processors.
+    #[error(
+        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
+         ran on", listed(.words)
+    )]
+    Cpu {
+        /// The checkpoint.
+        number: u64,
+        /// Name of the feature word, what it was, what it would be.
+        words: Vec<(String, u64, u64)>,
+    },
     /// QEMU cannot be made to wait for its pages.
     #[error(transparent)]
     Inject(#[from] InjectError),
@@ -136,6 +148,11 @@ pub enum RestoreError {
         #[source]
         source: io::Error,
     },
+}
+
+fn listed(words: &[(String, u64, u64)]) -> String {
+    let one = |(name, was, now): &(String, u64, u64)| format!("{name} was {was:#x} and is {now:#x}");
+    words.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
 /// A guest that goes on.
@@ -213,6 +230,12 @@ fn fill(
     let paged = place.state.hardware.ram_ids();
     let ahead = small_blocks(image, &paged)?;
     let mut qmp = vmm.connect(vmm::START)?;
+    if let Some(foreign) = &place.state.hardware.foreign {
+        let words = cpu::differences(&foreign.cpu, &cpu::features(&mut qmp)?);
+        if !words.is_empty() {
+            return Err(RestoreError::Cpu { number: info.number, words });
+        }
+    }
     recorder.step("start QEMU");
     let ram = GuestRam::of(&mut qmp, vmm.process())?;
     same_blocks(&ram, &info.blocks, info.number, &paged)?;

@@ -4,6 +4,7 @@
 //! - [`agent`]: the QEMU guest agent;
 //! - [`binary`]: what a QEMU binary can do, asked before anything depends on it;
 //! - [`command`]: the command line of a VM's hardware;
+//! - [`cpu`]: what a guest sees of its processors;
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
 //! - [`options`]: the values of its command line's options;
 //! - [`foreign`]: a command line of somebody else's, made into one of ours;
@@ -23,6 +24,7 @@ pub mod adopt;
 pub mod agent;
 pub mod binary;
 pub mod command;
+pub mod cpu;
 pub mod devices;
 pub mod foreign;
 pub mod incoming;

@@ -77,6 +77,14 @@ fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
     for policy in policies {
         restore_elsewhere(&lab, "foreign", &lab.path(policy), &[], |_| is_whole(&plain.guest, &boot));
     }
+    // Another QEMU means other processors by the same `-cpu max`.
+    let other = if binary == qemu_new() { qemu_old() } else { qemu_new() };
+    let store = lab.path("cow");
+    let arguments = ["restore", "foreign", "--store", store.to_str().unwrap(), "--qemu", other.to_str().unwrap()];
+    let refused = lab.rekindle(arguments).status(1);
+    let known = ["would see other processors", "does not know the machine type"];
+    assert!(known.iter().any(|why| refused.stderr.contains(why)), "{refused}");
+    lab.assert_empty();
     // And under its own name again, as a VM of Rekindle's that can be protected further.
     lab.rekindle(["restore", "foreign", "--store", lab.path("cow").to_str().unwrap()]).ok();
     is_whole(&plain.guest, &boot);

@@ -13,6 +13,7 @@ mod words;
 
 use crate::adopt::{Adopted, Backend, Obstacle};
 use crate::command::{Directory, Hardware, NetBackend, Start, Tap};
+use crate::cpu::{self, Features};
 use crate::options::Options;
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock;
@@ -38,6 +39,9 @@ pub struct Foreign {
     pub console: Option<String>,
     /// The one that becomes the guest agent's port.
     pub agent: Option<String>,
+    /// What the guest sees of its processors: `-cpu max` and `-cpu host` mean something else in another QEMU or host.
+    #[serde(default)]
+    pub cpu: Features,
 }
 
 /// A memory backend.
@@ -68,6 +72,9 @@ pub struct Network {
     pub forwards: Vec<String>,
 }
 
+/// A machine with the VM generation ID that its guest has now, or all that cannot be carried over.
+pub type Found = Result<(Foreign, Option<Uuid>), Vec<Obstacle>>;
+
 /// What is known of a QEMU beside its command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
@@ -88,7 +95,7 @@ pub struct Facts {
 ///
 /// # Errors
 /// When it does not answer.
-pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Result<(Foreign, Option<Uuid>), Vec<Obstacle>>, QmpError> {
+pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Found, QmpError> {
     let facts = facts(adopted, qmp)?;
     let mut problems = Vec::new();
     // The device state names RAM blocks; a restored QEMU names them by their backends.
@@ -109,7 +116,7 @@ pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Result<(Foreign, Option<Uu
         Err(e) => return Err(e),
     };
     match rewrite::rewrite(&adopted.arguments, &facts) {
-        Ok(foreign) if problems.is_empty() => Ok(Ok((foreign, generation))),
+        Ok(foreign) if problems.is_empty() => Ok(Ok((Foreign { cpu: cpu::features(qmp)?, ..foreign }, generation))),
         Ok(_) => Ok(Err(problems)),
         Err(more) => {
             problems.extend(more);

@@ -3,6 +3,7 @@
 use super::words::{Fate, Word, split};
 use super::{Facts, Foreign, Network, RamBackend, Why};
 use crate::adopt::Obstacle;
+use crate::cpu::Features;
 use crate::options::Options;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -263,7 +264,7 @@ impl Line {
             return Err(self.problems);
         }
         let Self { words, backends, networks, console, .. } = self;
-        Ok(Foreign { words, backends, networks, console, agent })
+        Ok(Foreign { words, backends, networks, console, agent, cpu: Features::new() })
     }
 
     fn finish_machine(&mut self, facts: &Facts) {
