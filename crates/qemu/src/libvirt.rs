@@ -194,6 +194,11 @@ impl Session {
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
+        // Nobody would tell that another client of libvirt has let the guest go on while we kept it stopped.
+        if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| runs(&status)) {
+            let said = "the guest runs already: another client of libvirt has let it go on while it was kept stopped";
+            return vec![json!({"error": {"class": "libvirt", "desc": said}}).to_string()];
+        }
         let sent = SystemTime::now();
         let reply = match fd {
             None => self.execute(&command.to_string()),
@@ -218,6 +223,12 @@ impl Session {
         lines.push(reply);
         lines
     }
+}
+
+/// Whether a guest runs, by QEMU's reply.
+fn runs(status: &str) -> bool {
+    let status: Option<Value> = serde_json::from_str(status).ok();
+    status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
 }
 
 /// The last of what it said, without `error: `.
@@ -293,6 +304,8 @@ mod tests {
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(words(b"error: one\n\nerror: two\n").unwrap().0, "one; two");
         assert!(words(b"\n").is_none());
+        assert!(runs(r#"{"return":{"status":"running","running":true},"id":"libvirt-1"}"#));
+        assert!(!runs(r#"{"return":{"status":"paused","running":false}}"#) && !runs("{}") && !runs(""));
     }
 
     #[test]

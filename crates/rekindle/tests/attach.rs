@@ -118,6 +118,50 @@ fn a_guest_of_a_new_qemu_with_two_memories_goes_on_elsewhere() {
     goes_on_elsewhere(qemu_new(), &arguments.concat());
 }
 
+#[test]
+fn a_card_on_a_tap_gets_what_the_definition_says() {
+    let lab = Lab::new();
+    let ifname = format!("rkp{}", std::process::id() % 1_000_000);
+    let ip = |arguments: &[&str]| assert!(Command::new("ip").args(arguments).status().unwrap().success());
+    ip(&["tuntap", "add", &ifname, "mode", "tap"]);
+    let tap = format!("tap,id=lan,ifname={ifname},script=no,downscript=no");
+    let card = "virtio-net-pci,netdev=lan,mac=52:54:00:00:00:78";
+    let mut plain = Plain::boot(
+        &lab,
+        "tapped",
+        qemu_new(),
+        &["-machine", "q35", "-m", "96M", "-netdev", &tap, "-device", card],
+        None,
+    );
+    attach(&lab, &plain);
+    let boot = plain.guest.boot_id();
+    plain.guest.touch("20M");
+    let store = lab.path("store");
+    protect(&lab, "tapped", &store, &["--count", "2"]);
+    plain.kill();
+    ip(&["link", "del", &ifname]);
+    let arguments = ["restore", "tapped", "--store", store.to_str().unwrap()];
+    lab.rekindle(arguments).status(1).says(&["network lan", "needs one again", "--definition"]);
+    lab.assert_empty();
+    let definition = lab.path("here.toml");
+    let port = plain.port();
+    let (kernel, _) = lab.image();
+    let write = |more: &str| {
+        let forward = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
+        let text = format!("name = \"tapped\"\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n{forward}{more}");
+        fs::write(&definition, text).unwrap();
+    };
+    let all = arguments.iter().copied().chain(["--definition", definition.to_str().unwrap()]).collect::<Vec<_>>();
+    write("");
+    lab.rekindle(&all).status(1).says(&["has 2, the definition says 1"]);
+    write(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
+    lab.rekindle(&all).ok();
+    is_whole(&plain.guest, &boot);
+    assert_eq!(lab.interfaces().len(), 1, "the card is on a tap in the namespace");
+    plain.guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
 /// A protector beside the test.
 struct Protector(Child);
 

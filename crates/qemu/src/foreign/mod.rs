@@ -8,6 +8,7 @@
 //!
 //! What cannot be carried over is named by [`of`], when the guest is attached, and not when it is to be restored.
 
+mod paths;
 mod rewrite;
 mod words;
 
@@ -88,6 +89,8 @@ pub struct Facts {
     pub devices: BTreeSet<String>,
     /// Disks as they are now: path of the device, name of its block node.
     pub disks: Vec<(String, String)>,
+    /// Where its relative paths begin.
+    pub cwd: PathBuf,
 }
 
 /// Find out what machine `adopted` is, as far as its command line and it itself tell. The inner error names all that
@@ -158,6 +161,7 @@ pub fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
             .map(|child| child.name)
             .collect(),
         disks: disks.iter().filter_map(disk).collect(),
+        cwd: std::fs::read_link(format!("/proc/{}/cwd", adopted.pid)).unwrap_or_default(),
     })
 }
 

@@ -1,5 +1,6 @@
 //! A command line rewritten so that the same machine can be built again by Rekindle. No QEMU is asked here.
 
+use super::paths::absolute;
 use super::words::{Fate, Word, split};
 use super::{Facts, Foreign, Network, RamBackend, Why};
 use crate::adopt::Obstacle;
@@ -17,6 +18,8 @@ const DEVICES: &[(&str, Why)] = &[
     ("virtio-9p", "QEMU cannot save the files that a guest has open on it"),
     ("nvme", "QEMU cannot save its state"),
     ("usb-mtp", "QEMU cannot save its state"),
+    ("nvdimm", "its content is a file of its own, which a restored guest would not write"),
+    ("virtio-pmem", "its content is a file of its own, which a restored guest would not write"),
     ("usb-redir", "its state is at its other end"),
     ("ccid-card-passthru", "its state is at its other end"),
 ];
@@ -75,7 +78,14 @@ pub(super) fn rewrite(arguments: &[String], facts: &Facts) -> Result<Foreign, Ve
         match word.fate {
             Fate::Drop => {}
             Fate::Refuse(why) => line.refuse(format!("-{}", word.option), why),
-            Fate::Keep => line.keep(word.option, word.value),
+            Fate::Keep => match absolute(word, &facts.cwd) {
+                Ok(value) => line.keep(word.option, value.as_deref()),
+                Err(path) => {
+                    let here = facts.cwd.display();
+                    let why = format!("there is no {path} in {here}, where QEMU is now: start it with the full path");
+                    line.refuse(format!("-{} {}", word.option, word.value.unwrap_or_default()), why);
+                }
+            },
             Fate::Rewrite => line.rewrite(word),
         }
     }

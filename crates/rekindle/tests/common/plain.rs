@@ -25,6 +25,7 @@ pub struct Plain<'a> {
     pub process: Process,
     child: Child,
     directory: PathBuf,
+    port: u16,
 }
 
 impl<'a> Plain<'a> {
@@ -68,7 +69,12 @@ impl<'a> Plain<'a> {
             guest.try_ask("boot-id").ok()
         });
         let process = Process::of(child.id()).unwrap();
-        Self { guest, process, child, directory }
+        Self { guest, process, child, directory, port }
+    }
+
+    /// The port of the host that leads to its guest.
+    pub fn port(&self) -> u16 {
+        self.port
     }
 
     /// Its QMP socket.

@@ -20,6 +20,7 @@ fn facts(devices: &[&str]) -> Facts {
         main: Some("pc.ram".into()),
         devices: devices.iter().map(|id| (*id).to_owned()).collect(),
         disks: Vec::new(),
+        cwd: "/".into(),
     }
 }
 
@@ -56,7 +57,7 @@ fn built(foreign: Foreign) -> String {
 
 #[test]
 fn a_plain_command_line() {
-    let line = "-machine q35,accel=kvm,smm=off -m 512 -smp 2 -cpu max -nodefaults -kernel k -append console=ttyS0 -serial stdio \
+    let line = "-machine q35,accel=kvm,smm=off -m 512 -smp 2 -cpu max -nodefaults -kernel /k -append console=ttyS0 -serial stdio \
                 -netdev user,id=net0,hostfwd=tcp::22-:22,net=10.1.0.0/24 -device virtio-net-pci,netdev=net0,mac=52:54:00:00:00:01 \
                 -device vmgenid,guid=auto -qmp unix:/q,server,nowait -daemonize -pidfile p -S -display none";
     let foreign = rewrite(&words(line), &facts(&[])).unwrap();
@@ -70,7 +71,7 @@ fn a_plain_command_line() {
         "-device driver=vmgenid,guid=00000000-0000-0000-0000-000000000007",
         "-serial chardev:rekindle-console",
         "socket,id=rekindle-console,path=/run/x/console.sock",
-        "-m 512 -smp 2 -cpu max -nodefaults -kernel k -append console=ttyS0",
+        "-m 512 -smp 2 -cpu max -nodefaults -kernel /k -append console=ttyS0",
         "-accel tcg,thread=multi",
         "-incoming defer -S",
     ] {
@@ -164,10 +165,10 @@ fn ports_are_forwarded_in_either_form() {
 
 #[test]
 fn defaults_stay_defaults() {
-    let foreign = rewrite(&words("disk.img -nographic"), &facts(&[])).unwrap();
+    let foreign = rewrite(&words("/disk.img -nographic"), &facts(&[])).unwrap();
     let text = built(foreign);
     let has = |part: &str| assert!(text.contains(part), "{part} in {text}");
-    has("-hda disk.img");
+    has("-hda /disk.img");
     has("graphics=off");
     has("-serial chardev:rekindle-console");
     has("-parallel null");
@@ -196,6 +197,7 @@ fn what_cannot_be_carried_over_is_named() {
     let plain = facts(&[]);
     for (line, what) in [
         ("-snapshot", "-snapshot"),
+        ("-kernel none/such", "there is no none/such"),
         ("-frobnicate", "-frobnicate"),
         ("-readconfig x", "-readconfig"),
         ("-device qxl-vga", "qxl"),
