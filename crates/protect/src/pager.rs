@@ -80,15 +80,30 @@ pub struct Fill {
     pub vmm: Vmm,
     /// The RAM blocks of that QEMU.
     blocks: Vec<RamBlock>,
+    /// The names of those that are brought.
+    #[serde(default = "main_only")]
+    paged: Vec<String>,
+}
+
+/// What an older Rekindle meant.
+fn main_only() -> Vec<String> {
+    vec![MAIN_RAM.to_owned()]
 }
 
 impl Fill {
-    pub(crate) fn new(store: StoreUrl, identity: Option<&Identity>, number: u64, vmm: Vmm, ram: &GuestRam) -> Self {
+    pub(crate) fn new(
+        store: StoreUrl,
+        identity: Option<&Identity>,
+        number: u64,
+        vmm: Vmm,
+        ram: &GuestRam,
+        paged: Vec<String>,
+    ) -> Self {
         let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
         // The pager may be started from elsewhere.
         let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
-        Self { format: FORMAT, store, identity, number, vmm, blocks }
+        Self { format: FORMAT, store, identity, number, vmm, blocks, paged }
     }
 
     fn which(&self) -> Which {
@@ -212,11 +227,11 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     let image = Image::open(&fill.store, &fill.which())?;
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
-    let main = |id: &str| id == MAIN_RAM;
-    let progress = match Pager::take_over(Injector::new(process)?, &ram, main)? {
+    let chosen = |id: &str| fill.paged.iter().any(|paged| paged == id);
+    let progress = match Pager::take_over(Injector::new(process)?, &ram, chosen)? {
         Some(mut pager) => {
             tell(&Told::Serving { checkpoint: fill.number });
-            let order = working_set(&image);
+            let order = working_set(&image, &fill);
             pager.run(&mut Source::new(&image, tell), order, end)?
         }
         // The one before was killed when all was there already.
@@ -245,11 +260,15 @@ fn lock(rundir: &RunDir) -> Result<File, FillError> {
     }
 }
 
-/// The pages of the main RAM that were written last, as runs.
-fn working_set(image: &Image) -> impl Iterator<Item = (usize, Range<u64>)> + '_ {
-    let main = image.block(MAIN_RAM);
+/// The pages that were written last, as runs in the blocks that are brought.
+fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize, Range<u64>)> + use<'a> {
+    // The pager counts the blocks that it brings; the checkpoint has others beside them.
+    let brought = fill.blocks.iter().map(|block| &block.id).filter(|id| fill.paged.contains(id));
+    let places: Vec<_> = brought.map(|id| image.block(id)).collect();
     let page = PAGE_SIZE as u64;
     // Where the list cannot be read on, the rest comes in the order of memory.
-    let pages = image.hot().map_while(Result::ok).filter(move |(block, _)| Some(*block) == main);
-    pages.map(move |(_, n)| (0, n * page..(n + 1) * page))
+    image.hot().map_while(Result::ok).filter_map(move |(block, n)| {
+        let place = places.iter().position(|place| *place == Some(block))?;
+        Some((place, n * page..(n + 1) * page))
+    })
 }

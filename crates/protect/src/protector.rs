@@ -108,6 +108,12 @@ pub enum ProtectError {
     },
 }
 
+impl ProtectError {
+    pub(crate) fn session(name: &str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Session { name: name.into(), source: Box::new(source) }
+    }
+}
+
 fn listed(obstacles: &[Obstacle]) -> String {
     obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
 }

@@ -1,12 +1,16 @@
 //! How to build the VM of a checkpoint again.
+//!
+//! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
+//! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]).
 
-use rekindle_qemu::command::{Hardware, NetBackend};
+use rekindle_qemu::command::{Hardware, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
+use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The format that this Rekindle writes, and the newest that it reads.
-pub const FORMAT: u32 = 1;
+/// The newest format that this Rekindle reads. It writes 1 where that says all, so that an older one understands it.
+pub const FORMAT: u32 = 2;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -52,7 +56,12 @@ impl Recipe {
     ///
     /// # Errors
     /// A text for each thing that the guest knows and that cannot be made so.
-    pub fn fit(&self, hardware: &mut Hardware) -> Result<(), Vec<String>> {
+    ///
+    /// `given`: the definition that `hardware` comes from was named for this host, and is not the recipe's own.
+    pub fn fit(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
+        if self.hardware.foreign.is_some() {
+            return self.fit_foreign(hardware, given);
+        }
         let mut problems = Vec::new();
         let theirs = &self.hardware;
         hardware.machine.clone_from(&theirs.machine);
@@ -86,6 +95,44 @@ impl Recipe {
             // Registers are the same; what differs is speed, and which CPU features there can be at all.
             tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
         }
+        if problems.is_empty() { Ok(()) } else { Err(problems) }
+    }
+
+    /// The hardware is the recipe's; this host says where its RAM is, how guest code is run, and what its cards are connected to.
+    fn fit_foreign(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
+        let mut problems = Vec::new();
+        let theirs = &self.hardware;
+        let networks = theirs.foreign.as_ref().map(|foreign| foreign.networks.as_slice()).unwrap_or_default();
+        let mut nets = theirs.nets.clone();
+        if given && hardware.nets.len() != nets.len() {
+            let (have, want) = (hardware.nets.len(), nets.len());
+            problems.push(format!("[[net]]: the guest of the checkpoint has {want}, the definition says {have}"));
+        } else if given {
+            for (net, here) in nets.iter_mut().zip(&hardware.nets) {
+                net.backend.clone_from(&here.backend);
+            }
+        }
+        for (net, network) in nets.iter().zip(networks) {
+            if network.needs_tap && matches!(net.backend, NetBackend::User(_)) {
+                problems.push(format!(
+                    "network {}: its virtio card was on a tap and needs one again: restore with --definition FILE whose [[net]]s, \
+                     in the order of the guest's cards, say kind = \"tap\" there",
+                    net.id
+                ));
+            }
+        }
+        if hardware.accel != theirs.accel {
+            let (have, want) = (&hardware.accel, &theirs.accel);
+            problems.push(format!("the guest ran under {want}, and has devices of it; here it would run under {have}"));
+        }
+        let generation = match theirs.vm_generation {
+            // Another ID is what tells the guest that it was set back.
+            Some(_) => hardware.vm_generation.map_or_else(new_generation, Ok).map(Some),
+            None => Ok(None),
+        };
+        let generation = generation.map_err(|problem| vec![problem])?;
+        let ram = Ram { path: hardware.ram.path.clone(), ..theirs.ram.clone() };
+        *hardware = Hardware { name: hardware.name.clone(), ram, nets, vm_generation: generation, ..theirs.clone() };
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 

@@ -7,8 +7,8 @@ use rekindle_kernel::spawn::detach;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::command::Start;
+use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use rekindle_qemu::transfer::{Capabilities, Feed, TransferError, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, VmmError, log_tail};
@@ -102,6 +102,17 @@ pub enum RestoreError {
         /// What differs.
         what: String,
     },
+    /// The guest would see other processors.
+    #[error(
+        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
+         ran on", listed(.words)
+    )]
+    Cpu {
+        /// The checkpoint.
+        number: u64,
+        /// Name of the feature word, what it was, what it would be.
+        words: Vec<(String, u64, u64)>,
+    },
     /// QEMU cannot be made to wait for its pages.
     #[error(transparent)]
     Inject(#[from] InjectError),
@@ -139,6 +150,11 @@ pub enum RestoreError {
     },
 }
 
+fn listed(words: &[(String, u64, u64)]) -> String {
+    let one = |(name, was, now): &(String, u64, u64)| format!("{name} was {was:#x} and is {now:#x}");
+    words.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
 /// A guest that goes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restored {
@@ -172,7 +188,9 @@ pub fn restore(host: &Host, name: Name, request: &Request) -> Result<Restored, R
     let recipe = Recipe::read(&image.definition()?)?;
     recorder.step("open the store");
     let definition = Definition { name, ..request.definition.clone().unwrap_or_else(|| recipe.definition.clone()) };
-    let place = Place::take(host, definition, request.qemu.as_deref(), "restore", |hardware| recipe.fit(hardware))?;
+    let place = Place::take(host, definition, request.qemu.as_deref(), "restore", |hardware| {
+        recipe.fit(hardware, request.definition.is_some())
+    })?;
     match fence(&image, request, &which, &place).and_then(|image| fill(&place, &image, request, &mut recorder, began)) {
         Ok(restored) => {
             recorder.write(&place.rundir);
@@ -209,17 +227,25 @@ fn fill(
     let vmm = Vmm::spawn(&place.state.definition.qemu, &arguments, &directory, fds)?;
     journal.operation.to = Some(vmm.clone());
     journal.write().map_err(journalled)?;
-    let ahead = small_blocks(image)?;
+    let paged = place.state.hardware.ram_ids();
+    let ahead = small_blocks(image, &paged)?;
     let mut qmp = vmm.connect(vmm::START)?;
+    if let Some(foreign) = &place.state.hardware.foreign {
+        let words = cpu::differences(&foreign.cpu, &cpu::features(&mut qmp)?);
+        if !words.is_empty() {
+            return Err(RestoreError::Cpu { number: info.number, words });
+        }
+    }
     recorder.step("start QEMU");
     let ram = GuestRam::of(&mut qmp, vmm.process())?;
-    same_blocks(&ram, &info.blocks, info.number)?;
+    same_blocks(&ram, &info.blocks, info.number, &paged)?;
     // From here on whoever touches a missing page waits.
     let mut silent = |_: &_| {};
-    let main = |id: &str| id == MAIN_RAM;
-    let pager = Pager::begin(Injector::new(vmm.process())?, &ram, main, &mut Source::new(image, &mut silent), None)?;
+    let chosen = |id: &str| paged.iter().any(|paged| paged == id);
+    let pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut Source::new(image, &mut silent), None)?;
     drop(pager);
-    Fill::new(request.store.clone(), request.identity.as_ref(), info.number, vmm.clone(), &ram).write(&place.rundir)?;
+    Fill::new(request.store.clone(), request.identity.as_ref(), info.number, vmm.clone(), &ram, paged.clone())
+        .write(&place.rundir)?;
     start_pager(&place.rundir)?;
     recorder.step("register its memory");
 
@@ -263,10 +289,10 @@ fn fill(
     Ok(Restored { name, checkpoint, taken_us, us, pid, filled: !place.rundir.fill().exists() })
 }
 
-/// What of the stream comes before the devices: all blocks but the main RAM.
-fn small_blocks(image: &Image) -> Result<Vec<u8>, RestoreError> {
+/// What of the stream comes before the devices: all blocks but those that are brought on demand.
+fn small_blocks(image: &Image, paged: &[String]) -> Result<Vec<u8>, RestoreError> {
     let blocks = &image.info().blocks;
-    let small: Vec<_> = blocks.iter().enumerate().filter(|(_, block)| block.id != MAIN_RAM).collect();
+    let small: Vec<_> = blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id)).collect();
     let mut part = stream::HEADER.to_vec();
     let mut section = RamSection::start(&mut part, small.iter().map(|(_, block)| (block.id.as_str(), block.used)));
     for (index, block) in small {
@@ -281,14 +307,20 @@ fn small_blocks(image: &Image) -> Result<Vec<u8>, RestoreError> {
 }
 
 /// The same blocks on both sides; their sizes may differ where QEMU can resize them, and then it does.
-fn same_blocks(ram: &GuestRam, theirs: &[rekindle_store::types::Block], number: u64) -> Result<(), RestoreError> {
+fn same_blocks(
+    ram: &GuestRam,
+    theirs: &[rekindle_store::types::Block],
+    number: u64,
+    paged: &[String],
+) -> Result<(), RestoreError> {
     let differ = |what: String| RestoreError::Blocks { number, what };
     let ours: Vec<_> = ram.blocks().iter().map(|block| &block.told).collect();
     for block in theirs {
         match ours.iter().find(|ours| ours.id == block.id) {
             None => return Err(differ(format!("it has no block {}", block.id))),
-            Some(ours) if block.id == MAIN_RAM && ours.used != block.used => {
-                return Err(differ(format!("its RAM has {} bytes, the guest's {}", ours.used, block.used)));
+            Some(ours) if paged.contains(&block.id) && ours.used != block.used => {
+                let (id, ours, theirs) = (&block.id, ours.used, block.used);
+                return Err(differ(format!("its {id} has {ours} bytes, the guest's {theirs}")));
             }
             Some(_) => {}
         }

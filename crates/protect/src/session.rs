@@ -9,11 +9,14 @@ use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Synchronous, TrackError, Tracker};
-use rekindle_qemu::adopt::{AdoptError, adopt};
+use rekindle_qemu::adopt::{AdoptError, Adopted};
+use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types::{self, PAGE_SIZE, Page};
 use rekindle_store::{Checkpoint, StoreError, Writer};
+use rekindle_vm::attach::Protection;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -60,7 +63,7 @@ pub(crate) enum SessionError {
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
     /// A RAM block came, went or was resized.
-    #[error("the guest's memory has another shape: {0}")]
+    #[error("the guest has another shape: {0}")]
     Reshaped(String),
     /// A page that the guest was about to change could not be copied.
     #[error("a page could not be copied before the guest changed it")]
@@ -75,16 +78,34 @@ pub(crate) struct Plan {
     control: Qmp,
     /// The guest has a device through which it gives memory back.
     gives_back: bool,
+    /// Of an attached VM: nobody else takes checkpoints of it, or lets go of it.
+    protection: Option<Protection>,
+    /// Its devices and disks, which its command line says.
+    foreign: Option<(Box<Adopted>, Facts)>,
 }
 
 impl Plan {
     /// Look at the guest.
     pub(crate) fn of(target: &Target, wanted: Option<Policy>, disks: &Disks) -> Result<Self, Failure> {
         let name = || target.name().to_owned();
-        let found = adopt(&target.vmm().directory().protect(), GREETING);
+        let protection = match target.state().attached {
+            Some(_) => Some(Protection::take(target.rundir()).map_err(|e| ProtectError::session(target.name(), e))?),
+            None => None,
+        };
+        let found = target.vmm().adopt(GREETING);
         let (adopted, mut control) = found.map_err(SessionError::from)?;
         if !adopted.obstacles.is_empty() {
             return Err(ProtectError::Obstacles { name: name(), obstacles: adopted.obstacles }.into());
+        }
+        let mut foreign = None;
+        if target.state().attached.is_some() {
+            // It may have been changed since it was attached to.
+            let found = foreign::of(&adopted, &mut control).map_err(SessionError::from)?;
+            if let Err(obstacles) = found {
+                return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
+            }
+            let facts = foreign::facts(&adopted, &mut control).map_err(SessionError::from)?;
+            foreign = Some((Box::new(adopted.clone()), facts));
         }
         let images = images(&mut control).map_err(SessionError::from)?;
         let hook = match disks {
@@ -106,7 +127,7 @@ impl Plan {
             (None, Some(_)) => Policy::Cow,
             (None, None) => Policy::Precopy,
         };
-        Ok(Self { policy, hook, control, gives_back: adopted.gives_back })
+        Ok(Self { policy, hook, control, gives_back: adopted.gives_back, protection, foreign })
     }
 }
 
@@ -174,16 +195,18 @@ pub(crate) struct Session {
     buffer: Vec<u8>,
     /// When the guest was stopped for the checkpoint before.
     stopped_host_us: Option<u64>,
+    foreign: Option<(Box<Adopted>, Facts)>,
+    _protection: Option<Protection>,
 }
 
 impl Session {
     /// Begin to track the memory of `target`. `resume`: what an earlier protector collected has all arrived, so its tracking
     /// may be gone on with.
     pub(crate) fn attach(target: Target, plan: Plan, resume: bool) -> Result<Self, SessionError> {
-        let Plan { policy, hook, control, gives_back } = plan;
-        let save = Qmp::connect(&target.vmm().directory().save(), GREETING)?;
+        let Plan { policy, hook, control, gives_back, protection, foreign } = plan;
+        let save = target.vmm().save(GREETING)?;
         let mark = target.rundir().paused();
-        let mut monitors = Monitors::new(target.process(), control, Some(save), mark)?;
+        let mut monitors = Monitors::new(target.process(), control, save, mark)?;
         let ram = GuestRam::of(monitors.control(), target.process())?;
         let ram = Arc::new(if gives_back { ram } else { ram.never_shrinking() });
         let injector = Injector::new(target.process())?;
@@ -191,11 +214,13 @@ impl Session {
         if !resume || policy == Policy::Cow {
             tracker::sweep(injector).map_err(TrackError::from)?;
         }
-        let paused: Paused<(Tracking, bool)> = monitors.pause(|stopped, laps| {
+        // A QEMU of another user may not make a userfaultfd by itself.
+        let device = userfaultfd::hand(monitors.control(), target.process())?;
+        let paused: Result<Paused<(Tracking, bool)>, SessionError> = monitors.pause(|stopped, laps| {
             let attached = match policy {
                 Policy::Cow => {
                     let before = before_write(Arc::clone(&copies));
-                    let tracker = Synchronous::attach(injector, Arc::clone(&ram), stopped, before, None)?;
+                    let tracker = Synchronous::attach(injector, Arc::clone(&ram), stopped, before, device)?;
                     (Tracking::Synchronous(tracker, copies), false)
                 }
                 Policy::Basic | Policy::Precopy => {
@@ -206,15 +231,16 @@ impl Session {
                     let resumed = found.is_some();
                     let tracker = match found {
                         Some(tracker) => tracker,
-                        None => Asynchronous::attach(injector, Arc::clone(&ram), stopped, None)?,
+                        None => Asynchronous::attach(injector, Arc::clone(&ram), stopped, device)?,
                     };
                     (Tracking::Asynchronous(tracker), resumed)
                 }
             };
             laps.steps.collect = laps.lap();
             Ok::<_, SessionError>(attached)
-        })?;
-        let (tracking, resumed) = paused.result;
+        });
+        userfaultfd::take_back(monitors.control())?;
+        let (tracking, resumed) = paused?.result;
         let owed = if resumed { nothing(&ram) } else { Dirty::everything(&ram)? };
         Ok(Self {
             target,
@@ -228,6 +254,8 @@ impl Session {
             resumed,
             buffer: Vec::new(),
             stopped_host_us: None,
+            foreign,
+            _protection: protection,
         })
     }
 
@@ -272,6 +300,12 @@ impl Session {
             }
         };
         let Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
+        if let Some((adopted, facts)) = &self.foreign
+            && foreign::facts(adopted, self.monitors.control())? != *facts
+        {
+            // It could not be restored: devices or disks are not those of the command line any more.
+            return Err(SessionError::Reshaped("devices or disks have come, gone or changed".into()));
+        }
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
         let metadata = json!({
             "policy": self.policy, "stopped_us": paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
@@ -428,12 +462,12 @@ impl Session {
     }
 
     /// Leave no trace in QEMU.
-    pub(crate) fn detach(self) -> Result<(), SessionError> {
+    pub(crate) fn detach(mut self) -> Result<(), SessionError> {
         match self.tracking {
             Tracking::Asynchronous(tracker) => tracker.detach()?,
             Tracking::Synchronous(tracker, _) => tracker.detach()?,
         }
-        Ok(())
+        Ok(devices::sweep(self.monitors.control(), false)?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The guest to be protected: where it is, who it is.
 
-use crate::recipe::{FORMAT, Recipe};
+use crate::recipe::Recipe;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::Vm;
@@ -9,7 +9,7 @@ use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::{LockError, RunState};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::state::State;
+use rekindle_vm::state::{State, format_of};
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -115,7 +115,8 @@ impl Target {
     /// How to build it again.
     #[must_use]
     pub fn recipe(&self) -> Recipe {
-        Recipe { format: FORMAT, definition: self.state.definition.clone(), hardware: self.state.hardware.clone() }
+        let (definition, hardware) = (self.state.definition.clone(), self.state.hardware.clone());
+        Recipe { format: format_of(&hardware), definition, hardware }
     }
 
     /// From here on nobody else stops the guest or lets it go on, and this QEMU is the one that runs it.

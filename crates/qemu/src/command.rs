@@ -4,6 +4,9 @@
 //! machine type is a versioned one, each device has a fixed PCI slot, and nothing comes from a configuration file or
 //! a default of the binary.
 
+use crate::foreign::Foreign;
+use crate::options::Options;
+use crate::ramblock::MAIN_RAM;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::os::fd::RawFd;
@@ -61,6 +64,10 @@ pub struct Hardware {
     pub vm_generation: Option<Uuid>,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
+    /// Somebody else's command line, of which the machine is made instead of all this. Here are then its memory, networks,
+    /// accelerator, name and identity only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub foreign: Option<Foreign>,
 }
 
 /// The guest's RAM: a file that is mapped shared, so that it outlives QEMU.
@@ -231,6 +238,9 @@ impl Hardware {
     /// `console_log`.
     #[must_use]
     pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start) -> Vec<String> {
+        if let Some(foreign) = &self.foreign {
+            return foreign.arguments(self, directory, console_log, start);
+        }
         let mut line = Line(Vec::new());
         line.add("-name", format!("guest={},debug-threads=on", escaped(&self.name)));
         if let Some(uuid) = self.uuid {
@@ -307,6 +317,24 @@ impl Hardware {
         line.0
     }
 
+    /// The RAM blocks that are files in the RAM directory, which are brought on demand: their names.
+    #[must_use]
+    pub fn ram_ids(&self) -> Vec<String> {
+        match &self.foreign {
+            Some(foreign) => foreign.ram_ids().map(str::to_owned).collect(),
+            None => vec![MAIN_RAM.to_owned()],
+        }
+    }
+
+    /// Their files, with their bytes.
+    #[must_use]
+    pub fn ram_files(&self) -> Vec<(PathBuf, u64)> {
+        match &self.foreign {
+            Some(foreign) => foreign.ram_files(&self.ram.path).collect(),
+            None => vec![(self.ram.path.clone(), self.ram.bytes)],
+        }
+    }
+
     /// The forwarded ports, as `(network id, rule)`.
     pub fn forwards(&self) -> impl Iterator<Item = (&str, &str)> {
         self.nets.iter().flat_map(|net| match &net.backend {
@@ -329,15 +357,7 @@ impl Hardware {
         let nowhere = Directory(PathBuf::new());
         let arguments = self.arguments(&nowhere, Path::new(""), Start::Boot);
         let devices = arguments.iter().zip(arguments.iter().skip(1)).filter(|(option, _)| *option == "-device");
-        devices
-            .filter_map(|(_, value)| match serde_json::from_str::<Value>(value) {
-                Ok(json) => json.get("driver")?.as_str().map(str::to_owned),
-                Err(_) => {
-                    let first = value.split(',').next()?;
-                    Some(first.strip_prefix("driver=").unwrap_or(first).to_owned())
-                }
-            })
-            .collect()
+        devices.filter_map(|(_, value)| Options::parse(value, "driver").ok()?.get("driver")).collect()
     }
 }
 
@@ -448,6 +468,7 @@ mod tests {
             rng: true,
             vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
             extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
+            foreign: None,
         }
     }
 

@@ -7,6 +7,7 @@
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::{self, StreamError};
 use crate::transfer::SAVE_DEVICES;
+use rekindle_kernel::process::Process;
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom, memfd_create, open, seek};
 use serde::Deserialize;
@@ -46,8 +47,47 @@ pub struct DeviceState {
     set: u64,
 }
 
+/// How the descriptors are known among others that QEMU was handed.
+const OPAQUE: &str = "rekindle-devices";
+/// Where our numbers of sets begin: far from those that QEMU and libvirt choose by themselves. One for each process;
+/// QEMU wants 31 bits.
+const FIRST_SET: u64 = 0x7265_0000;
+
+/// Take back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
+///
+/// QEMU forgets it by itself only when nobody is connected to any of its monitors.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
+    #[derive(Deserialize)]
+    struct Descriptor {
+        opaque: Option<String>,
+    }
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct Set {
+        fdset_id: u64,
+        fds: Vec<Descriptor>,
+    }
+    let sets: Vec<Set> = qmp.execute("query-fdsets", ())?;
+    for set in sets {
+        let ours = set.fds.iter().any(|fd| fd.opaque.as_deref() == Some(OPAQUE));
+        let owner = set.fdset_id.checked_sub(FIRST_SET).and_then(|pid| u32::try_from(pid).ok());
+        let left = owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err());
+        if ours && (all || left) {
+            match qmp.execute::<Value>("remove-fd", json!({"fdset-id": set.fdset_id})) {
+                // Gone in between.
+                Err(QmpError::Refused { .. }) => {}
+                other => drop(other?),
+            }
+        }
+    }
+    Ok(())
+}
+
 impl DeviceState {
-    /// Hand QEMU the place. It forgets it when `qmp`'s connection ends.
+    /// Hand QEMU the place. It has it until [`sweep`].
     ///
     /// # Errors
     /// [`DeviceStateError`].
@@ -70,7 +110,9 @@ impl DeviceState {
         // QEMU wants a descriptor of exactly the kind that it opens: one that can only be written.
         let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
         let writer = open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-        let Added { fdset_id } = qmp.execute_with_fd("add-fd", json!({}), writer.as_fd())?;
+        sweep(qmp, false)?;
+        let set = json!({"fdset-id": FIRST_SET + u64::from(std::process::id()), "opaque": OPAQUE});
+        let Added { fdset_id } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
         Ok(Self { writer, memory: memory.into(), set: fdset_id })
     }
 

@@ -1,6 +1,8 @@
 //! A running QEMU: started or found again, and ended.
 
+use crate::adopt::{AdoptError, Adopted, adopt};
 use crate::command::Directory;
+use crate::monitor::Monitor;
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
 use rekindle_kernel::process::Process;
@@ -76,6 +78,9 @@ pub struct Vmm {
     pub started: u64,
     /// Its sockets and log.
     pub directory: PathBuf,
+    /// How it is talked to, if somebody else has started it: it has none of the sockets then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub monitor: Option<Monitor>,
 }
 
 impl Vmm {
@@ -105,6 +110,7 @@ impl Vmm {
             pid: process.pid,
             started: process.started,
             directory: directory.0.clone(),
+            monitor: None,
         })
     }
 
@@ -113,6 +119,9 @@ impl Vmm {
     /// # Errors
     /// [`VmmError::Ended`] with what it said, when it ends instead; [`VmmError::Silent`].
     pub fn connect(&self, timeout: Duration) -> Result<Qmp, VmmError> {
+        if let Some(monitor) = &self.monitor {
+            return Ok(monitor.connect(timeout)?);
+        }
         let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -129,6 +138,39 @@ impl Vmm {
                 return Err(VmmError::Silent { path: self.binary.clone(), after: timeout });
             }
             thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A connection for a look, beside an operation. One of somebody else's may have one socket only.
+    ///
+    /// # Errors
+    /// [`QmpError::NoGreeting`] when another client holds it.
+    pub fn watch(&self, timeout: Duration) -> Result<Qmp, QmpError> {
+        match &self.monitor {
+            Some(monitor) => monitor.connect(timeout),
+            None => Qmp::connect(&self.directory().watch(), timeout),
+        }
+    }
+
+    /// The connection for who takes checkpoints, with what is to be known of it.
+    ///
+    /// # Errors
+    /// [`AdoptError`].
+    pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
+        match &self.monitor {
+            Some(monitor) => monitor.adopt(timeout),
+            None => adopt(&self.directory().protect(), timeout),
+        }
+    }
+
+    /// A second connection for who takes checkpoints, if it has one.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn save(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
+        match &self.monitor {
+            Some(_) => Ok(None),
+            None => Qmp::connect(&self.directory().save(), timeout).map(Some),
         }
     }
 

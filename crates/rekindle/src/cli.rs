@@ -1,6 +1,6 @@
 //! Commands and flags, declared once: help, completions and man pages come from here.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use rekindle_protect::policy::Policy;
 use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
@@ -40,6 +40,18 @@ pub enum Command {
     /// On success: nothing of it is left but its disks.
     /// On failure: what could not be removed is named; the same command goes on.
     Stop(Stop),
+    /// Adopt a QEMU that Rekindle has not started, so that it can be protected.
+    ///
+    /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0; what cannot be protected or restored is named.
+    /// On success: it is a VM of this name; neither QEMU nor its guest was changed.
+    /// On failure: nothing is left behind.
+    Attach(Attach),
+    /// Let go of a QEMU that Rekindle has not started.
+    ///
+    /// Needs: nobody takes checkpoints of it.
+    /// On success: nothing of Rekindle is left in QEMU; the guest runs on.
+    /// On failure: what could not be taken away is named; the same command goes on.
+    Detach(NameOnly),
     /// Reboot something under, or in, a VM.
     #[command(subcommand)]
     Reboot(Reboot),
@@ -210,6 +222,22 @@ pub struct Run {
     /// The QEMU to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("monitor").required(true).args(["qmp", "libvirt"]))]
+pub struct Attach {
+    /// What the VM is to be called here.
+    pub name: Name,
+    /// A QMP socket of the QEMU, which nobody else uses.
+    #[arg(long, value_name = "SOCKET")]
+    pub qmp: Option<PathBuf>,
+    /// The libvirt domain that it is: name, number or UUID.
+    #[arg(long, value_name = "DOMAIN")]
+    pub libvirt: Option<String>,
+    /// libvirt's connection URI [default: as virsh chooses].
+    #[arg(long, value_name = "URI", requires = "libvirt")]
+    pub connect: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -23,6 +23,8 @@ fn main() -> ExitCode {
         Command::Show(arguments) => commands::show::show(&output, &arguments),
         Command::Console(arguments) => commands::console::console(&arguments),
         Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
+        Command::Attach(arguments) => commands::attach::attach(&output, arguments),
+        Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),

@@ -94,6 +94,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         rng: definition.devices.rng,
         vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
         extra: definition.qemu_args.clone(),
+        foreign: None,
     };
     hardware.check_slots()?;
     Ok(hardware)
@@ -108,7 +109,7 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
         missing.push(format!("{} does not know the machine type {}", who(), hardware.machine));
     }
     let model = hardware.cpu.split(',').next().unwrap_or_default();
-    if !binary.cpus.contains(model) && model != "host" {
+    if !binary.cpus.contains(model) && !["host", ""].contains(&model) {
         missing.push(format!("{} does not know the CPU model {model}", who()));
     }
     for device in hardware.device_types() {

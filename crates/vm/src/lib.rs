@@ -14,8 +14,10 @@
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
 //! | [`life`] | start, look, shut down, clean up |
+//! | [`attach`] | VMs whose QEMU somebody else has started |
 //! | [`doctor`] | what this host lacks, and the mend |
 
+pub mod attach;
 pub mod definition;
 pub mod doctor;
 pub mod fault;

@@ -1,5 +1,6 @@
 //! The life of a VM outside a reboot: start, look, shut down, clean up.
 
+use crate::attach;
 use crate::definition::Definition;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
@@ -40,6 +41,14 @@ pub enum LifeError {
         /// The QEMU.
         pid: u32,
     },
+    /// A VM of that name was there, and may be wanted again.
+    #[error(
+        "there is a VM {name} already, whose QEMU has ended; choose another name, or give that up: rekindle stop {name}"
+    )]
+    NameTaken {
+        /// Its name.
+        name: String,
+    },
     /// Its QEMU has ended.
     #[error("VM {name} does not run: its QEMU has ended; it said last:\n{said}\nstart it again: rekindle run FILE")]
     Ended {
@@ -57,6 +66,29 @@ pub enum LifeError {
         kind: Kind,
         /// How far it got.
         step: crate::journal::Step,
+    },
+    /// Rekindle has not started its QEMU.
+    #[error(
+        "VM {name} was attached to, and not started by Rekindle ({starter}): {what} is for who started it; rekindle detach {name} \
+         lets go of it"
+    )]
+    Attached {
+        /// Its name.
+        name: String,
+        /// Who started it.
+        starter: String,
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// It was restored from one that Rekindle had not started.
+    #[error(
+        "VM {name} has the hardware of one that Rekindle had not started, whose command line it does not know well enough to give \
+         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --count 1, rekindle stop {name}, \
+         rekindle restore {name} --store DIR --qemu PATH"
+    )]
+    Foreign {
+        /// Its name.
+        name: String,
     },
     /// The definition asks for what this host or this QEMU does not have.
     #[error("VM {name} cannot run here:\n{}", list(.problems))]
@@ -109,6 +141,8 @@ pub enum Status {
     Stopped(String),
     /// QEMU does not answer on its second socket.
     Silent,
+    /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has stopped it.
+    Protected,
     /// QEMU has ended.
     Ended,
     /// An operation is at work that has neither QEMU running the guest at this moment.
@@ -123,6 +157,7 @@ impl std::fmt::Display for Status {
             Self::Running => f.pad("running"),
             Self::Stopped(why) => f.pad(&format!("stopped ({why})")),
             Self::Silent => f.pad("silent"),
+            Self::Protected => f.pad("protected"),
             Self::Ended => f.pad("ended"),
             Self::Busy(operation) => f.pad(&format!("busy ({operation})")),
             Self::NeedsRecovery => f.pad("needs recovery"),
@@ -165,7 +200,10 @@ fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
         // Between the end of an old QEMU and the record of the new one there is none.
         return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
-    let answer = Qmp::connect(&vmm.directory().watch(), Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
+    if vmm.monitor.is_some() && attach::is_protected(rundir) {
+        return Status::Protected;
+    }
+    let answer = vmm.watch(Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
     match answer {
         Ok(state) if state == "running" => Status::Running,
         Ok(state) => Status::Stopped(state),
@@ -217,6 +255,19 @@ impl Held {
             vmm.wait_released().map_err(failed)?;
         }
         Ok((Self { rundir, state, _lock: lock }, journal))
+    }
+
+    /// That Rekindle has started it, for `what`.
+    ///
+    /// # Errors
+    /// [`LifeError::Attached`].
+    pub fn refuse_attached(&self, what: &'static str) -> Result<(), LifeError> {
+        match &self.state.attached {
+            None => Ok(()),
+            Some(attached) => {
+                Err(LifeError::Attached { name: self.rundir.name().into(), starter: attached.starter.clone(), what })
+            }
+        }
     }
 
     /// The QEMU that runs the guest, alive.
@@ -275,9 +326,15 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
 ///
 /// # Errors
 /// [`RamError`].
-pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
+pub fn renew_ram(hardware: &Hardware) -> Result<(), RamError> {
     let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
-    ram.renew(&unique_name(rundir), hardware.ram.bytes).map(drop)
+    hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&ram_name(&path), bytes).map(drop))
+}
+
+/// The name under which [`RamDirectory`] knows a RAM file.
+#[must_use]
+pub(crate) fn ram_name(path: &Path) -> String {
+    path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 /// How a guest came to its end.
@@ -337,6 +394,9 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
 pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended, LifeError> {
     // An operation that was cut off does not matter any more: all its QEMUs are ended.
     let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
+    if held.vmm().is_ok() {
+        held.refuse_attached("shutting it down")?;
+    }
     let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
@@ -374,7 +434,9 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     }
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
-        RamDirectory::at(directory)?.remove(&unique_name(rundir))?;
+        for (path, _) in state.hardware.ram_files() {
+            RamDirectory::at(directory)?.remove(&ram_name(&path))?;
+        }
     }
     match fs::remove_file(saved_path(host, rundir, &state.definition)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),

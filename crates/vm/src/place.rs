@@ -6,11 +6,11 @@ use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
-use crate::life::{LifeError, clean_up, unique_name};
+use crate::life::{LifeError, clean_up, ram_name, unique_name};
 use crate::lock::Lock;
 use crate::network;
 use crate::rundir::RunDir;
-use crate::state::{FORMAT, State};
+use crate::state::{State, format_of};
 use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Directory, Hardware};
@@ -97,7 +97,9 @@ impl<'a> Place<'a> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let journal = Journal::open(&self.rundir, kind, None, self.state.generation).map_err(failed)?;
         let fds = network::create(self.host, &self.state)?;
-        self.ram.create(&unique_name(&self.rundir), self.state.hardware.ram.bytes)?;
+        for (path, bytes) in self.state.hardware.ram_files() {
+            self.ram.create(&ram_name(&path), bytes)?;
+        }
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }
@@ -149,13 +151,14 @@ fn prepare(
     }
     network::check(&definition)?;
     let state = State {
-        format: FORMAT,
+        format: format_of(&hardware),
         definition: Definition { qemu: binary.path, ..definition },
         hardware,
         generation: 1,
         vmm: None,
         version: Some(binary.version),
         previous: None,
+        attached: None,
     };
     state.write(rundir).map_err(|source| LifeError::RunDir { name: name.clone(), source })?;
     Ok((state, ram))

@@ -10,8 +10,8 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The format that this Rekindle writes, and the newest that it reads.
-pub const FORMAT: u32 = 1;
+/// The newest format that this Rekindle reads. It writes 1 where that says all, so that an older one understands it.
+pub const FORMAT: u32 = 2;
 
 /// `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +30,24 @@ pub struct State {
     pub version: Option<Version>,
     /// The binary before the last upgrade: where `--rollback` goes.
     pub previous: Option<PathBuf>,
+    /// Of a VM that Rekindle has not started. Format 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attached: Option<Attached>,
+}
+
+/// Who runs a VM that Rekindle has not started.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attached {
+    /// The user that its QEMU runs as.
+    pub uid: u32,
+    /// Who started it, as far as that is to be seen.
+    pub starter: String,
+}
+
+/// The format in which a VM with this hardware is written down.
+#[must_use]
+pub fn format_of(hardware: &Hardware) -> u32 {
+    if hardware.foreign.is_some() { 2 } else { 1 }
 }
 
 impl State {

@@ -29,7 +29,7 @@ mod registered;
 mod synchronous;
 
 pub use asynchronous::Asynchronous;
-pub use registered::{leftovers, sweep};
+pub use registered::{leftovers, sweep, trial};
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 
 use crate::pages;

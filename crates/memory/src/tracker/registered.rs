@@ -45,6 +45,15 @@ pub fn sweep(injector: Injector) -> Result<usize, RemoteError> {
     Ok(found.len())
 }
 
+/// Prove that QEMU may make a userfaultfd of the kind that trackers want: one is made and closed again. Were we killed in
+/// between, it is one of the [`leftovers`].
+///
+/// # Errors
+/// [`RemoteError`], naming the right that is missing.
+pub fn trial(injector: Injector, device: Option<RawFd>) -> Result<(), RemoteError> {
+    Remote::open(injector, ASYNCHRONOUS, device)?.close()
+}
+
 /// One block.
 #[derive(Debug)]
 pub(super) struct Area {

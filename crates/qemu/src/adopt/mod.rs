@@ -19,6 +19,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// What stands for the socket where a manager passes commands on.
+const MANAGED: &str = "its manager's monitor";
+
 /// Why a QEMU cannot be adopted.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
@@ -113,10 +116,22 @@ impl Adopted {
 /// # Errors
 /// [`AdoptError`]; also when it cannot be told for certain which process it is.
 pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
-    let mut qmp = Qmp::connect(socket, timeout)?;
-    let process = peer::process(&qmp, socket)?;
+    adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
+}
+
+/// The same over a connection that is there. Without a socket (a manager passes commands on) the process is found by the
+/// threads of its virtual CPUs.
+///
+/// # Errors
+/// As for [`adopt`].
+pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
+    let threads = cpu_threads(&mut qmp)?;
+    let (process, socket) = match socket {
+        Some(socket) => (peer::process(&qmp, socket)?, socket),
+        None => (peer::of_threads(&threads)?, Path::new(MANAGED)),
+    };
     let failed = |source| AdoptError::Process { pid: process.pid, source };
-    if !has_threads(process, &cpu_threads(&mut qmp)?).map_err(failed)? {
+    if !has_threads(process, &threads).map_err(failed)? {
         return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
     }
     let line = fs::read(format!("/proc/{}/cmdline", process.pid)).map_err(failed)?;
@@ -136,6 +151,13 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
     }
     let Name { name } = qmp.execute("query-name", ())?;
     let Uuid { uuid } = qmp.execute("query-uuid", ())?;
+    let arguments: Vec<String> = arguments.skip(1).collect();
+    let nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
+    let same = |word: &String| word.eq_ignore_ascii_case(&uuid);
+    if socket == Path::new(MANAGED) && !nil && !arguments.iter().any(same) {
+        // The threads' numbers were those of another PID namespace, and mean somebody else here.
+        return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
+    }
     let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
     let backends = qmp.execute("query-memdev", ())?;
     let accelerator = accelerator(&mut qmp)?;
@@ -145,7 +167,7 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
         pid: process.pid,
         started: process.started,
         binary,
-        arguments: arguments.skip(1).collect(),
+        arguments,
         uid,
         version: qmp.version().clone(),
         name,

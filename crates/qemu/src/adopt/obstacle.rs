@@ -5,7 +5,7 @@ use super::AdoptError;
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::process::Process;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 
 /// Something that stands in the way.
@@ -118,6 +118,7 @@ pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result
         })
         .collect();
     found.extend(networks(&qmp.human("info network")?));
+    found.extend(blockers(&qmp.execute("query-migrate", ())?));
     let failed = |source| AdoptError::Process { pid: process.pid, source };
     for entry in fs::read_dir(format!("/proc/{}/fd", process.pid)).map_err(failed)? {
         let Ok(file) = fs::read_link(entry.map_err(failed)?.path()) else { continue };
@@ -129,6 +130,16 @@ pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result
     found.sort();
     found.dedup();
     Ok(found)
+}
+
+/// What QEMU itself cannot save: it would not say so when it saves devices alone.
+fn blockers(migration: &Value) -> Vec<Obstacle> {
+    let reasons = migration.get("blocked-reasons").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let obstacle = |reason: &Value| {
+        let why = "QEMU cannot save all of its state: start it without that".into();
+        Some(Obstacle { what: reason.as_str()?.trim().to_owned(), why })
+    };
+    reasons.iter().filter_map(obstacle).collect()
 }
 
 /// Lines such as `net0: index=0,type=vhost-user,chardev=c`, also below their card, with ` \ ` before.
@@ -154,6 +165,14 @@ mod tests {
         let found = networks(text);
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].what, "network net0 (vhost-user)");
+    }
+
+    #[test]
+    fn what_qemu_cannot_save() {
+        let found =
+            blockers(&json!({"blocked-reasons": ["State blocked by non-migratable device '0000:00:02.0/nvme'"]}));
+        assert!(found[0].what.contains("nvme"), "{found:?}");
+        assert!(blockers(&json!({})).is_empty());
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! Which process serves a QMP socket.
 
-use super::AdoptError;
+use super::{AdoptError, MANAGED};
 use crate::qmp::Qmp;
 use rekindle_kernel::process::Process;
 use rustix::net::sockopt::socket_peercred;
+use std::collections::BTreeSet;
 use std::fs;
+use std::io;
 use std::path::Path;
 
 /// The QEMU at the other end of `qmp`, which is connected to `socket`.
@@ -13,10 +15,11 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     // Who made the socket listen.
     let peer = socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not tell who listens: {e}")))?;
     let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
-    if let Some(peer) = peer
-        && is_qemu(peer)
-    {
-        return Ok(peer);
+    if let Some(peer) = peer {
+        may_look(peer)?;
+        if is_qemu(peer) {
+            return Ok(peer);
+        }
     }
     // It was made by somebody else, and passed on: to whom?
     let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
@@ -30,6 +33,32 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
             Some(peer) => format!("process {} listens, which is no QEMU, and no QEMU holds the socket", peer.pid),
             None => "its listener is in another PID namespace, or has ended".into(),
         })),
+    }
+}
+
+/// The QEMU that has these threads.
+pub(super) fn of_threads(threads: &BTreeSet<u32>) -> Result<Process, AdoptError> {
+    let unknown = |why: String| AdoptError::Unknown { socket: MANAGED.into(), why };
+    let thread = threads.first().ok_or_else(|| unknown("it names no virtual CPUs".into()))?;
+    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    let group = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
+    let process = group.and_then(|pid: u32| Process::of(pid).ok());
+    process.map_or(Ok(()), may_look)?;
+    let process = process.filter(|&process| is_qemu(process));
+    process.ok_or_else(|| {
+        unknown(format!(
+            "thread {thread}, its first virtual CPU, is no QEMU's here: is it in another PID namespace or host?"
+        ))
+    })
+}
+
+/// Without the right to look at a process, nothing can be told of it.
+fn may_look(process: Process) -> Result<(), AdoptError> {
+    match fs::read_link(format!("/proc/{}/exe", process.pid)) {
+        Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
+            Err(AdoptError::Process { pid: process.pid, source })
+        }
+        _ => Ok(()),
     }
 }
 

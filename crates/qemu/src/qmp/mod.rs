@@ -77,6 +77,14 @@ pub enum QmpError {
         /// What came.
         text: String,
     },
+    /// libvirt does not pass commands on.
+    #[error("libvirt does not let us at domain {domain}: {said}")]
+    Libvirt {
+        /// The domain.
+        domain: String,
+        /// virsh's words.
+        said: String,
+    },
     /// The socket failed.
     #[error("QMP socket error during `{during}`")]
     Io {

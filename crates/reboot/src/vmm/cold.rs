@@ -30,7 +30,7 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Repor
     });
     fault::point("cold.suspend.off", Some(&old), None);
     change.recorder.phase(Phase::Renew);
-    life::renew_ram(&rundir, &change.held.state.hardware)?;
+    life::renew_ram(&change.held.state.hardware)?;
     let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let hardware = &change.held.state.hardware;
     let fds = network::reopen(hardware)?;

@@ -416,6 +416,10 @@ fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Res
     let recorder = Recorder::new(name, &operation);
     let held = Held::take(host, name, &operation)?;
     let old = held.vmm()?.clone();
+    held.refuse_attached("giving its guest to another QEMU")?;
+    if held.state.hardware.foreign.is_some() {
+        return Err(LifeError::Foreign { name: name.into() }.into());
+    }
     let path = match (&options.qemu, options.rollback) {
         (Some(path), _) => path.clone(),
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,

@@ -2,13 +2,12 @@
 
 use super::{Change, How, RebootError};
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
+use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::{hardware, life};
 use rustix::fs::statvfs;
 use serde::Serialize;
-use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
@@ -148,38 +147,12 @@ fn room_to_save(change: &Change) -> Option<Problem> {
 /// # Errors
 /// When a QEMU does not answer.
 pub(crate) fn compare_cpus(old: &mut Qmp, new: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
-    let (old, new) = (features(old)?, features(new)?);
-    let mut problems = Vec::new();
-    for (word, value) in &old {
-        let now = new.get(word).copied().unwrap_or(0);
-        if now != *value {
-            problems.push(Problem(format!(
-                "the guest would see other processor features: {word} is {value:#x} in the old QEMU and {now:#x} in \
-                 the new one; define `cpu` with a model and features that both have"
-            )));
-        }
-    }
-    Ok(problems)
-}
-
-/// Bits that say only that there is more than one core: QEMU 7.2 sets them in what the guest reads, 10.0 already in
-/// its feature words. The guest sees the same.
-const TOPOLOGY: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
-
-/// The guest's feature words, by name of the CPUID leaf and register.
-fn features(qmp: &mut Qmp) -> Result<BTreeMap<String, u64>, RebootError> {
-    let cpus: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
-    let Some(path) = cpus.first().and_then(|cpu| cpu.get("qom-path")).and_then(Value::as_str) else {
-        return Ok(BTreeMap::new());
+    let (old, new) = (cpu::features(old)?, cpu::features(new)?);
+    let problem = |(word, value, now): (String, u64, u64)| {
+        Problem(format!(
+            "the guest would see other processor features: {word} is {value:#x} in the old QEMU and {now:#x} in the new one; \
+             define `cpu` with a model and features that both have"
+        ))
     };
-    let words: Vec<Value> = qmp.execute("qom-get", json!({"path": path, "property": "feature-words"}))?;
-    let named = words.iter().filter_map(|word| {
-        let number = |key: &str| word.get(key).and_then(Value::as_u64);
-        let sub = number("cpuid-input-ecx").map(|sub| format!(".{sub}")).unwrap_or_default();
-        let register = word.get("cpuid-register")?.as_str()?;
-        let name = format!("CPUID {:#x}{sub} {register}", number("cpuid-input-eax")?);
-        let topology = TOPOLOGY.iter().find(|(word, _)| *word == name).map_or(0, |(_, bits)| *bits);
-        Some((name, number("features")? & !topology))
-    });
-    Ok(named.collect())
+    Ok(cpu::differences(&old, &new).into_iter().map(problem).collect())
 }

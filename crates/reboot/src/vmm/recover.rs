@@ -78,6 +78,11 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
                 forget_saved(host, &held);
                 end_pause(&held, vmm)
             }
+            // What it was started with is not ours to do again.
+            Err(_) if held.state.attached.is_some() => {
+                held.refuse_attached("its QEMU has ended, and starting it again")?;
+                Ok(Recovered::Nothing)
+            }
             // A start that was cut off before it began.
             Err(_) if held.state.vmm.is_none() => {
                 life::clean_up(host, &held.rundir, &held.state)?;
@@ -189,7 +194,7 @@ fn alive(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
     let directory = held.rundir.vmm(generation);
     let process = life::processes_of(&directory).ok()?.into_iter().find(Process::is_alive)?;
     let binary = std::fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_else(|_| PathBuf::from("qemu"));
-    let vmm = Vmm { binary, pid: process.pid, started: process.started, directory: directory.0 };
+    let vmm = Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None };
     let qmp = vmm.connect(Duration::from_secs(10)).ok()?;
     Some((vmm, qmp))
 }
@@ -227,7 +232,7 @@ fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, Reboo
             let hardware = &held.state.hardware;
             let start = |binary: &Path| {
                 if with_ram {
-                    life::renew_ram(&held.rundir, hardware)?;
+                    life::renew_ram(hardware)?;
                     saved::start_from_disk(&held.rundir, hardware, binary, generation, &saved)
                 } else {
                     handover::start_from(&held.rundir, hardware, binary, generation, &saved)
@@ -304,7 +309,7 @@ fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
 fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recovered, RebootError> {
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
-    life::renew_ram(&held.rundir, hardware)?;
+    life::renew_ram(hardware)?;
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);

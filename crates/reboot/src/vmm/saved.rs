@@ -85,7 +85,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     old.kill().map_err(change.file_error("qemu"))?;
     fault::point("saved.renew.old-gone", Some(&old), None);
     change.recorder.step("end the old QEMU");
-    life::renew_ram(&rundir, &change.held.state.hardware)?;
+    life::renew_ram(&change.held.state.hardware)?;
     let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
     let (new, mut qmp) = start_from_disk(&rundir, hardware, &change.binary.path, generation, saved)?;
     change.recorder.step("load from disk");

@@ -45,6 +45,10 @@ pub fn console(arguments: &NameOnly) -> Result<ExitCode> {
     let rundir = RunDir::new(&host.root, name);
     let connect = || -> Result<UnixStream> {
         let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
+        if let Some(attached) = state.attached {
+            let (name, starter) = (name.into(), attached.starter);
+            return Err(LifeError::Attached { name, starter, what: "its console" }.into());
+        }
         let vmm = state.vmm.filter(|vmm| vmm.is_alive()).with_context(|| format!("VM {name} does not run"))?;
         let path = vmm.directory().console();
         UnixStream::connect(&path).with_context(|| format!("console {}", path.display()))

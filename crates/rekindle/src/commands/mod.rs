@@ -4,6 +4,7 @@ use anyhow::Result;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+pub mod attach;
 pub mod console;
 pub mod doctor;
 pub mod generate;

@@ -17,7 +17,9 @@ use std::process::ExitCode;
 pub fn list(output: &Output) -> Result<ExitCode> {
     let host = Host::open()?;
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["NAME", "STATUS", "QEMU", "PROCESS", "MEMORY", "MACHINE"]);
+    table
+        .load_preset(presets::NOTHING)
+        .set_header(["NAME", "STATUS", "QEMU", "PROCESS", "MEMORY", "MACHINE", "STARTED"]);
     let mut all = Vec::new();
     for name in RunDir::list(&host.root)? {
         let rundir = RunDir::new(&host.root, &name);
@@ -41,9 +43,10 @@ pub fn list(output: &Output) -> Result<ExitCode> {
             pid.map(|pid| pid.to_string()).unwrap_or_default(),
             state.definition.memory.to_string(),
             state.hardware.machine.clone(),
+            state.attached.as_ref().map_or("rekindle".to_owned(), |attached| format!("attached, {}", attached.starter)),
         ]);
         all.push(json!({"name": name, "status": status, "qemu_version": version, "pid": pid,
-            "memory": state.definition.memory, "machine": state.hardware.machine}));
+            "memory": state.definition.memory, "machine": state.hardware.machine, "attached": state.attached}));
     }
     let text = if all.is_empty() { "no VMs; start one: rekindle run FILE".to_owned() } else { table.trim_fmt() };
     output.result(&all, text)?;
@@ -63,10 +66,17 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     let status = life::status(&rundir)?;
     let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
     let mut text = format!("# {name} is {status}\n");
+    if let Some(attached) = &state.attached {
+        text += &format!("# attached to; started {}\n", attached.starter);
+        text += "# what follows is what a definition can say of it; a checkpoint has all of its command line\n";
+    }
     if let Some(vmm) = &state.vmm {
         let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
         text += &format!("# QEMU {version}: {} (process {})\n", vmm.binary.display(), vmm.pid);
-        text += &format!("# sockets and log: {}\n", vmm.directory.display());
+        text += &match &vmm.monitor {
+            Some(monitor) => format!("# monitor: {monitor}\n"),
+            None => format!("# sockets and log: {}\n", vmm.directory.display()),
+        };
     }
     if let Some(previous) = &state.previous {
         text += &format!("# --rollback goes to {}\n", previous.display());
@@ -76,7 +86,10 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     if let Some(generation) = hardware.vm_generation {
         text += &format!("# VM generation ID: {generation}\n");
     }
-    text += &format!("# RAM: {}\n\n{definition}", hardware.ram.path.display());
+    if state.attached.is_none() {
+        text += &format!("# RAM: {}\n", hardware.ram.path.display());
+    }
+    text += &format!("\n{definition}");
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -90,6 +103,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "status": life::status(&rundir)?,
         "run_directory": rundir.path(),
         "vmm": state.vmm,
+        "attached": state.attached,
         "qemu_version": state.version,
         "previous": state.previous,
         "definition": state.definition,

@@ -1,0 +1,67 @@
+//! What a guest sees of its processors.
+//!
+//! The device state does not hold it: a guest that goes on in another QEMU would have features that it was never told of or,
+//! worse, be without some that it uses.
+
+use crate::qmp::{Qmp, QmpError};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Feature words by name of the CPUID leaf and register.
+pub type Features = BTreeMap<String, u64>;
+
+/// Bits that say only that there is more than one core: QEMU 7.2 sets them in what the guest reads, 10.0 already in
+/// its feature words. The guest sees the same.
+const TOPOLOGY: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
+
+/// The guest's feature words. Empty where the processors are of another kind than x86.
+///
+/// # Errors
+/// When a QEMU does not answer.
+pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
+    let cpus: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
+    let Some(path) = cpus.first().and_then(|cpu| cpu.get("qom-path")).and_then(Value::as_str) else {
+        return Ok(BTreeMap::new());
+    };
+    let words: Vec<Value> = qmp.execute("qom-get", json!({"path": path, "property": "feature-words"}))?;
+    let named = words.iter().filter_map(|word| {
+        let number = |key: &str| word.get(key).and_then(Value::as_u64);
+        let sub = number("cpuid-input-ecx").map(|sub| format!(".{sub}")).unwrap_or_default();
+        let register = word.get("cpuid-register")?.as_str()?;
+        let name = format!("CPUID {:#x}{sub} {register}", number("cpuid-input-eax")?);
+        let topology = TOPOLOGY.iter().find(|(word, _)| *word == name).map_or(0, |(_, bits)| *bits);
+        Some((name, number("features")? & !topology))
+    });
+    Ok(named.collect())
+}
+
+/// The words of `before` that are not the same: name, before, now. One that is missing counts as zero. What only a newer
+/// QEMU knows of is not looked at: an older one never told the guest.
+#[must_use]
+pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
+    let value = |words: &Features, name: &str| words.get(name).copied().unwrap_or(0);
+    let differ = |name: &String| {
+        let (before, now) = (value(before, name), value(now, name));
+        (before != now).then(|| (name.clone(), before, now))
+    };
+    before.keys().filter_map(differ).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(of: &[(&str, u64)]) -> Features {
+        of.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    #[test]
+    fn only_what_differs_is_told() {
+        let before = words(&[("a", 1), ("b", 2), ("c", 0), ("d", 4)]);
+        assert_eq!(
+            differences(&before, &words(&[("a", 1), ("b", 3), ("e", 0)])),
+            [("b".into(), 2, 3), ("d".into(), 4, 0)]
+        );
+        assert!(differences(&before, &before).is_empty());
+    }
+}

@@ -1,0 +1,319 @@
+//! QMP through libvirt.
+//!
+//! libvirt holds the monitor of its QEMUs, which serves one client. `virsh qemu-monitor-command` passes commands on. One
+//! `virsh` is kept open and fed through its standard input, since starting one takes tens of milliseconds; behind a pair of
+//! sockets a thread makes a monitor of it that [`Qmp`] can speak to. A command that hands a descriptor over needs a `virsh`
+//! of its own, which inherits it (`--pass-fds`, libvirt 8.2).
+//!
+//! Events do not come this way. Only two are needed, and the thread tells them: `STOP` with the time at which `stop` was sent,
+//! `RESUME` with that at which `cont` was answered. So a pause that is measured here is never too short.
+
+use crate::qmp::{Qmp, QmpError};
+use command_fds::{CommandFdExt, FdMapping};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::io::{Errno, ioctl_fionbio};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// The program.
+const VIRSH: &str = "virsh";
+/// How long libvirt may take for a command. It waits 30 s by itself for another one to end.
+const PATIENCE: Duration = Duration::from_secs(40);
+/// The number at which a `virsh` inherits a descriptor.
+const FD: i32 = 9;
+
+/// Speak QMP to the QEMU of a libvirt domain.
+///
+/// # Errors
+/// [`QmpError::Libvirt`] with virsh's words.
+pub fn connect(domain: &str, uri: Option<&str>, timeout: Duration) -> Result<Qmp, QmpError> {
+    let failed = |said: String| QmpError::Libvirt { domain: domain.into(), said };
+    let mut session = Session::start(domain, uri).map_err(|said| failed(said.0))?;
+    let asked = session.execute(r#"{"execute":"query-version"}"#).map_err(|said| failed(said.0))?;
+    let version: Value = serde_json::from_str(&asked).map_err(|_| failed(asked.clone()))?;
+    let version = version.get("return").cloned().ok_or_else(|| failed(asked))?;
+    let (ours, theirs) = UnixStream::pair().map_err(|e| failed(e.to_string()))?;
+    let named = thread::Builder::new().name("virsh".into());
+    named.spawn(move || session.serve(&theirs, &version)).map_err(|e| failed(e.to_string()))?;
+    Qmp::over(ours, timeout)
+}
+
+/// What virsh said instead of a reply.
+struct Said(String);
+
+impl From<io::Error> for Said {
+    fn from(e: io::Error) -> Self {
+        Self(format!("{VIRSH}: {e}; install libvirt-clients"))
+    }
+}
+
+/// A `virsh` that takes commands.
+struct Session {
+    domain: String,
+    uri: Option<String>,
+    child: Child,
+    input: ChildStdin,
+    output: ChildStdout,
+    /// What it wrote, from the beginning of a line, as far as it was not looked at.
+    unread: Vec<u8>,
+    /// Commands so far.
+    count: u64,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // Killed, it writes no history.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn virsh(uri: Option<&str>) -> Command {
+    let mut command = Command::new(VIRSH);
+    // Its line editor is to be as plain as can be, and to leave the history of the user alone.
+    command
+        .env("LC_ALL", "C.UTF-8")
+        .env("TERM", "dumb")
+        .env("INPUTRC", "/dev/null")
+        .env("XDG_CACHE_HOME", "/dev/null/none");
+    command.arg("--quiet");
+    if let Some(uri) = uri {
+        command.args(["--connect", uri]);
+    }
+    command
+}
+
+/// As virsh's own shell wants it.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+impl Session {
+    fn start(domain: &str, uri: Option<&str>) -> Result<Self, Said> {
+        let mut command = virsh(uri);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(Said(format!("{VIRSH} has no standard input")));
+        };
+        if let Some(errors) = &child.stderr {
+            ioctl_fionbio(errors, true).map_err(io::Error::from)?;
+        }
+        let (domain, uri) = (domain.to_owned(), uri.map(str::to_owned));
+        Ok(Self { domain, uri, child, input, output, unread: Vec::new(), count: 0 })
+    }
+
+    /// QEMU's reply to a command, one line of JSON.
+    fn execute(&mut self, command: &str) -> Result<String, Said> {
+        self.count += 1;
+        // Comes behind the reply, so that it is known when there is none.
+        let end = format!("rekindle-{}.", self.count);
+        let line =
+            format!("qemu-monitor-command --domain {} --cmd {}\necho {end}\n", quoted(&self.domain), quoted(command));
+        if let Err(e) = self.input.write_all(line.as_bytes()) {
+            return Err(self.said().unwrap_or_else(|| e.into()));
+        }
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            while let Some(at) = self.unread.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=at).collect();
+                // Its prompts, with the commands that its line editor repeats, come in between.
+                if line.starts_with(b"{") {
+                    return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
+                }
+            }
+            if self.unread.starts_with(end.as_bytes()) {
+                return Err(self.said().unwrap_or_else(|| Said(format!("{VIRSH} gave no reply, and did not say why"))));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+            match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&limit)) {
+                Ok(0) => return Err(Said(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs()))),
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(e) => return Err(io::Error::from(e).into()),
+            }
+            let mut chunk = [0; 8192];
+            match self.output.read(&mut chunk)? {
+                0 => return Err(self.said().unwrap_or_else(|| Said(format!("{VIRSH} has ended")))),
+                n => self.unread.extend_from_slice(chunk.get(..n).unwrap_or_default()),
+            }
+        }
+    }
+
+    /// What it has said on its standard error.
+    fn said(&mut self) -> Option<Said> {
+        let mut text = Vec::new();
+        // It does not block: an error is that no more is there.
+        let _ = self.child.stderr.as_mut()?.read_to_end(&mut text);
+        words(&text)
+    }
+
+    /// The same with a descriptor.
+    fn execute_with_fd(&self, command: &str, fd: OwnedFd) -> Result<String, Said> {
+        let mut one = virsh(self.uri.as_deref());
+        one.args(["qemu-monitor-command", "--pass-fds", &FD.to_string()]);
+        one.args(["--domain", &self.domain, "--cmd", command]).stdin(Stdio::null());
+        let mapped = one.fd_mappings(vec![FdMapping { parent_fd: fd, child_fd: FD }]);
+        mapped.map_err(|e| Said(e.to_string()))?;
+        let output = one.output()?;
+        let reply = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        if output.status.success() && reply.starts_with('{') {
+            return Ok(reply);
+        }
+        Err(words(&output.stderr).unwrap_or(Said(format!("{VIRSH} ended with {}", output.status))))
+    }
+
+    /// Be the monitor at the other end of `socket`, until that is closed.
+    fn serve(mut self, socket: &UnixStream, version: &Value) {
+        let mut out = socket;
+        let greeting = json!({"QMP": {"version": version, "capabilities": []}});
+        let mut commands = Commands { socket, unread: Vec::new(), fds: Vec::new() };
+        if writeln!(out, "{greeting}").is_err() {
+            return;
+        }
+        while let Some((command, fd)) = commands.next() {
+            for line in self.answer(&command, fd) {
+                if writeln!(out, "{line}").is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// What a monitor writes for a command.
+    fn answer(&mut self, command: &Value, fd: Option<OwnedFd>) -> Vec<String> {
+        let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
+        if name == "qmp_capabilities" {
+            return vec![json!({"return": {}}).to_string()];
+        }
+        // Nobody would tell that another client of libvirt has let the guest go on while we kept it stopped.
+        if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| runs(&status)) {
+            let said = "the guest runs already: another client of libvirt has let it go on while it was kept stopped";
+            return vec![json!({"error": {"class": "libvirt", "desc": said}}).to_string()];
+        }
+        let sent = SystemTime::now();
+        let reply = match fd {
+            None => self.execute(&command.to_string()),
+            Some(fd) => self.execute_with_fd(&command.to_string(), fd),
+        };
+        let reply = match reply {
+            Ok(reply) => reply,
+            Err(Said(said)) => return vec![json!({"error": {"class": "libvirt", "desc": said}}).to_string()],
+        };
+        let event = match name {
+            "stop" => Some(("STOP", sent)),
+            "cont" => Some(("RESUME", SystemTime::now())),
+            _ => None,
+        };
+        let done = serde_json::from_str::<Value>(&reply).is_ok_and(|reply| reply.get("return").is_some());
+        let mut lines = Vec::new();
+        if let Some((event, at)) = event.filter(|_| done) {
+            let at = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+            let timestamp = json!({"seconds": at.as_secs(), "microseconds": at.subsec_micros()});
+            lines.push(json!({"event": event, "timestamp": timestamp}).to_string());
+        }
+        lines.push(reply);
+        lines
+    }
+}
+
+/// Whether a guest runs, by QEMU's reply.
+fn runs(status: &str) -> bool {
+    let status: Option<Value> = serde_json::from_str(status).ok();
+    status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
+}
+
+/// The last of what it said, without `error: `.
+fn words(text: &[u8]) -> Option<Said> {
+    let text = String::from_utf8_lossy(text);
+    let lines: Vec<_> = text.lines().map(|line| line.trim_start_matches("error: ").trim()).collect();
+    let said = lines.into_iter().filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
+    (!said.is_empty()).then_some(Said(said))
+}
+
+/// Commands out of a socket, each from its first brace to its last, with the descriptor that came with it.
+struct Commands<'a> {
+    socket: &'a UnixStream,
+    unread: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+impl Commands<'_> {
+    fn next(&mut self) -> Option<(Value, Option<OwnedFd>)> {
+        loop {
+            let mut values = serde_json::Deserializer::from_slice(&self.unread).into_iter::<Value>();
+            match values.next() {
+                Some(Ok(command)) => {
+                    let end = values.byte_offset();
+                    self.unread.drain(..end);
+                    return Some((command, self.fds.pop()));
+                }
+                Some(Err(e)) if !e.is_eof() => return None,
+                _ => {}
+            }
+            let mut chunk = [0; 8192];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let read = {
+                let mut parts = [IoSliceMut::new(&mut chunk)];
+                match recvmsg(self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+                    Ok(received) if received.bytes > 0 => received.bytes,
+                    Err(Errno::INTR) => continue,
+                    _ => return None,
+                }
+            };
+            for message in ancillary.drain() {
+                if let RecvAncillaryMessage::ScmRights(fds) = message {
+                    self.fds.extend(fds);
+                }
+            }
+            self.unread.extend_from_slice(chunk.get(..read).unwrap_or_default());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_whole_at_its_last_brace_and_has_its_descriptor() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut out = &ours;
+        out.write_all(br#"{"execute":"a"}{"execute":"b","arguments":{"x":"#).unwrap();
+        let mut commands = Commands { socket: &theirs, unread: Vec::new(), fds: Vec::new() };
+        assert_eq!(commands.next().unwrap().0["execute"], "a");
+        out.write_all(br#""}"}}"#).unwrap();
+        let (command, fd) = commands.next().unwrap();
+        assert_eq!(command["arguments"]["x"], "}");
+        assert!(fd.is_none());
+        drop(ours);
+        assert!(commands.next().is_none());
+    }
+
+    #[test]
+    fn words_are_quoted_for_virsh_and_its_own_are_told() {
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(words(b"error: one\n\nerror: two\n").unwrap().0, "one; two");
+        assert!(words(b"\n").is_none());
+        assert!(runs(r#"{"return":{"status":"running","running":true},"id":"libvirt-1"}"#));
+        assert!(!runs(r#"{"return":{"status":"paused","running":false}}"#) && !runs("{}") && !runs(""));
+    }
+
+    #[test]
+    fn a_domain_that_cannot_be_had_is_told_with_virshs_words() {
+        // libvirt's built-in test driver has a domain of this name, and no monitor.
+        let e = connect("test", Some("test:///default"), Duration::from_secs(5)).unwrap_err();
+        assert!(e.to_string().contains("not supported by the connection driver"), "{e}");
+        let e = connect("it's none", Some("test:///default"), Duration::from_secs(5)).unwrap_err();
+        assert!(e.to_string().contains("it's none"), "{e}");
+    }
+}

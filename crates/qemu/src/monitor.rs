@@ -1,0 +1,62 @@
+//! How a QEMU that somebody else started is talked to.
+
+use crate::adopt::{AdoptError, Adopted, adopt_over};
+use crate::libvirt;
+use crate::qmp::{Qmp, QmpError};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How a QEMU that somebody else started is talked to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Monitor {
+    /// Over a QMP socket of its own. It serves one client at a time.
+    Socket {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// Through libvirt, which holds its monitor.
+    Libvirt {
+        /// The domain's name, number or UUID.
+        domain: String,
+        /// libvirt's connection URI; none: as `virsh` chooses.
+        connect: Option<String>,
+    },
+}
+
+impl std::fmt::Display for Monitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Socket { path } => write!(f, "{}", path.display()),
+            Self::Libvirt { domain, connect: None } => write!(f, "libvirt's domain {domain}"),
+            Self::Libvirt { domain, connect: Some(uri) } => write!(f, "libvirt's domain {domain} at {uri}"),
+        }
+    }
+}
+
+impl Monitor {
+    /// Connect to it.
+    ///
+    /// # Errors
+    /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`].
+    pub fn connect(&self, timeout: Duration) -> Result<Qmp, QmpError> {
+        match self {
+            Self::Socket { path } => Qmp::connect(path, timeout),
+            Self::Libvirt { domain, connect } => libvirt::connect(domain, connect.as_deref(), timeout),
+        }
+    }
+
+    /// Find out about the QEMU behind it. The guest is not touched.
+    ///
+    /// # Errors
+    /// [`AdoptError`]; also when it cannot be told for certain which process it is.
+    pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
+        let qmp = self.connect(timeout)?;
+        let socket = match self {
+            Self::Socket { path } => Some(path.as_path()),
+            Self::Libvirt { .. } => None,
+        };
+        adopt_over(qmp, socket)
+    }
+}

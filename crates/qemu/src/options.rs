@@ -1,0 +1,263 @@
+//! The values of QEMU's command line options: `type,key=value,...` and JSON.
+//!
+//! Read so that a value can be looked into and changed, and written so that QEMU reads the same. In `key=value` form a
+//! comma in a value is doubled; the first item may lack its key (`-device VGA`), then the option has one in mind, which is
+//! written out here. A later item without `=` is a switch (`server`, `nowait`), and kept as it is.
+
+use serde_json::{Map, Value};
+use std::fmt;
+
+/// One option's value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Options {
+    /// `key=value,...`, in order. No value: a switch.
+    Pairs(Vec<(String, Option<String>)>),
+    /// A JSON object.
+    Json(Map<String, Value>),
+}
+
+/// Why a value is none that QEMU would take.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is no value of a QEMU option: {why}")]
+pub struct OptionsError {
+    /// The value.
+    pub text: String,
+    /// What is wrong.
+    pub why: String,
+}
+
+impl Options {
+    /// Read a value. `implied`: the key of a first item that has none; empty where the option has none in mind.
+    ///
+    /// # Errors
+    /// It begins as JSON and is no JSON object; an item has no key.
+    pub fn parse(text: &str, implied: &str) -> Result<Self, OptionsError> {
+        let failed = |why: String| OptionsError { text: text.into(), why };
+        if text.starts_with('{') {
+            return serde_json::from_str(text).map(Self::Json).map_err(|e| failed(e.to_string()));
+        }
+        let mut pairs: Vec<(String, Option<String>)> = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let end = rest.find(['=', ',']).unwrap_or(rest.len());
+            let (key, after) = rest.split_at(end);
+            if let Some(after) = after.strip_prefix('=') {
+                if key.is_empty() {
+                    return Err(failed(format!("nothing before `={after}`")));
+                }
+                let (value, next) = value(after);
+                pairs.push((key.into(), Some(value)));
+                rest = next;
+            } else if pairs.is_empty() && !implied.is_empty() {
+                let (value, next) = value(rest);
+                pairs.push((implied.into(), Some(value)));
+                rest = next;
+            } else if key.is_empty() {
+                return Err(failed("an item is empty".into()));
+            } else {
+                pairs.push((key.into(), None));
+                rest = after.strip_prefix(',').unwrap_or(after);
+            }
+        }
+        Ok(Self::Pairs(pairs))
+    }
+
+    /// The text of a key; of several with one name, the last, as in QEMU. A switch is `on`. Of JSON, what is no list and no
+    /// object.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<String> {
+        match self {
+            Self::Pairs(pairs) => {
+                let (_, value) = pairs.iter().rev().find(|(name, _)| name == key)?;
+                Some(value.clone().unwrap_or_else(|| "on".into()))
+            }
+            Self::Json(map) => match map.get(key)? {
+                Value::String(text) => Some(text.clone()),
+                Value::Bool(on) => Some(if *on { "on" } else { "off" }.into()),
+                Value::Number(number) => Some(number.to_string()),
+                Value::Null | Value::Array(_) | Value::Object(_) => None,
+            },
+        }
+    }
+
+    /// Give a key this text, in the place where it was, or at the end.
+    pub fn set(&mut self, key: &str, text: &str) {
+        match self {
+            Self::Pairs(pairs) => {
+                let at = pairs.iter().position(|(name, _)| name == key);
+                pairs.retain({
+                    let mut seen = false;
+                    move |(name, _)| name != key || !std::mem::replace(&mut seen, true)
+                });
+                match at.and_then(|at| pairs.get_mut(at)) {
+                    Some(pair) => pair.1 = Some(text.into()),
+                    None => pairs.push((key.into(), Some(text.into()))),
+                }
+            }
+            Self::Json(map) => drop(map.insert(key.into(), text.into())),
+        }
+    }
+
+    /// Take away every key for which `which` is true.
+    pub fn remove(&mut self, which: impl Fn(&str) -> bool) {
+        match self {
+            Self::Pairs(pairs) => pairs.retain(|(name, _)| !which(name)),
+            Self::Json(map) => map.retain(|name, _| !which(name)),
+        }
+    }
+
+    /// All keys, in order.
+    #[must_use]
+    pub fn keys(&self) -> Vec<&str> {
+        match self {
+            Self::Pairs(pairs) => pairs.iter().map(|(name, _)| name.as_str()).collect(),
+            Self::Json(map) => map.keys().map(String::as_str).collect(),
+        }
+    }
+}
+
+/// A value up to its comma, and what is behind it.
+fn value(text: &str) -> (String, &str) {
+    let mut value = String::new();
+    let mut rest = text;
+    loop {
+        let Some((part, after)) = rest.split_once(',') else { return (value + rest, "") };
+        value += part;
+        match after.strip_prefix(',') {
+            Some(after) => {
+                value.push(',');
+                rest = after;
+            }
+            None => return (value, after),
+        }
+    }
+}
+
+impl fmt::Display for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Json(map) => write!(f, "{}", serde_json::to_string(map).map_err(|_| fmt::Error)?),
+            Self::Pairs(pairs) => {
+                for (index, (key, value)) in pairs.iter().enumerate() {
+                    let comma = if index == 0 { "" } else { "," };
+                    match value {
+                        Some(value) => write!(f, "{comma}{key}={}", value.replace(',', ",,"))?,
+                        None => write!(f, "{comma}{key}")?,
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Bytes of a size as QEMU writes it: a number and one of `b`, `k`, `m`, `g`, `t`; without a letter in units of `default`.
+#[must_use]
+pub fn size(text: &str, default: u64) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match text.get(digits.len()..)?.to_ascii_lowercase().as_str() {
+        "" => default,
+        "b" => 1,
+        "k" | "kb" | "kib" => 1 << 10,
+        "m" | "mb" | "mib" => 1 << 20,
+        "g" | "gb" | "gib" => 1 << 30,
+        "t" | "tb" | "tib" => 1 << 40,
+        _ => return None,
+    };
+    let whole = match digits.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok()?,
+        None => digits.parse::<u64>().ok()?,
+    };
+    whole.checked_mul(unit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pairs(text: &str, implied: &str) -> Options {
+        Options::parse(text, implied).unwrap()
+    }
+
+    #[test]
+    fn commas_implied_keys_and_switches() {
+        let options = pairs("socket,id=a,path=/x,,y,,,,z,server,wait=off", "backend");
+        assert_eq!(options.get("backend").unwrap(), "socket");
+        assert_eq!(options.get("path").unwrap(), "/x,y,,z");
+        assert_eq!(options.get("server").unwrap(), "on");
+        assert_eq!(options.to_string(), "backend=socket,id=a,path=/x,,y,,,,z,server,wait=off");
+        assert_eq!(pairs("a,,b,c=d", "file").get("file").unwrap(), "a,b");
+        assert_eq!(pairs("", "file").keys(), Vec::<&str>::new());
+        assert_eq!(pairs("x=", "file").get("x").unwrap(), "");
+        assert_eq!(pairs("x=1,x=2", "").get("x").unwrap(), "2");
+    }
+
+    #[test]
+    fn keys_are_set_in_their_place() {
+        let mut options = pairs("q35,accel=tcg,smm=off,accel=kvm", "type");
+        options.set("accel", "a,b");
+        options.set("type", "pc-q35-7.2");
+        options.set("new", "1");
+        assert_eq!(options.to_string(), "type=pc-q35-7.2,accel=a,,b,smm=off,new=1");
+        options.remove(|key| key == "accel" || key == "new");
+        assert_eq!(options.to_string(), "type=pc-q35-7.2,smm=off");
+        let mut json = pairs(r#"{"driver":"vmgenid","guid":"auto","bootindex":1}"#, "driver");
+        json.set("guid", "x");
+        assert_eq!((json.get("guid").unwrap(), json.get("bootindex").unwrap()), ("x".into(), "1".into()));
+        json.remove(|key| key == "bootindex");
+        assert_eq!(json.to_string(), r#"{"driver":"vmgenid","guid":"x"}"#);
+    }
+
+    #[test]
+    fn what_qemu_would_not_take_is_named() {
+        for text in ["{\"a\":", "{}x", "a=b,=c", "=c"] {
+            let e = Options::parse(text, "").unwrap_err().to_string();
+            assert!(e.contains(text), "{e}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(size("192M", 1), Some(192 << 20));
+        assert_eq!(size("1048576k", 1), Some(1 << 30));
+        assert_eq!(size("128", 1 << 20), Some(128 << 20));
+        assert_eq!(size("0x100", 1), Some(256));
+        assert_eq!((size("", 1), size("12q", 1), size("99999999999T", 1)), (None, None, None));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(
+            first in "[^={][^=]{0,12}",
+            more in proptest::collection::vec(("[a-z][a-z0-9.-]{0,8}", proptest::option::of(".{0,12}")), 0..6),
+        ) {
+            let mut all = vec![("implied".to_owned(), Some(first))];
+            all.extend(more);
+            let options = Options::Pairs(all);
+            prop_assert_eq!(Options::parse(&options.to_string(), "other").unwrap(), options.clone());
+            prop_assert_eq!(Options::parse(&options.to_string(), "").unwrap(), options);
+        }
+
+        #[test]
+        fn an_implied_first_item_is_read_as_if_it_had_its_key(first in "[^={,][^=,]{0,12}", rest in "(,k=[a-z]{0,5}){0,3}") {
+            let (short, long) = (format!("{first}{rest}"), format!("implied={first}{rest}"));
+            prop_assert_eq!(Options::parse(&short, "implied").unwrap(), Options::parse(&long, "implied").unwrap());
+        }
+
+        #[test]
+        fn no_text_makes_it_panic(text in ".{0,60}", implied in "[a-z]{0,3}") {
+            if let Ok(options) = Options::parse(&text, &implied) {
+                prop_assert_eq!(Options::parse(&options.to_string(), "").unwrap(), options);
+            }
+        }
+
+        #[test]
+        fn json_stays_what_it_is(text in "[a-z,={}\"\\\\]{0,20}", number: i64, on: bool) {
+            let value = serde_json::json!({"driver": text, "number": number, "on": on, "file": {"a": [text]}});
+            let options = Options::parse(&value.to_string(), "driver").unwrap();
+            prop_assert_eq!(options.get("driver"), Some(text));
+            prop_assert_eq!(serde_json::from_str::<Value>(&options.to_string()).unwrap(), value);
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! `/dev/userfaultfd` for a QEMU of another user.
+//!
+//! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set; but whoever has the device open may make one
+//! by it. So a QEMU that is not root's is handed a descriptor, for as long as it takes.
+
+use crate::qmp::{Qmp, QmpError};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::remote::{DEVICE, device_in};
+use rustix::fd::{AsFd, RawFd};
+use serde_json::{Value, json};
+use std::fs::{self, OpenOptions};
+
+/// Name by which QEMU knows the descriptor.
+const FD_NAME: &str = "rekindle-userfaultfd";
+
+/// Hand QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or says that it may
+/// not.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
+    if effective == Some("0") {
+        return Ok(None);
+    }
+    if let Ok(found @ Some(_)) = device_in(process) {
+        return Ok(found);
+    }
+    let device = match OpenOptions::new().read(true).write(true).open(DEVICE) {
+        Ok(device) => device,
+        Err(e) => {
+            tracing::debug!("{DEVICE}: {e}");
+            return Ok(None);
+        }
+    };
+    qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), device.as_fd())?;
+    Ok(device_in(process).ok().flatten())
+}
+
+/// Have QEMU close what [`hand`] gave it. One that it does not have is no error.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn take_back(qmp: &mut Qmp) -> Result<(), QmpError> {
+    match qmp.execute::<Value>("closefd", json!({ "fdname": FD_NAME })) {
+        Err(QmpError::Refused { .. }) => Ok(()),
+        other => other.map(drop),
+    }
+}

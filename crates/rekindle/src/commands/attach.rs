@@ -1,0 +1,38 @@
+//! `rekindle attach` and `rekindle detach`.
+
+use crate::cli::{Attach, NameOnly};
+use crate::output::Output;
+use anyhow::Result;
+use rekindle_qemu::monitor::Monitor;
+use rekindle_vm::attach::{Detached, attach as adopt, detach as let_go};
+use rekindle_vm::host::Host;
+use std::process::ExitCode;
+
+pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let Attach { name, qmp, libvirt, connect } = arguments;
+    let monitor = match (libvirt, qmp) {
+        (Some(domain), _) => Monitor::Libvirt { domain, connect },
+        (None, path) => Monitor::Socket { path: path.unwrap_or_default() },
+    };
+    let state = adopt(&host, &name, monitor)?;
+    let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
+    let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
+    let text = format!(
+        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: rekindle protect {name} --store DIR"
+    );
+    output.result(&super::show::description(&host, &state)?, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn detach(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
+    let name = &arguments.name;
+    let detached = let_go(&Host::open()?, name.as_str())?;
+    let (running, text) = match detached {
+        Detached::Running => (true, "let go of; its guest runs on"),
+        Detached::Ended => (false, "let go of; its QEMU had ended"),
+    };
+    output.result(&serde_json::json!({"name": name, "running": running}), format!("{name}: {text}"))?;
+    Ok(ExitCode::SUCCESS)
+}

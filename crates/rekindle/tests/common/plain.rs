@@ -1,0 +1,120 @@
+//! A QEMU that somebody else has started, with the micro guest.
+
+use super::guest::Guest;
+use super::lab::Lab;
+use super::vm::Net;
+use super::{DEADLINE, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::Qmp;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A port that nobody listens on.
+pub fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A QEMU of somebody else's.
+pub struct Plain<'a> {
+    /// Its guest, reached over a port that QEMU forwards.
+    pub guest: Guest<'a>,
+    /// Its process.
+    pub process: Process,
+    child: Child,
+    directory: PathBuf,
+    port: u16,
+}
+
+impl<'a> Plain<'a> {
+    /// Start one with `arguments` beside the usual ones, in `user`'s name if one is named, and wait until its guest is up.
+    pub fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str], user: Option<&str>) -> Self {
+        let port = free_port();
+        let guest = lab.vm(name).net(Net::User(port)).guest();
+        let directory = lab.path(&format!("plain-{name}"));
+        fs::create_dir(&directory).unwrap();
+        let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
+        // Another user cannot read the image where it is.
+        let (kernel, initrd) = lab.image();
+        fs::copy(kernel, path("vmlinuz")).unwrap();
+        fs::copy(initrd, path("initrd")).unwrap();
+        let mut command = match user {
+            None => Command::new(binary),
+            Some(user) => {
+                fs::set_permissions(lab.path(""), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+                assert!(Command::new("chown").args(["-R", user, &path("")]).status().unwrap().success());
+                let mut command = Command::new("setpriv");
+                command.args(["--reuid", user, "--regid", "nogroup", "--clear-groups"]).arg(binary);
+                command
+            }
+        };
+        command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
+        command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
+        command.args([
+            "-append",
+            "console=ttyS0 quiet rekindle.tick=20",
+            "-serial",
+            &format!("file:{}", path("console")),
+        ]);
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
+        command.args(["-netdev", &format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:7000")]);
+        command.args(["-device", "virtio-net-pci,netdev=net,mac=52:54:00:00:00:77", "-device", "VGA"]).args(arguments);
+        let log = fs::File::create(path("log")).unwrap();
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
+        wait_for("the guest to be up", DEADLINE, || {
+            let said = || fs::read_to_string(path("log")).unwrap_or_default();
+            assert!(child.try_wait().unwrap().is_none(), "QEMU has ended: {}", said());
+            guest.try_ask("boot-id").ok()
+        });
+        let process = Process::of(child.id()).unwrap();
+        Self { guest, process, child, directory, port }
+    }
+
+    /// The port of the host that leads to its guest.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Its QMP socket.
+    pub fn socket(&self) -> String {
+        self.directory.join("qmp").to_string_lossy().into_owned()
+    }
+
+    /// Speak to it.
+    pub fn qmp(&self) -> Qmp {
+        Qmp::connect(Path::new(&self.socket()), Duration::from_secs(10)).unwrap()
+    }
+
+    /// Kill it.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// What it has open, each kind with its count, but for connections.
+    pub fn descriptors(&self) -> BTreeMap<String, usize> {
+        descriptors(self.process)
+    }
+}
+
+/// What a process has open, each kind with its count, but for connections.
+pub fn descriptors(process: Process) -> BTreeMap<String, usize> {
+    let mut all = BTreeMap::new();
+    for entry in fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten() {
+        let Ok(link) = fs::read_link(entry.path()) else { continue };
+        let name = link.to_string_lossy().into_owned();
+        if !name.starts_with("socket:") {
+            *all.entry(name).or_default() += 1;
+        }
+    }
+    all
+}
+
+impl Drop for Plain<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

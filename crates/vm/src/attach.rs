@@ -1,0 +1,393 @@
+//! VMs whose QEMU somebody else has started: attach and detach.
+//!
+//! Attaching writes a run directory and nothing else: neither QEMU nor its guest is changed. Whoever takes checkpoints
+//! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching takes away what was left of that,
+//! also by one that was killed.
+
+use crate::definition::{Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, Ram, Span};
+use crate::host::Host;
+use crate::life::{Held, LifeError, clean_up, run_state};
+use crate::lock::{Lock, RunState};
+use crate::rundir::RunDir;
+use crate::state::{Attached, State, format_of};
+use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::remote::RemoteError;
+use rekindle_memory::tracker;
+use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
+use rekindle_qemu::command::{self, Hardware};
+use rekindle_qemu::foreign::{self, Foreign};
+use rekindle_qemu::monitor::Monitor;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::vmm::{Vmm, VmmError};
+use rekindle_qemu::{devices, userfaultfd};
+use rustix::fs::{FlockOperation, flock};
+use serde_json::Value;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use uuid::Uuid;
+
+/// How long a QEMU may take to greet.
+const GREETING: Duration = Duration::from_secs(5);
+/// How long a checkpoint may be in the way.
+const PAUSE: Duration = Duration::from_secs(30);
+
+/// Why a QEMU was not attached to, or not let go of.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The VM.
+    #[error(transparent)]
+    Life(#[from] LifeError),
+    /// Its QEMU.
+    #[error(transparent)]
+    Adopt(#[from] AdoptError),
+    /// Its QEMU does not do as it is told.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Another VM is this QEMU.
+    #[error("process {pid} is VM {other} already: {}", if *.attached {
+        format!("rekindle detach {other} lets go of it")
+    } else {
+        "Rekindle has started it itself, and it needs no attaching".to_owned()
+    })]
+    Same {
+        /// The process.
+        pid: u32,
+        /// The other VM.
+        other: String,
+        /// Whether that is attached.
+        attached: bool,
+    },
+    /// It cannot be protected, or not be restored.
+    #[error("process {pid} cannot be attached to:\n{}", listed(.obstacles))]
+    Obstacles {
+        /// The process.
+        pid: u32,
+        /// What stands in the way.
+        obstacles: Vec<Obstacle>,
+    },
+    /// No call can be made in it.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// Its memory cannot be tracked.
+    #[error(transparent)]
+    Right(#[from] RemoteError),
+    /// It was not attached to.
+    #[error("VM {name} was started by Rekindle, and not attached to: rekindle stop {name}")]
+    NotAttached {
+        /// Its name.
+        name: String,
+    },
+    /// Somebody takes checkpoints of it.
+    #[error("{} takes checkpoints of VM {name}: end it first", .by.map_or("a process".to_owned(), |pid| format!("process {pid}")))]
+    Protected {
+        /// Its name.
+        name: String,
+        /// The process.
+        by: Option<u32>,
+    },
+    /// Its run directory.
+    #[error("{}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn listed(obstacles: &[Obstacle]) -> String {
+    obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
+}
+
+/// Held by who takes checkpoints of an attached VM: its monitor serves one client, and what is put into its QEMU is one
+/// protector's.
+#[derive(Debug)]
+pub struct Protection {
+    _file: File,
+}
+
+impl Protection {
+    /// Take it.
+    ///
+    /// # Errors
+    /// [`AttachError::Protected`] when somebody else has it.
+    pub fn take(rundir: &RunDir) -> Result<Self, AttachError> {
+        let path = lock_path(rundir);
+        let failed = |source| AttachError::File { path: path.clone(), source };
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let by = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
+                return Err(AttachError::Protected { name: rundir.name().into(), by });
+            }
+            Err(e) => return Err(failed(e.into())),
+        }
+        fs::write(&path, std::process::id().to_string()).map_err(failed)?;
+        Ok(Self { _file: file })
+    }
+}
+
+fn lock_path(rundir: &RunDir) -> PathBuf {
+    rundir.file("protection.lock")
+}
+
+/// Whether somebody takes checkpoints of an attached VM.
+#[must_use]
+pub fn is_protected(rundir: &RunDir) -> bool {
+    let Ok(file) = File::open(lock_path(rundir)) else { return false };
+    flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
+/// Attach to the QEMU behind `monitor` as VM `name`.
+///
+/// *Needs:* the right to trace it (root, or its user with `kernel.yama.ptrace_scope=0`); nothing that cannot be protected or
+/// restored. *On success:* it has a run directory; neither QEMU nor its guest was changed. *On failure:* nothing is left.
+///
+/// # Errors
+/// [`AttachError`].
+pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
+    let rundir = RunDir::new(&host.root, name.as_str());
+    let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
+    // Another attach may be making a VM of the same QEMU under another name.
+    let everybody = File::open(&host.root).map_err(failed)?;
+    flock(&everybody, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+    let was_there = rundir.exists();
+    rundir.create().map_err(failed)?;
+    let made = Lock::acquire(&rundir, "attach").map_err(LifeError::from).map_err(AttachError::from).and_then(|lock| {
+        let state = make(host, &rundir, name, monitor)?;
+        drop(lock);
+        Ok(state)
+    });
+    if made.is_err() && !was_there {
+        let _ = rundir.remove();
+    }
+    made
+}
+
+fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
+    let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
+    if let Some(before) = State::read(rundir).map_err(failed)? {
+        match before.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+            Some(vmm) => return Err(LifeError::Running { name: name.to_string(), pid: vmm.pid }.into()),
+            None if before.attached.is_some() => {
+                clean_up(host, rundir, &before)?;
+                rundir.create().map_err(failed)?;
+            }
+            // A VM of Rekindle's own: it may be wanted once more.
+            None => return Err(LifeError::NameTaken { name: name.to_string() }.into()),
+        }
+    }
+    let monitor = match monitor {
+        Monitor::Socket { path } => Monitor::Socket { path: std::path::absolute(path).map_err(failed)? },
+        other @ Monitor::Libvirt { .. } => other,
+    };
+    let (adopted, mut qmp) = monitor.adopt(GREETING)?;
+    other_name(host, &adopted)?;
+    let pid = adopted.pid;
+    let mut obstacles = adopted.obstacles.clone();
+    if !["kvm", "tcg"].contains(&adopted.accelerator.as_str()) {
+        let why = "neither KVM nor TCG: Rekindle cannot start a QEMU like it".into();
+        obstacles.push(Obstacle { what: "its accelerator".into(), why });
+    }
+    let state = match foreign::of(&adopted, &mut qmp)? {
+        Ok((foreign, generation)) if obstacles.is_empty() => {
+            state(rundir, name, &adopted, foreign, generation, &monitor, processors(&mut qmp)?)
+        }
+        Ok(_) => return Err(AttachError::Obstacles { pid, obstacles }),
+        Err(more) => {
+            obstacles.extend(more);
+            return Err(AttachError::Obstacles { pid, obstacles });
+        }
+    };
+    prove(&adopted, &mut qmp)?;
+    state.write(rundir).map_err(failed)?;
+    Ok(state)
+}
+
+/// That the rights suffice, before anybody relies on it: a userfaultfd is opened in QEMU and closed again.
+fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
+    let injector = Injector::new(adopted.process())?;
+    let device = userfaultfd::hand(qmp, adopted.process())?;
+    let tried = tracker::trial(injector, device);
+    userfaultfd::take_back(qmp)?;
+    Ok(tried?)
+}
+
+/// That no other VM is this QEMU.
+fn other_name(host: &Host, adopted: &Adopted) -> Result<(), AttachError> {
+    for other in RunDir::list(&host.root).unwrap_or_default() {
+        let Ok(Some(state)) = State::read(&RunDir::new(&host.root, &other)) else { continue };
+        if state.vmm.is_some_and(|vmm| vmm.process() == adopted.process()) {
+            return Err(AttachError::Same { pid: adopted.pid, other, attached: state.attached.is_some() });
+        }
+    }
+    Ok(())
+}
+
+fn processors(qmp: &mut Qmp) -> Result<u32, QmpError> {
+    let all: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
+    Ok(all.len() as u32)
+}
+
+fn state(
+    rundir: &RunDir,
+    name: &Name,
+    adopted: &Adopted,
+    foreign: Foreign,
+    generation: Option<Uuid>,
+    monitor: &Monitor,
+    vcpus: u32,
+) -> State {
+    let bytes = foreign.backends.iter().map(|backend| backend.bytes).sum();
+    let cpu = foreign.words.iter().zip(foreign.words.iter().skip(1)).find(|(option, _)| *option == "-cpu");
+    let cpu = cpu.map(|(_, model)| model.clone()).unwrap_or_default();
+    let mac = |network: &foreign::Network| match network.mac.parse() {
+        Ok(mac) => mac,
+        Err(_) => Mac::derived(name.as_str(), &network.id),
+    };
+    let binary = PathBuf::from(adopted.binary.to_string_lossy().trim_end_matches(" (deleted)"));
+    let backend = NetBackend::User { forward: Vec::new() };
+    let definition = Definition {
+        name: name.clone(),
+        memory: Bytes::new(bytes),
+        vcpus: vcpus.try_into().unwrap_or(u8::MAX),
+        accel: if adopted.accelerator == "kvm" { Accel::Kvm } else { Accel::Tcg },
+        machine: adopted.machine.clone(),
+        cpu: if cpu.is_empty() { "auto".into() } else { cpu.clone() },
+        qemu: binary.clone(),
+        probe: None,
+        shutdown_timeout: Span::from_secs(60),
+        save_dir: None,
+        qemu_args: Vec::new(),
+        ram: Ram::default(),
+        boot: None,
+        devices: Devices { vga: false, agent: foreign.agent.is_some(), rng: false, vmgenid: generation.is_some() },
+        disks: Vec::new(),
+        nets: foreign
+            .networks
+            .iter()
+            .map(|network| Net { id: network.id.clone(), mac: mac(network), backend: backend.clone() })
+            .collect(),
+    };
+    let net = |network: &foreign::Network| command::Net {
+        id: network.id.clone(),
+        mac: network.mac.clone(),
+        backend: command::NetBackend::User(network.forwards.clone()),
+    };
+    let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil()).unwrap_or_else(|| own_uuid(adopted));
+    let hardware = Hardware {
+        name: name.to_string(),
+        uuid: Some(uuid),
+        machine: adopted.machine.clone(),
+        cpu,
+        accel: adopted.accelerator.clone(),
+        vcpus,
+        ram: command::Ram { path: PathBuf::new(), bytes, prealloc: false },
+        boot: None,
+        disks: Vec::new(),
+        nets: foreign.networks.iter().map(net).collect(),
+        vga: false,
+        agent: foreign.agent.is_some(),
+        rng: false,
+        vm_generation: generation,
+        extra: Vec::new(),
+        foreign: Some(foreign),
+    };
+    let vmm = Vmm {
+        binary,
+        pid: adopted.pid,
+        started: adopted.started,
+        directory: rundir.vmm(1).0,
+        monitor: Some(monitor.clone()),
+    };
+    State {
+        format: format_of(&hardware),
+        definition,
+        hardware,
+        generation: 1,
+        vmm: Some(vmm),
+        version: Some(adopted.version.clone()),
+        previous: None,
+        attached: Some(Attached { uid: adopted.uid, starter: starter(adopted, monitor) }),
+    }
+}
+
+/// By what a store knows a guest that has no UUID: the same each time this process is attached to.
+fn own_uuid(adopted: &Adopted) -> Uuid {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let life = format!("{} {} {}", boot.trim(), adopted.pid, adopted.started);
+    Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(life.as_bytes()))
+}
+
+/// Who started it, as far as that is to be seen.
+fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
+    if let Monitor::Libvirt { .. } = monitor {
+        return monitor.to_string();
+    }
+    let status = fs::read_to_string(format!("/proc/{}/status", adopted.pid)).unwrap_or_default();
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse::<u32>().ok());
+    let program = parent.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).ok());
+    match (parent, program) {
+        (Some(pid), Some(program)) if pid > 1 => format!("by {} (process {pid}), user {}", program.trim(), adopted.uid),
+        _ => format!("by user {}", adopted.uid),
+    }
+}
+
+/// What was found when a QEMU was let go of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Detached {
+    /// It runs on.
+    Running,
+    /// It had ended.
+    Ended,
+}
+
+/// Let go of an attached VM, whatever a protector has left in its QEMU.
+///
+/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the guest runs
+/// on. *On failure:* what could not be taken away is named; the same command again goes on.
+///
+/// # Errors
+/// [`AttachError`].
+pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
+    let (held, _left_behind) = Held::take_anyhow(host, name, "detach")?;
+    if held.state.attached.is_none() {
+        return Err(AttachError::NotAttached { name: name.into() });
+    }
+    let protection = Protection::take(&held.rundir)?;
+    let alive = held.state.vmm.as_ref().filter(|vmm| vmm.is_alive());
+    if let Some(vmm) = alive {
+        let _run_state = RunState::acquire(&held.rundir, PAUSE).map_err(LifeError::from)?;
+        match release(vmm, &held.rundir.paused()) {
+            // It ended meanwhile.
+            Err(_) if !vmm.is_alive() => {}
+            other => other?,
+        }
+    }
+    let ended = !alive.is_some_and(Vmm::is_alive);
+    drop(protection);
+    clean_up(host, &held.rundir, &held.state)?;
+    Ok(if ended { Detached::Ended } else { Detached::Running })
+}
+
+fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
+    // First whoever waits to write goes on.
+    tracker::sweep(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
+    let mut qmp = vmm.connect(GREETING).map_err(|e| match e {
+        VmmError::Qmp(e) => AttachError::Qmp(e),
+        other => LifeError::Vmm(other).into(),
+    })?;
+    if mark.exists() && run_state(&mut qmp)? == "paused" {
+        qmp.execute::<Value>("cont", ())?;
+    }
+    devices::sweep(&mut qmp, true)?;
+    userfaultfd::take_back(&mut qmp)?;
+    Ok(())
+}
