@@ -219,7 +219,7 @@ fn fill(
     let main = |id: &str| id == MAIN_RAM;
     let pager = Pager::begin(Injector::new(vmm.process())?, &ram, main, &mut Source::new(image, &mut silent), None)?;
     drop(pager);
-    Fill::new(request.store.clone(), request.identity.as_ref(), info.number, vmm.clone(), &ram).write(&place.rundir)?;
+    Fill::new(request.store.clone(), request.identity.as_ref(), info, vmm.clone(), &ram).write(&place.rundir)?;
     start_pager(&place.rundir)?;
     recorder.step("register its memory");
 
