@@ -8,6 +8,7 @@ pub mod eyes;
 pub mod guest;
 pub mod huge;
 pub mod lab;
+pub mod protector;
 pub mod vm;
 
 #[allow(unused_imports, reason = "each test binary uses a part of it")]
