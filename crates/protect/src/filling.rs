@@ -62,8 +62,10 @@ impl Held {
                 held.served()?;
                 Ok(Some(held))
             }
-            // Its pager ends as soon as it has the lock, which is free when this returns.
-            Stage::Filled if Fill::is_served(rundir)? => Err(wait("all of it is there, its pager is about to end")),
+            // Its pager ends as soon as it has the lock, which is free when this returns; then nobody is in its way.
+            Stage::Filled | Stage::HandedOver if Fill::is_served(rundir)? => {
+                Err(wait("all of it is there, its pager is about to end"))
+            }
             Stage::Filled => Err(wait("it has no pager: rekindle recover")),
             Stage::HandedOver => Ok(None),
         }

@@ -12,6 +12,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
 use rekindle_store::{Image, StoreError, StoreUrl, Which};
+use rekindle_vm::fault;
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -277,6 +278,7 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
         }
     };
     if progress.complete {
+        fault::point("fill.end.closed", None, None);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
         tell(&Told::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
@@ -299,6 +301,7 @@ impl Letting<'_> {
         match filling::lock(self.rundir) {
             Ok(Some(lock)) => {
                 self.lock = Some(lock);
+                fault::point("fill.end.locked", None, None);
                 match Fill::read(self.rundir) {
                     Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Last::HandedOver,
                     _ => Last::Release,

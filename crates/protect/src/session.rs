@@ -17,6 +17,7 @@ use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::types::{self, PAGE_SIZE, Page};
 use rekindle_store::{Checkpoint, StoreError, Writer};
+use rekindle_vm::fault;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -375,11 +376,17 @@ impl Session {
             let dirty = match tracking {
                 Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
                 Tracking::Filling(tracker) if filled => {
+                    fault::point("fill.handover.stopped", None, None);
                     let (dirty, tracker) = tracker.hand_over(stopped, None)?;
+                    fault::point("fill.handover.tracked", None, None);
                     next = Some(tracker);
                     dirty
                 }
-                Tracking::Filling(tracker) => tracker.collect(stopped)?,
+                Tracking::Filling(tracker) => {
+                    let dirty = tracker.collect(stopped)?;
+                    fault::point("fill.checkpoint.collected", None, None);
+                    dirty
+                }
                 Tracking::Synchronous(tracker, _) => {
                     let dirty = tracker.collect(stopped)?;
                     *owed = merged(owed, &dirty);
@@ -401,7 +408,9 @@ impl Session {
         let Paused { result: (dirty, copied, next), devices, stopped_host_us, resumed_host_us, steps } = paused;
         if let Some(tracker) = next {
             self.tracking = Tracking::Asynchronous(tracker);
+            fault::point("fill.handover.resumed", None, None);
             self.held.take().map_or(Ok(()), |held| held.handed_over())?;
+            fault::point("fill.handover.recorded", None, None);
         }
         let copied_stopped_bytes = copied.iter().map(|part| part.bytes.len() as u64).sum();
         for part in &copied {

@@ -5,12 +5,13 @@
 
 mod common;
 
-use common::protector::{Protector, crash, pager, restore, store, wait_filled};
+use common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
 use common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
 use rekindle_store::types::PAGE_SIZE;
 use rekindle_store::{Image, StoreUrl, Which};
+use rekindle_vm::fault::POINTS;
 use rustix::fs::{SeekFrom, seek};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -287,4 +288,47 @@ fn where_the_record_of_the_pager_is_nothing_to_go_by_protection_waits_until_it_h
     protector.end();
     case.guest.verify();
     case.guest.assert_sound();
+}
+
+#[test]
+fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out() {
+    let lab = Lab::new();
+    let case = Case::new(&lab, "steps");
+    let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
+    assert!(points.len() >= 7);
+    for point in points {
+        eprintln!("==== {point}");
+        let fault = format!("{point}:kill");
+        let environment = [("REKINDLE_FAULT", fault.as_str())];
+        let all = ["--keep", "1000"];
+        let of_pager = point.starts_with("fill.end.");
+        let restored = if of_pager {
+            crash(&case.guest);
+            let restored = restore_with(&case.guest, &case.store, &[], &environment);
+            wait_for("the pager to die", DEADLINE, || pager(&case.guest).is_none().then_some(()));
+            assert!(case.guest.file("fill.json").exists());
+            restored["checkpoint"].as_u64().unwrap()
+        } else {
+            let (restored, slow) = case.restore();
+            let mut protector = case.protect_with(&all, &environment);
+            assert_eq!(protector.wait("attached")["filling"], true);
+            drop(slow);
+            protector.dies();
+            restored
+        };
+        let mut protector = case.protect(&all);
+        if of_pager {
+            protector.wait("waiting");
+            case.guest.rekindle(&["recover"]).ok();
+        }
+        for _ in 0..2 {
+            case.compare_next(&mut protector, restored);
+        }
+        wait_for("the pager to end", DEADLINE, || (!case.guest.file("fill.json").exists()).then_some(()));
+        protector.next_checkpoint();
+        protector.end();
+        assert_eq!(case.userfaultfds(), 1, "{point}: the protector's");
+        case.guest.verify();
+        case.guest.assert_sound();
+    }
 }

@@ -66,6 +66,12 @@ impl Protector {
         }
     }
 
+    /// Wait for its death.
+    pub fn dies(mut self) {
+        let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
+        assert!(!self.child.wait().unwrap().success(), "it was to be killed");
+    }
+
     /// Let it end by itself, so that it does not leave the guest stopped.
     pub fn end(mut self) {
         let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
@@ -106,9 +112,16 @@ pub fn crash(guest: &Guest<'_>) {
 /// `rekindle restore`, which has to succeed.
 #[track_caller]
 pub fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
-    let all = ["--json", "restore"].iter().chain(arguments).copied().collect::<Vec<_>>();
-    let done = guest.lab.rekindle(all.into_iter().chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
-    done.ok().json()
+    restore_with(guest, store, arguments, &[])
+}
+
+/// The same with more in its environment, and its pager's.
+#[track_caller]
+pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Value {
+    let all = ["--json", "restore"].iter().chain(arguments).copied();
+    let mut command = guest.lab.command(all.chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
+    command.envs(environment.iter().copied());
+    guest.lab.finish(command).ok().json()
 }
 
 /// Wait until a restore has filled.
