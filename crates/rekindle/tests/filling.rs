@@ -69,10 +69,10 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// A guest whose memory has a pattern, is being written all the time, and is in a store.
-    fn new(lab: &'a Lab, name: &str) -> Self {
-        let guest = lab.vm(name).memory("256M").boot(&[]);
-        guest.touch("112M");
-        guest.ask("dirty 6 112 random");
+    fn new(lab: &'a Lab, name: &str, memory: &str, touched: u32) -> Self {
+        let guest = lab.vm(name).memory(memory).boot(&[]);
+        guest.touch(&format!("{touched}M"));
+        guest.ask(&format!("dirty 6 {touched} random"));
         let store = store(lab, name);
         let (ram, aside) = (lab.run_root().join(".ram"), lab.path("aside"));
         fs::create_dir(&aside).unwrap();
@@ -172,21 +172,26 @@ fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
 fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
     for policy in ["precopy", "basic"] {
         let lab = Lab::new();
-        let case = Case::new(&lab, policy);
+        let case = Case::new(&lab, policy, "256M", 112);
         let (boot, tick) = (case.guest.boot_id(), case.guest.tick());
         let (restored, slow) = case.restore();
         // The checkpoint that is restored is kept for as long as its pages are brought.
         let mut protector = case.protect(&["--policy", policy, "--keep", "2"]);
         let attached = protector.wait("attached");
         assert_eq!((attached["filling"].clone(), attached["incremental"].clone()), (true.into(), true.into()));
-        let mut newest = 0;
+        let (mut newest, mut most) = (0, 0);
         for round in 0..3 {
             let (checkpoint, missing) = case.compare_next(&mut protector, restored);
+            most = most.max(checkpoint["dirty_bytes"].as_u64().unwrap());
             assert_eq!((checkpoint["filling"].clone(), checkpoint["full"].clone()), (true.into(), false.into()));
             assert!(missing > 1000, "round {round}: only {missing} pages had not come");
             newest = checkpoint["number"].as_u64().unwrap();
         }
         assert!(case.is_filling(), "it was to be slow");
+        // 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+        let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most;
+        assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
+        eprintln!("{policy}: at most {} bytes of memory, {most} of them in flight", protector.most_memory());
         drop(slow);
         // A restore of a restore that had not ended.
         let (again, slow) = case.restore();
@@ -204,7 +209,7 @@ fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
 #[test]
 fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "mortal");
+    let case = Case::new(&lab, "mortal", "256M", 112);
     let (restored, mut slow) = case.restore();
     let all = ["--keep", "1000"];
     let mut protector = case.protect(&all);
@@ -255,7 +260,7 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
 #[test]
 fn where_the_record_of_the_pager_is_nothing_to_go_by_protection_waits_until_it_has_ended() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "waits");
+    let case = Case::new(&lab, "waits", "192M", 64);
     let (restored, slow) = case.restore();
     // Another store, and a policy that wants the memory for itself.
     let other = store(&lab, "elsewhere");
@@ -293,7 +298,7 @@ fn where_the_record_of_the_pager_is_nothing_to_go_by_protection_waits_until_it_h
 #[test]
 fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "steps");
+    let case = Case::new(&lab, "steps", "128M", 24);
     let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
     assert!(points.len() >= 7);
     for point in points {

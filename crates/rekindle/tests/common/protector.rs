@@ -66,6 +66,13 @@ impl Protector {
         }
     }
 
+    /// The most memory that it has had, in bytes.
+    pub fn most_memory(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("it lives");
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    }
+
     /// Wait for its death.
     pub fn dies(mut self) {
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
