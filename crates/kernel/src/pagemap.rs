@@ -146,6 +146,16 @@ pub enum Rearm {
     Unchecked,
 }
 
+impl Rearm {
+    fn flags(self) -> u64 {
+        match self {
+            Self::No => PM_SCAN_CHECK_WPASYNC,
+            Self::Yes => PM_SCAN_CHECK_WPASYNC | PM_SCAN_WP_MATCHING,
+            Self::Unchecked => 0,
+        }
+    }
+}
+
 /// How many runs are fetched at a time: 192 KiB.
 const RUNS: usize = 8192;
 
@@ -176,14 +186,29 @@ impl Scanner {
     /// # Errors
     /// [`ScanError::Unprotected`] unless [`Rearm::Unchecked`]; [`ScanError::Scan`].
     pub fn written(&mut self, range: Range<u64>, rearm: Rearm) -> Result<Vec<Range<u64>>, ScanError> {
-        let flags = match rearm {
-            Rearm::No => PM_SCAN_CHECK_WPASYNC,
-            Rearm::Yes => PM_SCAN_CHECK_WPASYNC | PM_SCAN_WP_MATCHING,
-            Rearm::Unchecked => 0,
-        };
         let mut runs = Vec::new();
-        self.scan(range, flags, Query::all(Categories::WRITTEN), |run, _| join(&mut runs, run))?;
+        self.scan(range, rearm.flags(), Query::all(Categories::WRITTEN), |run, _| join(&mut runs, run))?;
         Ok(runs)
+    }
+
+    /// As [`Scanner::written`], but a place where neither a page nor a marker is does not count: where pages are still
+    /// missing, nothing was written there, or it has been taken back by the kernel since. Nothing is put there, either.
+    ///
+    /// # Errors
+    /// As for [`Scanner::written`].
+    pub fn written_there(&mut self, range: Range<u64>, rearm: Rearm) -> Result<Vec<Range<u64>>, ScanError> {
+        let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::WRITTEN) };
+        let mut runs = Vec::new();
+        self.scan(range, rearm.flags(), query, |run, _| join(&mut runs, run))?;
+        Ok(runs)
+    }
+
+    /// What of `range` is mapped, but not under asynchronous write protection.
+    ///
+    /// # Errors
+    /// [`ScanError::Scan`].
+    pub fn untracked(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, ScanError> {
+        self.matching(range, Query { none: Categories::WP_ALLOWED, ..Query::all(Categories::empty()) })
     }
 
     /// The pages of `range` for which `query` holds.

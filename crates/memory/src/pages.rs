@@ -62,6 +62,13 @@ pub fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     rest
 }
 
+/// All that is in both.
+#[must_use]
+pub fn intersection(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let end = one.last().map_or(0, |run| run.end);
+    difference(one, &complement(other, end))
+}
+
 /// As [`push`], but neighbours of the input stay neighbours: an empty run adds nothing.
 fn push_apart(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     if !run.is_empty() {
@@ -102,6 +109,7 @@ mod tests {
             prop_assert_eq!(bytes(&a), one.len() as u64);
             prop_assert_eq!(union(&a, &b), runs(&one.union(&other).copied().collect()));
             prop_assert_eq!(difference(&a, &b), runs(&one.difference(&other).copied().collect()));
+            prop_assert_eq!(intersection(&a, &b), runs(&one.intersection(&other).copied().collect()));
             let all: BTreeSet<_> = (0..40).collect();
             prop_assert_eq!(complement(&a, 40), runs(&all.difference(&one).copied().collect()));
             prop_assert_eq!(set(&a), one);

@@ -15,7 +15,13 @@ pub enum Event {
         ram_bytes: u64,
         /// The next checkpoint holds only what changed: tracking was found as an earlier protector left it.
         incremental: bool,
+        /// A restore is still bringing its memory: the next checkpoint holds what the guest has written since, put over the one
+        /// that is restored.
+        #[serde(default)]
+        filling: bool,
     },
+    /// All memory of a restored guest is there, and is tracked without its pager from now on.
+    Filled,
     /// A checkpoint counts.
     Checkpoint(Box<Done>),
     /// The newest checkpoint that counts is older than `--max-lag`.
@@ -51,6 +57,9 @@ pub struct Done {
     pub number: u64,
     /// Whether it holds all of the guest's memory, not only what changed.
     pub full: bool,
+    /// A restore was still bringing the guest's memory. What had not come is as in the checkpoint that is restored.
+    #[serde(default)]
+    pub filling: bool,
     /// When the guest was stopped, in µs since 1970: what it did until then is in the checkpoint.
     pub stopped_host_us: u64,
     /// Guest-stopped time: QEMU's `STOP` to `RESUME` by the host's clock, in µs.
@@ -103,9 +112,13 @@ impl fmt::Display for Event {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let ms = |us: u64| us as f64 / 1e3;
         match self {
-            Self::Attached { pid, ram_bytes, incremental } => {
-                let next =
-                    if *incremental { "goes on where an earlier protector left off" } else { "a full one first" };
+            Self::Attached { pid, ram_bytes, incremental, filling } => {
+                let next = match (filling, incremental) {
+                    (true, true) => "its memory still comes; what it writes goes over the checkpoint that is restored",
+                    (true, false) => "its memory still comes; all that is there first",
+                    (false, true) => "goes on where an earlier protector left off",
+                    (false, false) => "a full one first",
+                };
                 write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next}", mib(*ram_bytes))
             }
             Self::Checkpoint(done) => {
@@ -126,6 +139,7 @@ impl fmt::Display for Event {
                 write!(f, "the newest checkpoint is {:.1} s old, more than {:.1} s", ms(*lag_ms), ms(*max_ms))
             }
             Self::StoreAway { error } => write!(f, "the store cannot be written, trying again: {error}"),
+            Self::Filled => write!(f, "all of its memory is there; tracking goes on without its pager"),
             Self::StoreBack => write!(f, "the store can be written again"),
             Self::Waiting { state } => write!(f, "no checkpoint for now: {state}"),
             Self::Moved { why } => write!(f, "tracking begins anew: {why}"),

@@ -13,10 +13,12 @@
 //! `docs/protect.md` has the sequences and the argument.
 
 pub mod event;
+mod filling;
 
 pub mod pager;
 mod pause;
 pub mod policy;
+mod progress;
 pub mod protector;
 
 pub mod recipe;

@@ -3,14 +3,16 @@
 //! A process of its own, `rekindle pager NAME`, that can be killed and started again at any time: QEMU holds the userfaultfd,
 //! so whoever touches a missing page waits. `fill.json` in the run directory says what it needs; it goes when all is there.
 
+use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Content, Last, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
-use rekindle_store::types::PAGE_SIZE;
+use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
 use rekindle_store::{Image, StoreError, StoreUrl, Which};
+use rekindle_vm::fault;
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -20,10 +22,13 @@ use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long until a page that could not be had is asked for again.
 const AGAIN: Duration = Duration::from_secs(1);
+/// How long somebody may look whether there is a pager. It takes microseconds.
+const LOOKED_AT: Duration = Duration::from_millis(100);
 /// The format that this Rekindle writes.
 const FORMAT: u32 = 1;
 
@@ -82,7 +87,26 @@ pub struct Fill {
     blocks: Vec<RamBlock>,
     /// The names of those that are brought.
     #[serde(default = "main_only")]
-    paged: Vec<String>,
+    pub(crate) paged: Vec<String>,
+    /// The owner epoch that committed the checkpoint.
+    #[serde(default)]
+    pub(crate) epoch: Option<u64>,
+    /// How far it is.
+    #[serde(default)]
+    pub stage: Stage,
+}
+
+/// How far a restore is that fills.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stage {
+    /// Pages are missing.
+    #[default]
+    Filling,
+    /// All is there. A protector still goes by the pager's record of what was written, so the pager serves on.
+    Filled,
+    /// A protector has taken the memory over. The pager only closes its descriptor.
+    HandedOver,
 }
 
 /// What an older Rekindle meant.
@@ -91,10 +115,11 @@ fn main_only() -> Vec<String> {
 }
 
 impl Fill {
+    /// The checkpoint `info` of `store` becomes the memory of `vmm`, as far as it is in the blocks that `paged` names.
     pub(crate) fn new(
         store: StoreUrl,
         identity: Option<&Identity>,
-        number: u64,
+        info: &CheckpointInfo,
         vmm: Vmm,
         ram: &GuestRam,
         paged: Vec<String>,
@@ -103,7 +128,8 @@ impl Fill {
         // The pager may be started from elsewhere.
         let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
-        Self { format: FORMAT, store, identity, number, vmm, blocks, paged }
+        let (number, epoch, stage) = (info.number, Some(info.epoch), Stage::Filling);
+        Self { format: FORMAT, store, identity, number, vmm, blocks, paged, epoch, stage }
     }
 
     fn which(&self) -> Which {
@@ -125,6 +151,21 @@ impl Fill {
             Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(failed(e)),
+        }
+    }
+
+    /// The same, so far.
+    pub(crate) fn at(&self, stage: Stage) -> Self {
+        Self { stage, ..self.clone() }
+    }
+
+    /// Whether a pager serves the VM of `rundir` just now.
+    pub(crate) fn is_served(rundir: &RunDir) -> Result<bool, FillError> {
+        let (path, file) = lock_file(rundir)?;
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => Ok(false),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
+            Err(e) => Err(FillError::File { path, source: e.into() }),
         }
     }
 }
@@ -228,16 +269,25 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let chosen = |id: &str| fill.paged.iter().any(|paged| paged == id);
+    let _letting;
     let progress = match Pager::take_over(Injector::new(process)?, &ram, chosen)? {
         Some(mut pager) => {
             tell(&Told::Serving { checkpoint: fill.number });
             let order = working_set(&image, &fill);
-            pager.run(&mut Source::new(&image, tell), order, end)?
+            let mut last = Letting { rundir, fill: &fill, lock: None };
+            let progress = pager.run_until(&mut Source::new(&image, tell), order, end, || last.go())?;
+            // Until the end of this, no protector can take it for a restore that fills.
+            _letting = last.lock;
+            progress
         }
         // The one before was killed when all was there already.
-        None => Progress { complete: true, ..Progress::default() },
+        None => {
+            _letting = None;
+            Progress { complete: true, ..Progress::default() }
+        }
     };
     if progress.complete {
+        fault::point("fill.end.closed", None, None);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
         tell(&Told::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
@@ -247,16 +297,62 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     Ok(progress)
 }
 
-/// One pager at a time.
-fn lock(rundir: &RunDir) -> Result<File, FillError> {
+/// Who decides what becomes of the pager's record when all is there.
+struct Letting<'a> {
+    rundir: &'a RunDir,
+    fill: &'a Fill,
+    /// Once it is ours, no protector goes by the record any more.
+    lock: Option<File>,
+}
+
+impl Letting<'_> {
+    fn go(&mut self) -> Last {
+        match filling::lock(self.rundir) {
+            Ok(Some(lock)) => {
+                self.lock = Some(lock);
+                fault::point("fill.end.locked", None, None);
+                match Fill::read(self.rundir) {
+                    Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Last::HandedOver,
+                    _ => Last::Release,
+                }
+            }
+            Ok(None) => {
+                let now = Fill::read(self.rundir).ok().flatten().map(|fill| fill.stage);
+                if now == Some(Stage::Filling)
+                    && let Err(e) = self.fill.at(Stage::Filled).write(self.rundir)
+                {
+                    tracing::debug!("the protector cannot be told that all is there: {e}");
+                }
+                Last::Wait
+            }
+            Err(e) => {
+                tracing::debug!("whether a protector goes by the record cannot be told: {e}");
+                Last::Wait
+            }
+        }
+    }
+}
+
+fn lock_file(rundir: &RunDir) -> Result<(PathBuf, File), FillError> {
     let path = rundir.file("pager.lock");
     let mut options = OpenOptions::new();
     let opened = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = opened.map_err(|source| FillError::File { path: path.clone(), source })?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(FillError::Busy { name: rundir.name().into() }),
-        Err(e) => Err(FillError::File { path, source: e.into() }),
+    Ok((path, file))
+}
+
+/// One pager at a time.
+fn lock(rundir: &RunDir) -> Result<File, FillError> {
+    let (path, file) = lock_file(rundir)?;
+    let deadline = Instant::now() + LOOKED_AT;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            // A protector that looks whether there is a pager has it for a moment.
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(FillError::Busy { name: rundir.name().into() }),
+            Err(e) => return Err(FillError::File { path, source: e.into() }),
+        }
     }
 }
 

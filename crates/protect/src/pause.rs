@@ -97,12 +97,13 @@ impl Monitors {
     ) -> Result<Self, PauseError> {
         let devices = DeviceState::open(&mut control)?;
         if mark.exists() {
-            // Somebody of ours was killed in a pause.
+            // Somebody of ours was killed in a pause; its threads may still go before all others.
+            if let Err(e) = sched::normal(process) {
+                tracing::debug!("QEMU's threads are scheduled as they were left: {e}");
+            }
             if run_state(&mut control)? == "paused" {
                 control.execute::<Value>("cont", ())?;
             }
-            // Its threads went first in it.
-            let _ = sched::normal(process);
             remove(&mark)?;
         }
         Ok(Self { process, control, save, devices, mark })

@@ -1,19 +1,19 @@
 //! The loop that takes checkpoints.
 
 use crate::event::{Done, Event};
+use crate::filling::{Held, Worth, judge};
 use crate::pause::PauseError;
 use crate::policy::Policy;
-use crate::session::{Plan, Session, SessionError};
+use crate::progress::{Commit, Progress};
+use crate::session::{Begin, Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_store::remote::Identity;
-use rekindle_store::{Options, StoreError, StoreUrl, Writer};
+use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
-use rekindle_vm::rundir::{RunDir, write_atomically};
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -141,32 +141,6 @@ pub enum Ended {
     QemuEnded,
 }
 
-/// How far the loop has got, for the next one: `protect.json`.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Progress {
-    store: StoreUrl,
-    pid: u32,
-    policy: Policy,
-    /// The checkpoint for which pages were collected last.
-    collected: u64,
-    /// The checkpoint that was committed last.
-    committed: u64,
-}
-
-impl Progress {
-    fn read(rundir: &RunDir) -> Option<Self> {
-        serde_json::from_slice(&fs::read(rundir.file("protect.json")).ok()?).ok()
-    }
-
-    fn write(&self, rundir: &RunDir) {
-        // Lost or torn, the next protector begins with a full checkpoint.
-        let text = serde_json::to_vec(self).unwrap_or_default();
-        if let Err(e) = write_atomically(&rundir.file("protect.json"), &text) {
-            tracing::debug!("{}: {e}", rundir.file("protect.json").display());
-        }
-    }
-}
-
 /// Protect VM `name` until `stop`, or until its QEMU ends.
 ///
 /// *Needs:* the VM runs; root, or the same user with `kernel.yama.ptrace_scope=0`.
@@ -189,7 +163,8 @@ pub fn protect(
     let writer = Writer::open(&settings.store, &options)?;
     options.only_if = Some(writer.epoch());
     let now = Instant::now();
-    Loop { host, settings, stop, options, writer: Some(writer), taken: 0, newest: None, newest_at: now, away: false }
+    let (writer, base) = (Some(writer), None);
+    Loop { host, settings, stop, options, writer, base, taken: 0, newest: None, newest_at: now, away: false }
         .run(target, tell)
 }
 
@@ -200,6 +175,8 @@ struct Loop<'a> {
     options: Options,
     /// None after it has failed for good: it is opened again.
     writer: Option<Writer>,
+    /// The checkpoint that the next one goes on from, if it is known who committed it.
+    base: Option<Commit>,
     taken: u64,
     newest: Option<u64>,
     newest_at: Instant,
@@ -230,7 +207,7 @@ impl Loop<'_> {
                         continue;
                     }
                     Next::Wait(time) => {
-                        if self.sleep(time) {
+                        if self.sleep(time, || false) {
                             break Ended::Told;
                         }
                         continue;
@@ -241,10 +218,15 @@ impl Loop<'_> {
                 pid: target.vmm().pid,
                 ram_bytes: session.ram_bytes(),
                 incremental: session.resumed,
+                filling: session.is_filling(),
             });
             loop {
                 let began = Instant::now();
+                let filling = session.is_filling();
                 let done = self.checkpoint(&mut session);
+                if filling && !session.is_filling() {
+                    tell(&Event::Filled);
+                }
                 let next = match done {
                     Ok(done) => {
                         failures = 0;
@@ -266,7 +248,8 @@ impl Loop<'_> {
                 self.lag(tell);
                 match next {
                     Next::Wait(time) => {
-                        if self.sleep(time) {
+                        // Its pager ends the sooner.
+                        if self.sleep(time, || session.may_take_over()) {
                             break 'sessions Ended::Told;
                         }
                     }
@@ -289,37 +272,73 @@ impl Loop<'_> {
     }
 
     fn attach(&mut self, target: &Target) -> Result<Session, Failure> {
-        if target.rundir().fill().exists() {
-            // What is not there yet would be taken for zero, or waited for with the guest stopped.
-            return Err(Failure::Session(SessionError::Filling));
-        }
+        let held = Held::take(target.rundir())?;
         let plan = Plan::of(target, self.settings.policy, &self.settings.disks)?;
-        let progress = Progress::read(target.rundir());
-        let newest = self.writer.as_ref().map(|writer| writer.next_number() - 1);
-        let resume = progress.is_some_and(|progress| {
-            progress.collected == progress.committed
-                && Some(progress.committed) == newest
-                && progress.store == self.settings.store
-                && progress.pid == target.vmm().pid
-                && progress.policy == plan.policy
-        });
-        let held = target.hold_run_state().map_err(|e| Failure::Session(SessionError::Target(e)))?;
-        let session = Session::attach(target.clone(), plan, resume)?;
-        drop(held);
+        let begin = self.begin(target, &plan, held)?;
+        let run_state = target.hold_run_state().map_err(|e| Failure::Session(SessionError::Target(e)))?;
+        let session = Session::attach(target.clone(), plan, begin)?;
+        drop(run_state);
         Ok(session)
     }
 
-    fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
-        if self.writer.is_none() {
-            self.writer = Some(Writer::open(&self.settings.store, &self.options)?);
+    /// What is known of the guest's memory already.
+    fn begin(&mut self, target: &Target, plan: &Plan, held: Option<Held>) -> Result<Begin, SessionError> {
+        let progress = Progress::read(target.rundir());
+        let store = &self.settings.store;
+        self.base = None;
+        let Some(held) = held else {
+            let newest = self.writer.as_mut().map(|writer| {
+                writer.hold(None);
+                writer.next_number() - 1
+            });
+            let arrived = progress.zip(newest).is_some_and(|(progress, newest)| {
+                progress.has_arrived(store, target.vmm(), newest) && progress.policy == plan.policy
+            });
+            return Ok(if arrived { Begin::Resume } else { Begin::Anew });
+        };
+        let wait = |why: &str| SessionError::Filling { why: why.into() };
+        if plan.policy == Policy::Cow {
+            return Err(wait("policy cow wants the memory for itself"));
         }
-        let Some(writer) = &mut self.writer else { return Err(SessionError::NoWriter) };
-        let (rundir, pid, policy) = (session.target.rundir().clone(), session.target.vmm().pid, session.policy());
-        let store = self.settings.store.clone();
+        let which = Which { identity: self.settings.identity.clone(), ..Which::default() };
+        let newest = match Image::open(store, &which) {
+            Ok(image) => Commit { number: image.info().number, epoch: image.info().epoch },
+            Err(StoreError::Empty { .. }) => return Err(wait("that of another store")),
+            Err(e) => return Err(e.into()),
+        };
+        let worth = judge(&held.fill, progress.as_ref(), store, target.vmm(), newest);
+        let writer = open(&mut self.writer, store, &self.options)?;
+        if worth == Worth::Nothing || writer.next_number() != newest.number + 1 {
+            return Err(wait("not the newest of this store"));
+        }
+        // The pager reads it.
+        writer.hold(Some(held.fill.number));
+        self.base = Some(newest);
+        Ok(Begin::Filling { held: Box::new(held), whole: worth == Worth::Whole })
+    }
+
+    fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
+        let writer = open(&mut self.writer, &self.settings.store, &self.options)?;
+        writer.hold(session.restored());
         let number = writer.next_number();
-        Progress { store: store.clone(), pid, policy, collected: number, committed: number - 1 }.write(&rundir);
+        let mut progress = Progress {
+            store: self.settings.store.clone(),
+            pid: session.target.vmm().pid,
+            started: session.target.vmm().started,
+            policy: session.policy(),
+            collected: number,
+            committed: number - 1,
+            epoch: writer.epoch(),
+            base: self.base,
+        };
+        let rundir = session.target.rundir().clone();
+        progress.write(&rundir);
         let done = session.checkpoint(writer, self.settings.every)?;
-        Progress { store, pid, policy, collected: done.number, committed: done.number }.write(&rundir);
+        progress.epoch = writer.epoch();
+        (progress.collected, progress.committed) = (done.number, done.number);
+        self.base = Some(Commit { number: done.number, epoch: progress.epoch });
+        progress.base = self.base;
+        progress.write(&rundir);
         Ok(done)
     }
 
@@ -346,7 +365,7 @@ impl Loop<'_> {
                 tell(&Event::Waiting { state: format!("somebody has stopped the guest ({state})") });
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))
             }
-            e @ SessionError::Filling if target.vmm().is_alive() => {
+            e @ SessionError::Filling { .. } if target.vmm().is_alive() => {
                 tell(&Event::Waiting { state: e.to_string() });
                 Ok(Next::Wait(AGAIN))
             }
@@ -390,19 +409,27 @@ impl Loop<'_> {
         }
     }
 
-    /// `true`: told to stop.
-    fn sleep(&self, time: Duration) -> bool {
+    /// Not longer than until `wake`. `true`: told to stop.
+    fn sleep(&self, time: Duration, wake: impl Fn() -> bool) -> bool {
         let until = Instant::now() + time;
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return true;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || wake() {
                 return false;
             }
             thread::sleep(left.min(Duration::from_millis(50)));
         }
+    }
+}
+
+/// The writer, opened again if it is closed.
+fn open<'w>(writer: &'w mut Option<Writer>, store: &StoreUrl, options: &Options) -> Result<&'w mut Writer, StoreError> {
+    match writer {
+        Some(writer) => Ok(writer),
+        None => Ok(writer.insert(Writer::open(store, options)?)),
     }
 }
 

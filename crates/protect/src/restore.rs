@@ -244,7 +244,7 @@ fn fill(
     let chosen = |id: &str| paged.iter().any(|paged| paged == id);
     let pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut Source::new(image, &mut silent), None)?;
     drop(pager);
-    Fill::new(request.store.clone(), request.identity.as_ref(), info.number, vmm.clone(), &ram, paged.clone())
+    Fill::new(request.store.clone(), request.identity.as_ref(), info, vmm.clone(), &ram, paged.clone())
         .write(&place.rundir)?;
     start_pager(&place.rundir)?;
     recorder.step("register its memory");

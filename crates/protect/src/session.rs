@@ -1,6 +1,8 @@
 //! One QEMU being protected: its monitors, its memory, and what of it was written.
 
 use crate::event::Done;
+use crate::filling::Held;
+use crate::pager::FillError;
 use crate::pause::{Laps, Monitors, PauseError, Paused};
 use crate::policy::Policy;
 use crate::protector::{Disks, Failure, ProtectError};
@@ -8,7 +10,7 @@ use crate::target::{Target, TargetError};
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
-use rekindle_memory::tracker::{self, Asynchronous, Dirty, Synchronous, TrackError, Tracker};
+use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
 use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -17,6 +19,7 @@ use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types::{self, PAGE_SIZE, Page};
 use rekindle_store::{Checkpoint, StoreError, Writer};
 use rekindle_vm::attach::Protection;
+use rekindle_vm::fault;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -53,12 +56,11 @@ pub(crate) enum SessionError {
     Adopt(#[from] AdoptError),
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// A restore is still bringing its memory.
-    #[error("its memory is still being brought from a checkpoint")]
-    Filling,
-    /// The store has not been opened again yet.
-    #[error("the store is closed")]
-    NoWriter,
+    /// A restore is still bringing its memory, and no checkpoint can be taken of it meanwhile.
+    #[error("its memory is still being brought from a checkpoint: {why}")]
+    Filling { why: String },
+    #[error(transparent)]
+    Fill(#[from] FillError),
     /// The owner's command for the disks failed.
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
@@ -163,8 +165,20 @@ fn lock(copies: &Mutex<Copies>) -> MutexGuard<'_, Copies> {
     copies.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What is known of the memory of a guest when its protection begins.
+pub(crate) enum Begin {
+    /// Nothing.
+    Anew,
+    /// What an earlier protector collected has all arrived, so its tracking may be gone on with.
+    Resume,
+    /// A restore still brings it, and its pager records what is written. `whole`: nothing of that record was collected without
+    /// having arrived.
+    Filling { held: Box<Held>, whole: bool },
+}
+
 enum Tracking {
     Asynchronous(Asynchronous),
+    Filling(Box<Filling>),
     Synchronous(Synchronous, Arc<Mutex<Copies>>),
 }
 
@@ -195,14 +209,15 @@ pub(crate) struct Session {
     buffer: Vec<u8>,
     /// When the guest was stopped for the checkpoint before.
     stopped_host_us: Option<u64>,
+    /// A restore still fills.
+    held: Option<Box<Held>>,
     foreign: Option<(Box<Adopted>, Facts)>,
     _protection: Option<Protection>,
 }
 
 impl Session {
-    /// Begin to track the memory of `target`. `resume`: what an earlier protector collected has all arrived, so its tracking
-    /// may be gone on with.
-    pub(crate) fn attach(target: Target, plan: Plan, resume: bool) -> Result<Self, SessionError> {
+    /// Begin to track the memory of `target`.
+    pub(crate) fn attach(target: Target, plan: Plan, begin: Begin) -> Result<Self, SessionError> {
         let Plan { policy, hook, control, gives_back, protection, foreign } = plan;
         let save = target.vmm().save(GREETING)?;
         let mark = target.rundir().paused();
@@ -211,37 +226,49 @@ impl Session {
         let ram = Arc::new(if gives_back { ram } else { ram.never_shrinking() });
         let injector = Injector::new(target.process())?;
         let copies = Arc::<Mutex<Copies>>::default();
-        if !resume || policy == Policy::Cow {
+        if !matches!(begin, Begin::Resume) || policy == Policy::Cow {
             tracker::sweep(injector).map_err(TrackError::from)?;
         }
         // A QEMU of another user may not make a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
         let paused: Result<Paused<(Tracking, bool)>, SessionError> = monitors.pause(|stopped, laps| {
-            let attached = match policy {
-                Policy::Cow => {
+            let anew = |stopped: &mut Stopped<'_>| {
+                let tracker = Asynchronous::attach(injector, Arc::clone(&ram), stopped, device)?;
+                Ok::<_, SessionError>((Tracking::Asynchronous(tracker), false))
+            };
+            let attached = match (policy, &begin) {
+                (Policy::Cow, _) => {
                     let before = before_write(Arc::clone(&copies));
                     let tracker = Synchronous::attach(injector, Arc::clone(&ram), stopped, before, device)?;
                     (Tracking::Synchronous(tracker, copies), false)
                 }
-                Policy::Basic | Policy::Precopy => {
-                    let found = if resume { Asynchronous::resume(injector, Arc::clone(&ram), stopped)? } else { None };
-                    if resume && found.is_none() {
-                        tracker::sweep(injector).map_err(TrackError::from)?;
-                    }
-                    let resumed = found.is_some();
-                    let tracker = match found {
-                        Some(tracker) => tracker,
-                        None => Asynchronous::attach(injector, Arc::clone(&ram), stopped, device)?,
-                    };
-                    (Tracking::Asynchronous(tracker), resumed)
+                (_, Begin::Filling { whole, held }) => {
+                    let chosen = |id: &str| held.fill.paged.iter().any(|paged| paged == id);
+                    let why = "its pager keeps no record of what is written (Linux 6.7 or newer can)";
+                    let found = Filling::attach(injector, Arc::clone(&ram), chosen, stopped, device)?;
+                    let tracker = found.ok_or_else(|| SessionError::Filling { why: why.into() })?;
+                    (Tracking::Filling(Box::new(tracker)), *whole)
                 }
+                (_, Begin::Resume) => match Asynchronous::resume(injector, Arc::clone(&ram), stopped)? {
+                    Some(tracker) => (Tracking::Asynchronous(tracker), true),
+                    None => {
+                        tracker::sweep(injector).map_err(TrackError::from)?;
+                        anew(stopped)?
+                    }
+                },
+                (_, Begin::Anew) => anew(stopped)?,
             };
             laps.steps.collect = laps.lap();
             Ok::<_, SessionError>(attached)
         });
         userfaultfd::take_back(monitors.control())?;
-        let (tracking, resumed) = paused?.result;
-        let owed = if resumed { nothing(&ram) } else { Dirty::everything(&ram)? };
+        let (mut tracking, resumed) = paused?.result;
+        let owed = match (&mut tracking, resumed) {
+            (Tracking::Filling(tracker), true) => tracker.others_whole()?,
+            (Tracking::Filling(tracker), false) => tracker.everything()?,
+            (_, true) => nothing(&ram),
+            (_, false) => Dirty::everything(&ram)?,
+        };
         Ok(Self {
             target,
             policy,
@@ -254,9 +281,28 @@ impl Session {
             resumed,
             buffer: Vec::new(),
             stopped_host_us: None,
+            held: match begin {
+                Begin::Filling { held, .. } => Some(held),
+                Begin::Anew | Begin::Resume => None,
+            },
             foreign,
             _protection: protection,
         })
+    }
+
+    /// Whether a restore is still bringing its memory.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.held.is_some()
+    }
+
+    /// The checkpoint that a restore is still bringing.
+    pub(crate) fn restored(&self) -> Option<u64> {
+        self.held.as_ref().map(|held| held.fill.number)
+    }
+
+    /// Whether the restore has brought everything, so that the next checkpoint ends its pager.
+    pub(crate) fn may_take_over(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.is_filled())
     }
 
     /// What is copied when.
@@ -284,6 +330,11 @@ impl Session {
     ///
     /// On failure what was collected is owed to the next one.
     pub(crate) fn checkpoint(&mut self, writer: &mut Writer, every: Duration) -> Result<Done, SessionError> {
+        let filling = self.is_filling();
+        let filled = self.may_take_over();
+        if let Some(held) = &self.held {
+            held.served()?;
+        }
         let changes = self.ram.changes(self.monitors.control())?;
         if let Some(change) = changes.first() {
             return Err(SessionError::Reshaped(format!("{change:?}")));
@@ -291,7 +342,7 @@ impl Session {
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
-        let taken = self.take(&mut checkpoint, fresh);
+        let taken = self.take(&mut checkpoint, fresh, filled);
         let taken = match taken {
             Ok(taken) => taken,
             Err(e) => {
@@ -320,6 +371,7 @@ impl Session {
         Ok(Done {
             number: committed.number,
             full,
+            filling,
             stopped_host_us: paused.stopped_host_us,
             stopped_us: paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
             interval_ms: interval,
@@ -338,8 +390,8 @@ impl Session {
         })
     }
 
-    /// Everything but the commit.
-    fn take(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<Taken, SessionError> {
+    /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end.
+    fn take(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool, filled: bool) -> Result<Taken, SessionError> {
         let mut sent = 0;
         if self.policy != Policy::Cow && (self.full || self.policy == Policy::Precopy) {
             sent = self.send_ahead(checkpoint, fresh)?;
@@ -353,16 +405,20 @@ impl Session {
             if let Some(command) = hook {
                 run_hook(command, name, number)?;
             }
-            match tracking {
-                Tracking::Asynchronous(tracker) => {
+            let mut next = None;
+            let dirty = match tracking {
+                Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
+                Tracking::Filling(tracker) if filled => {
+                    fault::point("fill.handover.stopped", None, None);
+                    let (dirty, tracker) = tracker.hand_over(stopped, None)?;
+                    fault::point("fill.handover.tracked", None, None);
+                    next = Some(tracker);
+                    dirty
+                }
+                Tracking::Filling(tracker) => {
                     let dirty = tracker.collect(stopped)?;
-                    laps.steps.collect = laps.lap();
-                    // What went ahead has arrived; it was not written since, or it is in `dirty`.
-                    let copy = if ahead { dirty.clone() } else { merged(owed, &dirty) };
-                    *owed = merged(owed, &dirty);
-                    let copied = copy_all(&ram, &copy.written)?;
-                    laps.steps.copy = laps.lap();
-                    Ok((copy, copied))
+                    fault::point("fill.checkpoint.collected", None, None);
+                    dirty
                 }
                 Tracking::Synchronous(tracker, _) => {
                     let dirty = tracker.collect(stopped)?;
@@ -370,12 +426,25 @@ impl Session {
                     laps.steps.collect = laps.lap();
                     tracker.begin(&owed.written, stopped)?;
                     laps.steps.copy = laps.lap();
-                    Ok::<_, SessionError>((owed.clone(), Vec::new()))
+                    return Ok::<_, SessionError>((owed.clone(), Vec::new(), None));
                 }
-            }
+            };
+            laps.steps.collect = laps.lap();
+            // What went ahead has arrived; it was not written since, or it is in `dirty`.
+            let copy = if ahead { dirty.clone() } else { merged(owed, &dirty) };
+            *owed = merged(owed, &dirty);
+            let copied = copy_all(&ram, &copy.written)?;
+            laps.steps.copy = laps.lap();
+            Ok((copy, copied, next))
         })?;
         drop(run_state);
-        let Paused { result: (dirty, copied), devices, stopped_host_us, resumed_host_us, steps } = paused;
+        let Paused { result: (dirty, copied, next), devices, stopped_host_us, resumed_host_us, steps } = paused;
+        if let Some(tracker) = next {
+            self.tracking = Tracking::Asynchronous(tracker);
+            fault::point("fill.handover.resumed", None, None);
+            self.held.take().map_or(Ok(()), |held| held.handed_over())?;
+            fault::point("fill.handover.recorded", None, None);
+        }
         let copied_stopped_bytes = copied.iter().map(|part| part.bytes.len() as u64).sum();
         for part in &copied {
             send(checkpoint, part.block, &part.runs, &part.bytes)?;
@@ -412,7 +481,9 @@ impl Session {
 
     /// Send what is dirty while the guest runs, until little is left. Gives the bytes that were sent, at least 1.
     fn send_ahead(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<u64, SessionError> {
-        let Tracking::Asynchronous(tracker) = &mut self.tracking else { return Ok(0) };
+        if matches!(self.tracking, Tracking::Synchronous(..)) {
+            return Ok(0);
+        }
         let mut sent = 1;
         let mut now = self.owed.clone();
         for pass in 0..PASSES {
@@ -431,7 +502,12 @@ impl Session {
                 break;
             }
             // Right only because no I/O of QEMU's writes past its page tables: `docs/protect.md`.
-            now = tracker.collect(&mut Stopped::vouched())?;
+            let mut running = Stopped::vouched();
+            now = match &mut self.tracking {
+                Tracking::Asynchronous(tracker) => tracker.collect(&mut running)?,
+                Tracking::Filling(tracker) => tracker.collect(&mut running)?,
+                Tracking::Synchronous(..) => break,
+            };
             self.owed = merged(&self.owed, &now);
             if now.bytes() < FEW {
                 // Few, but they count as unwritten now: they go too.
@@ -465,6 +541,7 @@ impl Session {
     pub(crate) fn detach(mut self) -> Result<(), SessionError> {
         match self.tracking {
             Tracking::Asynchronous(tracker) => tracker.detach()?,
+            Tracking::Filling(tracker) => tracker.detach()?,
             Tracking::Synchronous(tracker, _) => tracker.detach()?,
         }
         Ok(devices::sweep(self.monitors.control(), false)?)

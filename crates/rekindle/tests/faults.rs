@@ -78,6 +78,14 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.renew.spawned", [Booted, Nobody, Booted]),
     ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
     ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),
+    // No reboot passes these: `filling.rs` walks through them.
+    ("fill.checkpoint.collected", [Nobody; 3]),
+    ("fill.handover.stopped", [Nobody; 3]),
+    ("fill.handover.tracked", [Nobody; 3]),
+    ("fill.handover.resumed", [Nobody; 3]),
+    ("fill.handover.recorded", [Nobody; 3]),
+    ("fill.end.locked", [Nobody; 3]),
+    ("fill.end.closed", [Nobody; 3]),
 ];
 
 const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];

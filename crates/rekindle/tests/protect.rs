@@ -4,104 +4,15 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
+use common::protector::{Protector, crash, pager, restore, store, wait_filled};
+use common::{DEADLINE, Lab, Net, qemu_new, ticks_once, wait_for};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use rekindle_kernel::process;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Stdio};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-/// A protector beside the test.
-struct Protector {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Protector {
-    fn start(guest: &Guest<'_>, lab: &Lab, store: &Path, arguments: &[&str]) -> Self {
-        let store = store.to_str().unwrap();
-        let mut command = lab.command(["--json", "protect", &guest.name, "--store", store]);
-        let mut child = command.args(arguments).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        Self { child, lines }
-    }
-
-    /// The next event of this kind; those before it are passed over.
-    #[track_caller]
-    fn wait(&mut self, event: &str) -> Value {
-        loop {
-            let mut line = String::new();
-            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "it ended before `{event}`");
-            let value: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
-            if value["event"] == event {
-                return value;
-            }
-        }
-    }
-
-    /// Wait for a checkpoint of what the guest has done until now.
-    fn next_checkpoint(&mut self) -> Value {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64;
-        loop {
-            let checkpoint = self.wait("checkpoint");
-            if checkpoint["stopped_host_us"].as_u64().unwrap() > now {
-                return checkpoint;
-            }
-        }
-    }
-
-    fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Protector {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn store(lab: &Lab, name: &str) -> PathBuf {
-    lab.path(&format!("store-{name}"))
-}
-
-/// The host of the guest has died: its QEMU, and all that Rekindle kept of it.
-fn crash(guest: &Guest<'_>) {
-    // Whatever it does: a checkpoint may have stopped it just now.
-    let [qemu] = guest.qemus().try_into().expect("one QEMU");
-    qemu.process.kill().unwrap();
-    assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
-    guest.rekindle(&["stop", "--now"]).ok();
-}
-
-fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
-    let all = ["--json", "restore"].iter().chain(arguments).copied().collect::<Vec<_>>();
-    let done = guest.lab.rekindle(all.into_iter().chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
-    done.ok().json()
-}
-
-fn wait_filled(guest: &Guest<'_>) {
-    wait_for("the memory to be there", DEADLINE, || (!guest.file("fill.json").exists()).then_some(()));
-}
-
-/// The pager of a guest.
-fn pager(guest: &Guest<'_>) -> Option<process::Process> {
-    let all = process::with_argument_containing("pager").unwrap();
-    all.into_iter().find(|process| {
-        let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-        line.ends_with(&format!("\0pager\0{}\0", guest.name)) && environment(process.pid, &guest.lab.run_root())
-    })
-}
-
-fn environment(pid: u32, root: &Path) -> bool {
-    let text = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    String::from_utf8_lossy(&text).contains(&format!("REKINDLE_RUN_DIR={}", root.display()))
-}
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 #[test]
 fn what_is_restored_is_what_was_committed_by_every_policy() {

@@ -9,7 +9,8 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, passes them.
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, then a protector and a pager while a restore
+/// fills, pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -39,6 +40,13 @@ pub const POINTS: &[&str] = &[
     "cold.renew.spawned",
     "cold.resume.resumed",
     "cold.settle.recorded",
+    "fill.checkpoint.collected",
+    "fill.handover.stopped",
+    "fill.handover.tracked",
+    "fill.handover.resumed",
+    "fill.handover.recorded",
+    "fill.end.locked",
+    "fill.end.closed",
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -102,3 +102,79 @@ fn what_the_kernel_tells_of_memory_given_back_is_found_out() {
     let absent = scanner.matching(area.range(), query).unwrap();
     assert_eq!(pages(&area, &absent), vec![first as u64..first as u64 + 512; 1]);
 }
+
+/// One descriptor for missing pages and for writes: what a pager that records what is written while it fills relies on.
+#[test]
+fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_missing_one_does_not() {
+    let huge = HugePages::take(8);
+    for kind in [Kind::Private, Kind::Shared, Kind::Huge] {
+        let Some(area) = Area::try_new(kind, 8) else {
+            eprintln!("no huge pages: not run for them ({})", huge.is_some());
+            continue;
+        };
+        let size = (area.address(1) - area.address(0)) as usize;
+        area.set(7, 1);
+        let features = Features::WP_ASYNC
+            | Features::WP_UNPOPULATED
+            | Features::WP_HUGETLBFS_SHMEM
+            | Features::MISSING_SHMEM
+            | Features::MISSING_HUGETLBFS
+            | Features::EVENT_REMOVE;
+        let userfault = Userfault::own(features).unwrap();
+        userfault.register(area.range(), Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
+        let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+        let mut written = |rearm| pages(&area, &scanner.written_there(area.range(), rearm).unwrap());
+        // What was there before it was registered counts: nobody has protected it.
+        assert_eq!(written(Rearm::Yes), vec![7..8; 1], "{kind:?}");
+        let content = vec![5; size];
+        for page in [0, 1, 2] {
+            userfault.copy_protected(area.address(page), &content, true).unwrap();
+        }
+        userfault.copy(area.address(3), &content, true).unwrap();
+        assert_eq!(written(Rearm::Yes), vec![3..4; 1], "{kind:?}: it came unprotected");
+        assert!(written(Rearm::Yes).is_empty(), "{kind:?}: neither missing pages nor protected ones");
+        assert_eq!((area.get(0), area.get(2)), (5, 5));
+        assert!(written(Rearm::No).is_empty(), "{kind:?}: reading is not writing");
+        area.set(1, 6);
+        assert_eq!(written(Rearm::Yes), vec![1..2; 1], "{kind:?}");
+        // Protection of a missing page does not stand in the way of its coming.
+        userfault.write_protect(area.address(4)..area.address(6), true).unwrap();
+        userfault.copy_protected(area.address(4), &content, true).unwrap();
+        userfault.copy(area.address(5), &content, true).unwrap();
+        assert_eq!(written(Rearm::Yes), vec![5..6; 1], "{kind:?}");
+        area.set(4, 7);
+        assert_eq!(written(Rearm::No), vec![4..5; 1], "{kind:?}");
+        assert_eq!((area.get(4), area.get(5)), (7, 5));
+        // What is taken out of the registration is seen to be untracked.
+        userfault.unregister(area.address(5)..area.address(7)).unwrap();
+        assert_eq!(pages(&area, &scanner.untracked(area.range()).unwrap()), vec![5..7; 1], "{kind:?}");
+        assert!(matches!(scanner.written_there(area.range(), Rearm::No), Err(ScanError::Unprotected { .. })));
+    }
+}
+
+/// Pages of a shared file are unmapped when the kernel wants the room (here: by advice).
+#[test]
+fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_if_it_was_written() {
+    let area = Area::new(Kind::Shared, 4);
+    let features =
+        Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM | Features::MISSING_SHMEM;
+    let userfault = Userfault::own(features).unwrap();
+    userfault.register(area.range(), Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
+    for page in [0, 1] {
+        userfault.copy_protected(area.address(page), &[5; 4096], true).unwrap();
+    }
+    area.set(1, 6);
+    area.give_back_some(0, 2);
+    let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
+    assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
+    // Page 1 was written, 2 and 3 are missing: only the file can tell which is which.
+    let absent = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
+    assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![1..4; 1]);
+    // Protected where it is not mapped, it is tracked again.
+    userfault.write_protect(area.address(1)..area.address(2), true).unwrap();
+    assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![2..4; 1]);
+    assert_eq!((area.get(0), area.get(1)), (5, 6));
+    assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
+    area.set(1, 7);
+    assert_eq!(pages(&area, &scanner.written_there(area.range(), Rearm::No).unwrap()), vec![1..2; 1]);
+}

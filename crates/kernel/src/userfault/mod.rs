@@ -264,10 +264,22 @@ impl Userfault {
     /// # Errors
     /// [`UserfaultError::Failed`]; what is no failure is told by [`Filled`].
     pub fn copy(&self, address: u64, pages: &[u8], wake: bool) -> Result<Filled, UserfaultError> {
+        self.copy_as(address, pages, if wake { 0 } else { abi::MODE_DONTWAKE })
+    }
+
+    /// As [`Userfault::copy`], and the pages are write-protected from their first moment on. The range must be registered for
+    /// [`Mode::WRITE_PROTECT`], too.
+    ///
+    /// # Errors
+    /// As for [`Userfault::copy`].
+    pub fn copy_protected(&self, address: u64, pages: &[u8], wake: bool) -> Result<Filled, UserfaultError> {
+        self.copy_as(address, pages, abi::COPY_MODE_WP | if wake { 0 } else { abi::MODE_DONTWAKE })
+    }
+
+    fn copy_as(&self, address: u64, pages: &[u8], mode: u64) -> Result<Filled, UserfaultError> {
         let range = address..address + pages.len() as u64;
         self.fill("fill", &range, |at, length| {
             let from = pages.get((at - address) as usize..).unwrap_or_default();
-            let mode = if wake { 0 } else { abi::MODE_DONTWAKE };
             let mut copy = abi::Copy_ { dst: at, src: from.as_ptr() as u64, len: length, mode, copy: 0 };
             // SAFETY: one `struct uffdio_copy` of asserted size; the kernel reads `length` bytes at `src`, which are
             // all of `from`.

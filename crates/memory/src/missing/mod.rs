@@ -14,6 +14,9 @@
 //! **A page that cannot be had is never zero.** Its reader waits as long as [`PageSource::retry`] says; when that gives up,
 //! [`Pager::run`] ends with an error, everything stays registered, and its reader waits on for the next pager.
 //!
+//! **What is written meanwhile** is recorded where the kernel can (Linux 6.7): pages come write-protected, so that "mapped and
+//! not protected" means "written since". [`crate::tracker::Filling`] reads that record; [`Last`] says when it may end.
+//!
 //! When the last page is there, the registration goes, and then QEMU's descriptor: in this order, because closing the
 //! descriptor turns what is missing into zeroes.
 
@@ -22,5 +25,6 @@ mod pager;
 mod serve;
 mod source;
 
-pub use pager::{Pager, PagerError, Progress};
+pub(crate) use pager::left;
+pub use pager::{Last, Pager, PagerError, Progress};
 pub use source::{Content, Page, PageSource};

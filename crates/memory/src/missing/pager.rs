@@ -8,8 +8,8 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::{self, PAGE_SIZE};
 use rekindle_kernel::pagemap::{Categories, Query, ScanError, Scanner};
 use rekindle_kernel::process::Process;
-use rekindle_kernel::userfault::remote::{self, Remote, RemoteError};
-use rekindle_kernel::userfault::{Features, Mode, UserfaultError};
+use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
+use rekindle_kernel::userfault::{Features, Mode, UserfaultError, supported};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -17,10 +17,26 @@ use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
 /// What a pager's userfaultfd is asked for. QEMU itself asks for no events of removed pages: so it is also how it is known.
-const FEATURES: Features = Features::MISSING_SHMEM
+const PLAIN: Features = Features::MISSING_SHMEM
     .union(Features::MISSING_HUGETLBFS)
     .union(Features::EVENT_REMOVE)
     .union(Features::EXACT_ADDRESS);
+/// The same, where the kernel can also record what is written meanwhile (Linux 6.7): for [`crate::tracker::Filling`].
+const RECORDING: Features = PLAIN
+    .union(Features::PAGEFAULT_FLAG_WP)
+    .union(Features::WP_HUGETLBFS_SHMEM)
+    .union(Features::WP_UNPOPULATED)
+    .union(Features::WP_ASYNC);
+
+/// The userfaultfd of a pager in QEMU, and whether it records what is written.
+pub(crate) fn left(process: Process) -> Result<Option<(Existing, bool)>, RemoteError> {
+    let ours = |existing: Existing| match existing.features {
+        RECORDING => Some((existing, true)),
+        PLAIN => Some((existing, false)),
+        _ => None,
+    };
+    Ok(remote::existing(process)?.into_iter().find_map(ours))
+}
 
 /// Why pages cannot be brought.
 #[derive(Debug, thiserror::Error)]
@@ -99,6 +115,18 @@ pub struct Progress {
     pub complete: bool,
 }
 
+/// What is to become of the registration when all is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Last {
+    /// It goes, and with it the record of what was written.
+    Release,
+    /// Not yet: a tracker still needs the record. It is asked for again; who touches a zero page that was left out, or gives
+    /// pages back, is served meanwhile.
+    Wait,
+    /// A tracker has taken the memory over by a descriptor of its own: only ours is closed.
+    HandedOver,
+}
+
 /// A page that somebody waits for.
 #[derive(Debug)]
 pub(super) struct Wanted {
@@ -120,6 +148,8 @@ pub struct Pager {
     /// Attempts for the batch behind, and when to try again.
     pub(super) behind: (u32, Instant),
     pub(super) buffer: Vec<u8>,
+    /// Pages come write-protected, so that what is written afterwards is known.
+    pub(super) recording: bool,
 }
 
 impl Pager {
@@ -138,11 +168,15 @@ impl Pager {
         device: Option<RawFd>,
     ) -> Result<Self, PagerError> {
         let blocks = paged(ram, chosen);
-        let remote = Remote::open(injector, FEATURES, device)?;
+        let (features, mode) = match supported().is_ok_and(|kernel| kernel.contains(RECORDING)) {
+            true => (RECORDING, Mode::MISSING | Mode::WRITE_PROTECT),
+            false => (PLAIN, Mode::MISSING),
+        };
+        let remote = Remote::open(injector, features, device)?;
         let registered = blocks.iter().try_for_each(|block| {
             remote
                 .userfault
-                .register(block.range.clone(), Mode::MISSING)
+                .register(block.range.clone(), mode)
                 .map_err(|source| PagerError::Block { id: block.id.clone(), source })
         });
         if let Err(e) = registered {
@@ -168,8 +202,7 @@ impl Pager {
         ram: &GuestRam,
         chosen: impl Fn(&str) -> bool,
     ) -> Result<Option<Self>, PagerError> {
-        let existing = remote::existing(injector.process())?;
-        let Some(ours) = existing.into_iter().find(|existing| existing.features == FEATURES) else { return Ok(None) };
+        let Some((ours, _)) = left(injector.process())? else { return Ok(None) };
         let remote = Remote::take(injector, ours)?;
         let mut pager = Self::with(injector.process(), remote, paged(ram, chosen));
         pager.look(ram)?;
@@ -186,7 +219,9 @@ impl Pager {
     fn with(process: Process, remote: Remote, blocks: Vec<Paged>) -> Self {
         let progress = Progress::default();
         let behind = (0, Instant::now());
-        Self { process, remote: Some(remote), blocks, wanted: BTreeMap::new(), progress, behind, buffer: Vec::new() }
+        let recording = remote.userfault.features() == RECORDING;
+        let (remote, wanted) = (Some(remote), BTreeMap::new());
+        Self { process, remote, blocks, wanted, progress, behind, buffer: Vec::new(), recording }
     }
 
     /// How far it has come.
@@ -303,6 +338,16 @@ impl Pager {
             }
         }
         Ok(remote.close()?)
+    }
+}
+
+impl Pager {
+    /// All is there, and others track the memory: close the descriptors and touch nothing.
+    pub(super) fn let_go(&mut self) -> Result<(), PagerError> {
+        match self.remote.take() {
+            Some(remote) => Ok(remote.close()?),
+            None => Ok(()),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The pager at work: serves who waits, and brings the rest.
 
-use super::pager::{Pager, PagerError, Progress, Wanted};
+use super::pager::{Last, Pager, PagerError, Progress, Wanted};
 use super::source::{Content, PageSource};
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
@@ -28,6 +28,21 @@ impl Pager {
         order: impl IntoIterator<Item = (usize, Range<u64>)>,
         end: &AtomicBool,
     ) -> Result<Progress, PagerError> {
+        self.run_until(source, order, end, || Last::Release)
+    }
+
+    /// As [`Pager::run`], but when all is there, `last` says what is to become of the registration. A record of what was
+    /// written ([`crate::tracker::Filling`]) ends with it.
+    ///
+    /// # Errors
+    /// As for [`Pager::run`].
+    pub fn run_until<S: PageSource>(
+        &mut self,
+        source: &mut S,
+        order: impl IntoIterator<Item = (usize, Range<u64>)>,
+        end: &AtomicBool,
+        mut last: impl FnMut() -> Last,
+    ) -> Result<Progress, PagerError> {
         let everything: Vec<_> =
             self.blocks.iter().enumerate().map(|(n, block)| (n, 0..block.range.end - block.range.start)).collect();
         let mut order: VecDeque<_> = order.into_iter().chain(everything).collect();
@@ -38,7 +53,14 @@ impl Pager {
                 break;
             }
             if Instant::now() >= self.behind.1 && self.due().is_none() && !self.bring_some(&mut order, source)? {
-                self.release()?;
+                match last() {
+                    Last::Release => self.release()?,
+                    Last::HandedOver => self.let_go()?,
+                    Last::Wait => {
+                        self.behind.1 = Instant::now() + TICK;
+                        continue;
+                    }
+                }
                 self.progress.complete = true;
                 break;
             }
@@ -157,14 +179,21 @@ impl Pager {
     fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
         let (Some(remote), Some(paged)) = (&self.remote, self.blocks.get_mut(block)) else { return Ok(true) };
         let addresses = paged.addresses(&pages);
+        if content == Content::Zero && self.recording {
+            // There is no way to put the kernel's own zeroes protected.
+            self.buffer.clear();
+            self.buffer.resize((addresses.end - addresses.start) as usize, 0);
+        }
         let userfault = &remote.userfault;
         let failed = |source| PagerError::Block { id: paged.id.clone(), source };
         let mut at = addresses.start;
         while at < addresses.end {
-            let filled = if content == Content::Zero && paged.page == PAGE_SIZE as u64 {
+            let rest = self.buffer.get((at - addresses.start) as usize..).unwrap_or_default();
+            let filled = if self.recording {
+                userfault.copy_protected(at, rest, true)
+            } else if content == Content::Zero && paged.page == PAGE_SIZE as u64 {
                 userfault.zero(at..addresses.end, true)
             } else {
-                let rest = self.buffer.get((at - addresses.start) as usize..).unwrap_or_default();
                 userfault.copy(at, rest, true)
             };
             match filled.map_err(failed)? {

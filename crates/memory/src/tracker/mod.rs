@@ -21,14 +21,18 @@
 //! whose first write had just begun when the guest was stopped. It is zero, and is taken for what it was before. A guest
 //! that gives a page back says that it does not need what is in it, and that it may find it unchanged.
 //!
+//! **Memory that still comes** (a restore that fills) belongs to the pager's descriptor: [`Filling`] reads the record of that.
+//!
 //! **Blocks that come and go** are not noticed here: ask [`GuestRam::changes`] at each stop, and [`Tracker::adjust`].
 
 mod asynchronous;
+mod filling;
 mod flight;
 mod registered;
 mod synchronous;
 
 pub use asynchronous::Asynchronous;
+pub use filling::Filling;
 pub use registered::{leftovers, sweep, trial};
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 
@@ -97,6 +101,18 @@ pub enum TrackError {
     InFlight {
         /// How much.
         bytes: u64,
+    },
+    /// The pager has let go of a block that was tracked by its record.
+    #[error("all of RAM block {id} is there, and its pager has ended its record of what was written: attach anew")]
+    Filled {
+        /// The block.
+        id: String,
+    },
+    /// The guest gives back page after page of a block that still comes.
+    #[error("the guest gave back pages of RAM block {id} whenever it was looked at; try again")]
+    Restless {
+        /// The block.
+        id: String,
     },
     /// The thread that serves writers could not be started, or has ended.
     #[error("cannot serve the guest's writes")]

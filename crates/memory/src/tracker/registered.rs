@@ -70,7 +70,7 @@ pub(super) struct Area {
 }
 
 impl Area {
-    fn of(block: &ram::Block) -> Self {
+    pub(super) fn of(block: &ram::Block) -> Self {
         Self {
             id: block.told.id.clone(),
             total: block.total(),
@@ -241,34 +241,17 @@ impl Registered {
 
     /// A page of a block that is there and protected, with its first byte.
     pub(super) fn page_for_proof(&self, index: usize) -> Result<Option<(u64, u8)>, TrackError> {
-        let Some(area) = self.areas.get(index).filter(|area| area.tracked) else { return Ok(None) };
-        let query = Query { none: Categories::WRITTEN, ..Query::all(Categories::PRESENT) };
-        let failed = |source| TrackError::Scan { id: area.id.clone(), source };
-        let Some(address) = lock(&self.scanner).first(area.total.clone(), query).map_err(failed)? else {
-            return Ok(None);
-        };
-        let mut byte = [0];
-        memory::read(self.remote.process(), address, &mut byte)
-            .map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-        let [byte] = byte;
-        Ok(Some((address, byte)))
+        match self.areas.get(index) {
+            Some(area) => page_for_proof(self.remote.process(), &mut lock(&self.scanner), area),
+            None => Ok(None),
+        }
     }
 
     /// Prove that writing is recorded, with a page of each block: with the guest stopped, one byte is written over by
     /// itself. The page counts as written from then on.
     pub(super) fn prove(&self) -> Result<(), TrackError> {
-        for index in 0..self.areas.len() {
-            let Some((address, byte)) = self.page_for_proof(index)? else { continue };
-            let Some(area) = self.areas.get(index) else { continue };
-            memory::write(self.remote.process(), address, &[byte])
-                .map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-            let page = address..address + area.page;
-            let written = lock(&self.scanner).written(page, Rearm::Unchecked);
-            if written.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?.is_empty() {
-                return Err(TrackError::Unproven { id: area.id.clone(), address });
-            }
-        }
-        Ok(())
+        let mut scanner = lock(&self.scanner);
+        self.areas.iter().try_for_each(|area| prove_page(self.remote.process(), &mut scanner, area))
     }
 
     /// Go on with the blocks of `ram`, in its order; new ones are protected at once.
@@ -295,5 +278,30 @@ impl Registered {
             // Linux wakes by itself only who waits for a missing page.
             let _ = self.remote.userfault.wake(area.total.clone());
         }
+    }
+}
+
+/// A page of a block that is there and protected, with its first byte.
+fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Result<Option<(u64, u8)>, TrackError> {
+    if !area.tracked {
+        return Ok(None);
+    }
+    let query = Query { none: Categories::WRITTEN, ..Query::all(Categories::PRESENT) };
+    let failed = |source| TrackError::Scan { id: area.id.clone(), source };
+    let Some(address) = scanner.first(area.total.clone(), query).map_err(failed)? else { return Ok(None) };
+    let mut byte = [0];
+    memory::read(process, address, &mut byte).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
+    let [byte] = byte;
+    Ok(Some((address, byte)))
+}
+
+/// Prove for one block that writing is recorded, if a page of it is there and protected.
+pub(super) fn prove_page(process: Process, scanner: &mut Scanner, area: &Area) -> Result<(), TrackError> {
+    let Some((address, byte)) = page_for_proof(process, scanner, area)? else { return Ok(()) };
+    memory::write(process, address, &[byte]).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
+    let written = scanner.written(address..address + area.page, Rearm::Unchecked);
+    match written.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?.is_empty() {
+        false => Ok(()),
+        true => Err(TrackError::Unproven { id: area.id.clone(), address }),
     }
 }

@@ -86,6 +86,18 @@ impl Victim {
         Self::start_as(kind, pages, "give")
     }
 
+    /// Start one with `pages` pages that are not there. Once told to [`Victim::begin`], its threads read and write pages at random,
+    /// and with `give_back` give some back, until [`Victim::end`].
+    pub fn mixer(kind: Kind, pages: u64, give_back: bool) -> Self {
+        Self::start_as(kind, pages, if give_back { "mix-give" } else { "mix" })
+    }
+
+    /// Let a mixer end; panics unless it has found every page as expected.
+    pub fn end(&mut self) -> bool {
+        drop(self.input.take());
+        self.is_right()
+    }
+
     /// Start one that has all its pages and writes when it is told to.
     pub fn server(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "serve")
@@ -287,6 +299,8 @@ pub fn act() {
         "read" => read(&area, false),
         "give" => read(&area, true),
         "serve" => serve(&area),
+        "mix" => mix(&area, false),
+        "mix-give" => mix(&area, true),
         role => write(&area, role == "give-back"),
     }
 }
@@ -348,6 +362,50 @@ fn read(area: &Area, give_back: bool) {
         let right = found == expected(page, 0).wrapping_add(4) || gone(page, found.wrapping_sub(4));
         assert!(right, "page {page}: {found:#x}");
     }
+    println!("all right");
+    std::process::exit(0);
+}
+
+/// Threads that read and write at random pages that come.
+fn mix(area: &Area, give_back: bool) {
+    println!("address {}", area.start as u64);
+    let mut byte = [0];
+    std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
+    let small = area.pages * area.page / PAGE;
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 1..=4u64 {
+            let end = &end;
+            scope.spawn(move || {
+                let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                while !end.load(Ordering::Relaxed) {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let page = (random >> 20) % small;
+                    // A quarter is only written, half of it only read.
+                    let (read, write) = (!random.is_multiple_of(4), random % 4 < 2);
+                    if give_back && seed == 4 && random.is_multiple_of(128) {
+                        area.give_back(page, 1 + random / 128 % 100);
+                        continue;
+                    }
+                    if read {
+                        let found = area.word(page * PAGE + 8).load(Ordering::SeqCst);
+                        assert!(found == expected(page, 1) || (give_back && found == 0), "page {page}: {found:#x}");
+                    }
+                    if write {
+                        area.word(page * PAGE).store(random, Ordering::SeqCst);
+                    }
+                    if random % 64 == 1 {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                }
+            });
+        }
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut std::io::stdin(), &mut rest).unwrap();
+        end.store(true, Ordering::Relaxed);
+    });
     println!("all right");
     std::process::exit(0);
 }

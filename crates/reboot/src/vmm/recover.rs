@@ -119,11 +119,12 @@ fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     if !mark.exists() {
         return Ok(Recovered::Nothing);
     }
+    // Its threads may still go before all others.
+    let _ = sched::normal(vmm.process());
     let mut qmp = vmm.connect(vmm::START)?;
     if life::run_state(&mut qmp)? == "paused" {
         resume(&mut qmp, true)?;
     }
-    let _ = sched::normal(vmm.process());
     std::fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
     Ok(Recovered::Unpaused)
 }

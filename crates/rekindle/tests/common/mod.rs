@@ -9,6 +9,7 @@ pub mod guest;
 pub mod huge;
 pub mod lab;
 pub mod plain;
+pub mod protector;
 pub mod vm;
 
 #[allow(unused_imports, reason = "each test binary uses a part of it")]

@@ -1,0 +1,232 @@
+//! Tracking while pages still come: a checkpoint, with what is told put over it, is the memory at each stop.
+
+#![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
+use common::wait_for;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::userfault::remote;
+use rekindle_memory::missing::{Content, Last, Page, PageSource, Pager};
+use rekindle_memory::ram::GuestRam;
+use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker};
+use rekindle_qemu::stopped::Stopped;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+#[test]
+#[ignore = "run by the other tests"]
+fn victim() {
+    victim::act();
+}
+
+/// The checkpoint from which pages come.
+struct Checkpoint {
+    slow: Duration,
+}
+
+fn fill_page(page: u64, buffer: &mut [u8]) -> Content {
+    if page.is_multiple_of(3) {
+        return Content::Zero;
+    }
+    for (n, word) in buffer.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        *word = expected(page, n as u64).to_ne_bytes();
+    }
+    Content::Data
+}
+
+impl PageSource for Checkpoint {
+    type Error = io::Error;
+
+    fn page(&mut self, _: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
+        thread::sleep(self.slow);
+        Ok(fill_page(page, buffer))
+    }
+
+    fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
+        None
+    }
+}
+
+fn all(_: &str) -> bool {
+    true
+}
+
+/// Put what is told over a copy.
+fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
+    let block = &ram.blocks()[0];
+    for run in &dirty.zero[0] {
+        copy[run.start as usize..run.end as usize].fill(0);
+    }
+    for run in &dirty.written[0] {
+        ram.read(block, std::slice::from_ref(run), &mut copy[run.start as usize..run.end as usize]).unwrap();
+    }
+}
+
+/// That a copy is the memory, and what has not come is what it was.
+#[track_caller]
+fn assert_whole(victim: &Victim, copy: &[u8], image: &[u8], give_back: bool, what: &str) {
+    let memory = victim.memory();
+    let size = PAGE as usize;
+    let pages = copy.chunks(size).zip(memory.chunks(size)).zip(image.chunks(size)).enumerate();
+    let wrong = pages.filter(|(_, ((copy, memory), image))| {
+        // Missing, or zero in the checkpoint as well, or given back: the tracker's documentation says what is not told then.
+        let absent = memory.iter().all(|&byte| byte == 0);
+        copy != memory && !(absent && (copy == image || give_back))
+    });
+    let wrong: Vec<_> = wrong.map(|(page, _)| page).collect();
+    assert!(wrong.is_empty(), "{what}: pages {wrong:?} differ");
+}
+
+fn populated(victim: &Victim) -> u64 {
+    rekindle_memory::pages::bytes(&victim.ram.populated(&victim.ram.blocks()[0]).unwrap())
+}
+
+/// Who tracks.
+enum Now {
+    Filling(Box<Filling>),
+    Own(Asynchronous),
+}
+
+fn attach(victim: &Victim) -> Box<Filling> {
+    let injector = Injector::new(victim.process).unwrap();
+    let attached = Filling::attach(injector, Arc::clone(&victim.ram), all, &mut Stopped::vouched(), None);
+    let attached = attached.unwrap_or_else(|e| panic!("{e}: {:?}", std::error::Error::source(&e)));
+    Box::new(attached.expect("the pager records"))
+}
+
+#[test]
+fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
+    let huge = HugePages::take(32);
+    let mut kinds = vec![(Kind::Private, 6000, false), (Kind::Shared, 6000, false)];
+    kinds.extend([(Kind::Private, 6000, true), (Kind::Shared, 6000, true)]);
+    kinds.extend(huge.as_ref().map(|_| (Kind::Huge, 16, false)));
+    for (kind, pages, give_back) in kinds {
+        let mut victim = Victim::mixer(kind, pages, give_back);
+        let before = victim::descriptors(victim.process);
+        let injector = Injector::new(victim.process).unwrap();
+        let total = victim.ram.blocks()[0].told.used;
+        let mut image = vec![0; total as usize];
+        for (page, bytes) in image.chunks_mut(PAGE as usize).enumerate() {
+            fill_page(page as u64, bytes);
+        }
+        let mut copy = image.clone();
+        let mut source = Checkpoint { slow: Duration::from_micros(60) };
+        let mut pager = Pager::begin(injector, &victim.ram, all, &mut source, None).unwrap();
+        let (end, filled, handed) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        let (mut beside, mut after, mut told) = (0, 0, 0);
+        thread::scope(|scope| {
+            let (mut pager, mut source, end, filled, handed) = (&mut pager, &mut source, &end, &filled, &handed);
+            let last = move || {
+                filled.store(true, Ordering::SeqCst);
+                if handed.load(Ordering::SeqCst) { Last::HandedOver } else { Last::Wait }
+            };
+            let mut running = Some(scope.spawn(move || {
+                let progress = pager.run_until(source, [], end, last).unwrap();
+                (pager, source, progress)
+            }));
+            let mut stopped = Stopped::vouched();
+            victim.begin();
+            victim.stop();
+            let mut now = Now::Filling(attach(&victim));
+            for round in 0.. {
+                victim.go_on();
+                thread::sleep(Duration::from_millis(5));
+                victim.stop();
+                let dirty = match &mut now {
+                    Now::Filling(tracker) if filled.load(Ordering::SeqCst) && round > 25 => {
+                        let (dirty, own) = tracker.hand_over(&mut stopped, None).unwrap();
+                        now = Now::Own(own);
+                        handed.store(true, Ordering::SeqCst);
+                        dirty
+                    }
+                    // A protector has died: the record stays.
+                    Now::Filling(tracker) if round == 7 => {
+                        *tracker = attach(&victim);
+                        tracker.collect(&mut stopped).unwrap()
+                    }
+                    // It died with what it had collected.
+                    Now::Filling(tracker) if round == 11 => {
+                        tracker.collect(&mut stopped).unwrap();
+                        *tracker = attach(&victim);
+                        tracker.everything().unwrap()
+                    }
+                    Now::Filling(tracker) => {
+                        beside += u32::from(!filled.load(Ordering::SeqCst));
+                        tracker.collect(&mut stopped).unwrap()
+                    }
+                    Now::Own(own) => {
+                        after += 1;
+                        own.collect(&mut stopped).unwrap()
+                    }
+                };
+                told += dirty.bytes();
+                apply(&victim.ram, &dirty, &mut copy);
+                assert_whole(&victim, &copy, &image, give_back, &format!("{kind:?}, {give_back}, round {round}"));
+                // The pager dies, too, and another goes on.
+                if round == 15 && !filled.load(Ordering::SeqCst) {
+                    end.store(true, Ordering::SeqCst);
+                    (pager, source, _) = running.take().unwrap().join().unwrap();
+                    end.store(false, Ordering::SeqCst);
+                    *pager = Pager::take_over(injector, &victim.ram, all).unwrap().expect("it was left");
+                    running = Some(scope.spawn(move || {
+                        let progress = pager.run_until(source, [], end, last).unwrap();
+                        (pager, source, progress)
+                    }));
+                }
+                if after == 15 {
+                    break;
+                }
+                assert!(round < 10_000, "{} of {total} bytes have come", populated(&victim));
+            }
+            let (_, _, progress) = running.unwrap().join().unwrap();
+            assert!(progress.complete, "{kind:?}: {progress:?}");
+            assert_eq!(remote::existing(victim.process).unwrap().len(), 1, "{kind:?}: ours, the pager's is closed");
+            let Now::Own(own) = now else { panic!("it was handed over") };
+            victim.go_on();
+            own.detach().unwrap();
+        });
+        assert!(beside > 5, "{kind:?}: {beside} checkpoints while pages came");
+        assert!(told > 0, "{kind:?}");
+        assert_eq!(victim::descriptors(victim.process), before, "{kind:?}");
+        assert!(!victim.is_registered());
+        assert!(victim.end());
+    }
+}
+
+#[test]
+fn what_has_not_come_is_neither_told_nor_read_and_a_read_page_is_not_a_written_one() {
+    let mut reader = Victim::mixer(Kind::Shared, 3000, false);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Checkpoint { slow: Duration::ZERO };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let end = AtomicBool::new(false);
+    // Everything comes, and nobody writes.
+    thread::scope(|scope| {
+        let (pager, source, end) = (&mut pager, &mut source, &end);
+        let running = scope.spawn(move || pager.run_until(source, [], end, || Last::Wait).unwrap());
+        wait_for(|| "all that is not zero".into(), || (populated(&reader) == 2000 * PAGE).then_some(()));
+        let mut tracker = attach(&reader);
+        // One page was written: the proof.
+        let dirty = tracker.collect(&mut Stopped::vouched()).unwrap();
+        assert_eq!((dirty.bytes(), dirty.zero[0].len()), (PAGE, 0));
+        assert_eq!(tracker.collect(&mut Stopped::vouched()).unwrap().bytes(), 0);
+        assert_eq!(tracker.everything().unwrap().bytes(), 2000 * PAGE);
+        assert_eq!(tracker.everything().unwrap().zero[0].len(), 0, "a hole that has not been given back is not zero");
+        end.store(true, Ordering::SeqCst);
+        running.join().unwrap();
+    });
+    // It ends its record: that is told, and not taken for "nothing was written".
+    let mut tracker = attach(&reader);
+    assert!(pager.run(&mut source, [], &AtomicBool::new(false)).unwrap().complete);
+    let e = tracker.collect(&mut Stopped::vouched()).unwrap_err();
+    assert!(matches!(&e, TrackError::Filled { id } if id == "ram"), "{e}");
+    assert!(Filling::attach(injector, Arc::clone(&reader.ram), all, &mut Stopped::vouched(), None).unwrap().is_none());
+    reader.begin();
+    assert!(reader.end());
+}

@@ -1,0 +1,62 @@
+//! How far a protecting loop has got, for the next one: `protect.json`.
+
+use crate::policy::Policy;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_store::StoreUrl;
+use rekindle_vm::rundir::{RunDir, write_atomically};
+use serde::{Deserialize, Serialize};
+use std::fs;
+
+/// A checkpoint of a store and the owner epoch that committed it: together they name one checkpoint, whoever else may have
+/// written the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Commit {
+    pub(crate) number: u64,
+    pub(crate) epoch: u64,
+}
+
+/// How far a loop has got.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Progress {
+    pub(crate) store: StoreUrl,
+    /// The QEMU: its process, and when that began.
+    pub(crate) pid: u32,
+    #[serde(default)]
+    pub(crate) started: u64,
+    pub(crate) policy: Policy,
+    /// The checkpoint for which pages were collected last.
+    pub(crate) collected: u64,
+    /// The checkpoint that was committed last.
+    pub(crate) committed: u64,
+    /// The owner epoch in which `collected` is going to be committed, or was.
+    #[serde(default)]
+    pub(crate) epoch: u64,
+    /// `committed`, and its epoch, if that is known.
+    #[serde(default)]
+    pub(crate) base: Option<Commit>,
+}
+
+impl Progress {
+    /// None too when it is torn or not to be read: then nothing is known.
+    pub(crate) fn read(rundir: &RunDir) -> Option<Self> {
+        serde_json::from_slice(&fs::read(rundir.file("protect.json")).ok()?).ok()
+    }
+
+    pub(crate) fn write(&self, rundir: &RunDir) {
+        // Lost or torn, the next protector begins with a full checkpoint.
+        let text = serde_json::to_vec(self).unwrap_or_default();
+        if let Err(e) = write_atomically(&rundir.file("protect.json"), &text) {
+            tracing::debug!("{}: {e}", rundir.file("protect.json").display());
+        }
+    }
+
+    /// Whether all that was collected from `vmm` has arrived in the newest checkpoint of `store`.
+    pub(crate) fn has_arrived(&self, store: &StoreUrl, vmm: &Vmm, newest: u64) -> bool {
+        self.collected == self.committed && self.committed == newest && self.store == *store && self.is_of(vmm)
+    }
+
+    /// Whether it is about this QEMU.
+    pub(crate) fn is_of(&self, vmm: &Vmm) -> bool {
+        (self.pid, self.started) == (vmm.pid, vmm.started)
+    }
+}

@@ -1,0 +1,339 @@
+//! Checkpoints while a restore still fills: each is whole, whatever dies meanwhile. Every page of some of them is compared with
+//! the guest's memory at the very moment.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
+use common::{DEADLINE, Guest, Lab, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::remote;
+use rekindle_store::types::PAGE_SIZE;
+use rekindle_store::{Image, StoreUrl, Which};
+use rekindle_vm::fault::POINTS;
+use rustix::fs::{SeekFrom, seek};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Lets a pager work for a small part of the time only, so that its restore takes long.
+struct Slow {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn signal(process: Process, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap();
+    if process.is_alive() {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+impl Slow {
+    fn down(process: Process) -> Self {
+        let end = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&end);
+        let thread = thread::spawn(move || {
+            while !told.load(Ordering::Relaxed) {
+                signal(process, Signal::STOP);
+                thread::sleep(Duration::from_millis(20));
+                signal(process, Signal::CONT);
+                thread::sleep(Duration::from_millis(2));
+            }
+        });
+        Self { end, thread: Some(thread) }
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().unwrap().join();
+    }
+}
+
+/// A guest with a store, and copies of its memory that are made in the pause of a checkpoint.
+struct Case<'a> {
+    lab: &'a Lab,
+    guest: Guest<'a>,
+    store: PathBuf,
+    hook: String,
+}
+
+impl<'a> Case<'a> {
+    /// A guest whose memory has a pattern, is being written all the time, and is in a store.
+    fn new(lab: &'a Lab, name: &str, memory: &str, touched: u32) -> Self {
+        let guest = lab.vm(name).memory(memory).boot(&[]);
+        guest.touch(&format!("{touched}M"));
+        guest.ask(&format!("dirty 6 {touched} random"));
+        let store = store(lab, name);
+        let (ram, aside) = (lab.run_root().join(".ram"), lab.path("aside"));
+        fs::create_dir(&aside).unwrap();
+        let hook = format!(
+            "cd {}; [ -e want ] || exit 0; cp --sparse=auto {}/{name}-*.ram part && mv part $REKINDLE_CHECKPOINT && rm want",
+            aside.display(),
+            ram.display()
+        );
+        let case = Self { lab, guest, store, hook };
+        let mut protector = case.protect(&["--count", "2"]);
+        assert!(protector.child.wait().unwrap().success());
+        case
+    }
+
+    fn protect(&self, arguments: &[&str]) -> Protector {
+        self.protect_with(arguments, &[])
+    }
+
+    fn protect_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Protector {
+        let all = ["--every", "100ms", "--disk-hook", &self.hook].iter().chain(arguments).copied().collect::<Vec<_>>();
+        Protector::start_with(&self.guest, self.lab, &self.store, &all, environment)
+    }
+
+    /// The host dies; the guest goes on from the newest checkpoint, and its pager is slow.
+    fn restore(&self) -> (u64, Slow) {
+        crash(&self.guest);
+        let restored = restore(&self.guest, &self.store, &[]);
+        let pager = wait_for("a pager", DEADLINE, || pager(&self.guest));
+        (restored["checkpoint"].as_u64().unwrap(), Slow::down(pager))
+    }
+
+    fn is_filling(&self) -> bool {
+        let text = fs::read_to_string(self.guest.file("fill.json")).unwrap_or_default();
+        text.contains("\"filling\"")
+    }
+
+    /// Wait for a checkpoint of which there is a copy; compare all pages. What is not there yet has to be as in `restored`.
+    /// Gives the checkpoint and how many pages were not there.
+    #[track_caller]
+    fn compare_next(&self, protector: &mut Protector, restored: u64) -> (Value, u64) {
+        let aside = self.lab.path("aside");
+        fs::write(aside.join("want"), []).unwrap();
+        loop {
+            let checkpoint = protector.wait("checkpoint");
+            let copy = aside.join(checkpoint["number"].to_string());
+            if copy.exists() {
+                let missing = compare(&self.store, &copy, checkpoint["number"].as_u64().unwrap(), restored);
+                fs::remove_file(copy).unwrap();
+                return (checkpoint, missing);
+            }
+        }
+    }
+
+    /// The userfaultfds in its QEMU.
+    fn userfaultfds(&self) -> usize {
+        remote::existing(self.guest.only_qemu().process).unwrap().len()
+    }
+}
+
+fn image(store: &Path, number: u64) -> Image {
+    let url: StoreUrl = store.to_str().unwrap().parse().unwrap();
+    Image::open(&url, &Which { at: Some(number), ..Which::default() }).unwrap()
+}
+
+/// Every page of the main RAM of a checkpoint against a copy of the memory of that moment.
+#[track_caller]
+fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
+    let (now, before) = (image(store, number), image(store, restored));
+    let main = now.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
+    let copy = File::open(copy).unwrap();
+    let length = copy.metadata().unwrap().len();
+    assert_eq!(now.info().blocks[main].used, length);
+    let (mut wrong, mut missing) = (Vec::new(), 0);
+    let (mut there, mut ours, mut data) = ([0; PAGE_SIZE], [0; PAGE_SIZE], 0..0);
+    for page in 0..length / PAGE_SIZE as u64 {
+        let at = page * PAGE_SIZE as u64;
+        if at >= data.end {
+            let start = seek(&copy, SeekFrom::Data(at)).unwrap_or(length);
+            data = start..seek(&copy, SeekFrom::Hole(start)).unwrap_or(length);
+        }
+        now.read_page(main, page, &mut ours).unwrap();
+        if data.contains(&at) {
+            copy.read_exact_at(&mut there, at).unwrap();
+        } else {
+            missing += 1;
+            before.read_page(main, page, &mut there).unwrap();
+        }
+        if ours != there {
+            wrong.push(page);
+        }
+    }
+    assert!(wrong.is_empty(), "checkpoint {number}: {} pages are wrong: {wrong:?}", wrong.len());
+    missing
+}
+
+#[test]
+fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
+    for policy in ["precopy", "basic"] {
+        let lab = Lab::new();
+        let case = Case::new(&lab, policy, "256M", 112);
+        let (boot, tick) = (case.guest.boot_id(), case.guest.tick());
+        let (restored, slow) = case.restore();
+        // The checkpoint that is restored is kept for as long as its pages are brought.
+        let mut protector = case.protect(&["--policy", policy, "--keep", "2"]);
+        let attached = protector.wait("attached");
+        assert_eq!((attached["filling"].clone(), attached["incremental"].clone()), (true.into(), true.into()));
+        let (mut newest, mut most) = (0, 0);
+        for round in 0..3 {
+            let (checkpoint, missing) = case.compare_next(&mut protector, restored);
+            most = most.max(checkpoint["dirty_bytes"].as_u64().unwrap());
+            assert_eq!((checkpoint["filling"].clone(), checkpoint["full"].clone()), (true.into(), false.into()));
+            assert!(missing > 1000, "round {round}: only {missing} pages had not come");
+            newest = checkpoint["number"].as_u64().unwrap();
+        }
+        assert!(case.is_filling(), "it was to be slow");
+        // 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+        let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most;
+        assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
+        eprintln!("{policy}: at most {} bytes of memory, {most} of them in flight", protector.most_memory());
+        drop(slow);
+        // A restore of a restore that had not ended.
+        let (again, slow) = case.restore();
+        assert!(again >= newest && newest > restored);
+        drop((slow, protector));
+        assert_eq!(case.guest.boot_id(), boot, "the guest went on, and was not booted");
+        assert!(case.guest.tick() > tick);
+        case.guest.verify();
+        wait_filled(&case.guest);
+        case.guest.verify();
+        case.guest.assert_sound();
+    }
+}
+
+#[test]
+fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
+    let lab = Lab::new();
+    let case = Case::new(&lab, "mortal", "256M", 112);
+    let (restored, mut slow) = case.restore();
+    let all = ["--keep", "1000"];
+    let mut protector = case.protect(&all);
+    let mut killed = 0;
+    for round in 0..4 {
+        let (_, missing) = case.compare_next(&mut protector, restored);
+        if !case.is_filling() {
+            break;
+        }
+        assert!(missing > 0);
+        if round % 2 == 0 {
+            protector.kill();
+            protector = case.protect(&all);
+            assert_eq!(protector.wait("attached")["filling"], true);
+        } else {
+            let victim = pager(&case.guest).expect("it is filling");
+            drop(slow);
+            victim.kill().unwrap();
+            assert!(victim.wait_end(Duration::from_secs(10)).unwrap());
+            // No checkpoint stops the guest while nobody brings what it may need then.
+            let said = protector.wait("waiting");
+            assert!(said["state"].as_str().unwrap().contains("rekindle recover"), "{said}");
+            case.guest.rekindle(&["recover"]).ok();
+            slow = Slow::down(wait_for("a pager", DEADLINE, || pager(&case.guest)));
+        }
+        killed += 1;
+    }
+    assert!(killed >= 2, "it filled too soon");
+    drop(slow);
+    // From the pager's record to one of our own: not one page is lost, and nothing is read again.
+    protector.wait("filled");
+    for _ in 0..3 {
+        let (checkpoint, _) = case.compare_next(&mut protector, restored);
+        assert_eq!((checkpoint["filling"].clone(), checkpoint["full"].clone()), (false.into(), false.into()));
+    }
+    wait_filled(&case.guest);
+    wait_for("the pager to close its descriptor", DEADLINE, || (case.userfaultfds() == 1).then_some(()));
+    protector.next_checkpoint();
+    crash(&case.guest);
+    drop(protector);
+    restore(&case.guest, &case.store, &[]);
+    case.guest.verify();
+    wait_filled(&case.guest);
+    case.guest.verify();
+    case.guest.assert_sound();
+}
+
+#[test]
+fn where_the_record_of_the_pager_is_nothing_to_go_by_protection_waits_until_it_has_ended() {
+    let lab = Lab::new();
+    let case = Case::new(&lab, "waits", "192M", 64);
+    let (restored, slow) = case.restore();
+    // Another store, and a policy that wants the memory for itself.
+    let other = store(&lab, "elsewhere");
+    let path = other.to_str().unwrap();
+    let mut elsewhere = Protector::start(&case.guest, &lab, Path::new(path), &["--every", "100ms"]);
+    let said = elsewhere.wait("waiting");
+    assert!(said["state"].as_str().unwrap().contains("another store"), "{said}");
+    drop(elsewhere);
+    let mut cow = case.protect(&["--policy", "cow", "--keep", "1000"]);
+    let said = cow.wait("waiting");
+    assert!(said["state"].as_str().unwrap().contains("policy cow"), "{said}");
+    drop(slow);
+    assert_eq!(cow.wait("checkpoint")["full"], true);
+    case.compare_next(&mut cow, restored);
+    drop(cow);
+    wait_filled(&case.guest);
+    // An older checkpoint than the newest: what is missing is not what the newest has.
+    crash(&case.guest);
+    let newest = restored.to_string();
+    restore(&case.guest, &case.store, &["--at", &newest]);
+    let slow = Slow::down(wait_for("a pager", DEADLINE, || pager(&case.guest)));
+    let mut protector = case.protect(&["--keep", "1000"]);
+    if case.is_filling() {
+        let said = protector.wait("waiting");
+        assert!(said["state"].as_str().unwrap().contains("not the newest"), "{said}");
+    }
+    drop(slow);
+    assert_eq!(protector.wait("checkpoint")["full"], true);
+    case.compare_next(&mut protector, restored);
+    protector.end();
+    case.guest.verify();
+    case.guest.assert_sound();
+}
+
+#[test]
+fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out() {
+    let lab = Lab::new();
+    let case = Case::new(&lab, "steps", "128M", 24);
+    let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
+    assert!(points.len() >= 7);
+    for point in points {
+        eprintln!("==== {point}");
+        let fault = format!("{point}:kill");
+        let environment = [("REKINDLE_FAULT", fault.as_str())];
+        let all = ["--keep", "1000"];
+        let of_pager = point.starts_with("fill.end.");
+        let restored = if of_pager {
+            crash(&case.guest);
+            let restored = restore_with(&case.guest, &case.store, &[], &environment);
+            wait_for("the pager to die", DEADLINE, || pager(&case.guest).is_none().then_some(()));
+            assert!(case.guest.file("fill.json").exists());
+            restored["checkpoint"].as_u64().unwrap()
+        } else {
+            let (restored, slow) = case.restore();
+            let mut protector = case.protect_with(&all, &environment);
+            assert_eq!(protector.wait("attached")["filling"], true);
+            drop(slow);
+            protector.dies();
+            restored
+        };
+        let mut protector = case.protect(&all);
+        if of_pager {
+            protector.wait("waiting");
+            case.guest.rekindle(&["recover"]).ok();
+        }
+        for _ in 0..2 {
+            case.compare_next(&mut protector, restored);
+        }
+        wait_for("the pager to end", DEADLINE, || (!case.guest.file("fill.json").exists()).then_some(()));
+        protector.next_checkpoint();
+        protector.end();
+        assert_eq!(case.userfaultfds(), 1, "{point}: the protector's");
+        case.guest.verify();
+        case.guest.assert_sound();
+    }
+}
