@@ -23,6 +23,7 @@ pub mod protector;
 
 pub mod recipe;
 pub mod restore;
+mod runs;
 
 mod session;
 pub mod target;

@@ -6,9 +6,9 @@ use crate::pager::FillError;
 use crate::pause::{Laps, Monitors, PauseError, Paused};
 use crate::policy::Policy;
 use crate::protector::{Disks, Failure, ProtectError};
+use crate::runs::{BATCH, batches, copy_all, merged, nothing, read, send, send_zeroes};
 use crate::target::{Target, TargetError};
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
@@ -16,7 +16,7 @@ use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::{devices, userfaultfd};
-use rekindle_store::types::{self, PAGE_SIZE, Page};
+use rekindle_store::types;
 use rekindle_store::{Checkpoint, StoreError, Writer};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::fault;
@@ -27,15 +27,12 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Bytes that are read from the guest at a time.
-const BATCH: u64 = 1 << 20;
 /// Pre-copy goes over dirty pages at most so often before the guest is stopped.
 const PASSES: u32 = 3;
 /// Fewer dirty bytes than these are copied while the guest is stopped: it takes less than a millisecond.
 const FEW: u64 = 1 << 20;
 /// How long QEMU may take to greet.
 const GREETING: Duration = Duration::from_secs(5);
-const ZEROES: Page = [0; PAGE_SIZE];
 
 /// Why a session or a checkpoint failed.
 #[derive(Debug, thiserror::Error)]
@@ -180,16 +177,6 @@ enum Tracking {
     Asynchronous(Asynchronous),
     Filling(Box<Filling>),
     Synchronous(Synchronous, Arc<Mutex<Copies>>),
-}
-
-/// Pages (offsets) of each block.
-type Runs = Vec<Vec<Range<u64>>>;
-
-/// What was copied while the guest was stopped.
-struct Copied {
-    block: usize,
-    runs: Vec<Range<u64>>,
-    bytes: Vec<u8>,
 }
 
 pub(crate) struct Session {
@@ -589,78 +576,4 @@ fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
             other => return other,
         }
     }
-}
-
-fn nothing(ram: &GuestRam) -> Dirty {
-    let none: Runs = ram.blocks().iter().map(|_| Vec::new()).collect();
-    Dirty { written: none.clone(), zero: none }
-}
-
-/// What `older` and `newer` tell together: where both name a page, the newer one is right.
-fn merged(older: &Dirty, newer: &Dirty) -> Dirty {
-    let blocks = older.written.len().max(newer.written.len());
-    let get = |all: &Runs, n: usize| all.get(n).cloned().unwrap_or_default();
-    let (mut written, mut zero) = (Runs::new(), Runs::new());
-    for n in 0..blocks {
-        let (new_written, new_zero) = (get(&newer.written, n), get(&newer.zero, n));
-        written.push(pages::union(&pages::difference(&get(&older.written, n), &new_zero), &new_written));
-        zero.push(pages::union(&pages::difference(&get(&older.zero, n), &new_written), &new_zero));
-    }
-    Dirty { written, zero }
-}
-
-/// `runs` in parts of at most [`BATCH`] bytes.
-fn batches(runs: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
-    let mut all = vec![Vec::new()];
-    let mut room = BATCH;
-    for run in runs {
-        let mut at = run.start;
-        while at < run.end {
-            if room == 0 {
-                all.push(Vec::new());
-                room = BATCH;
-            }
-            let end = run.end.min(at + room);
-            if let Some(last) = all.last_mut() {
-                last.push(at..end);
-            }
-            room -= end - at;
-            at = end;
-        }
-    }
-    all.retain(|batch| !batch.is_empty());
-    all
-}
-
-fn read(ram: &GuestRam, block: &Block, runs: &[Range<u64>], buffer: &mut Vec<u8>) -> Result<(), GuestRamError> {
-    buffer.resize(pages::bytes(runs) as usize, 0);
-    ram.read(block, runs, buffer)
-}
-
-fn copy_all(ram: &GuestRam, written: &Runs) -> Result<Vec<Copied>, GuestRamError> {
-    let mut all = Vec::new();
-    for (index, runs) in written.iter().enumerate().filter(|(_, runs)| !runs.is_empty()) {
-        let Some(block) = ram.blocks().get(index) else { continue };
-        let mut bytes = Vec::new();
-        read(ram, block, runs, &mut bytes)?;
-        all.push(Copied { block: index, runs: runs.clone(), bytes });
-    }
-    Ok(all)
-}
-
-/// Numbers of the pages in `runs`.
-fn numbers(runs: &[Range<u64>]) -> impl Iterator<Item = u64> + '_ {
-    runs.iter().flat_map(|run| run.start / PAGE_SIZE as u64..run.end / PAGE_SIZE as u64)
-}
-
-fn send(checkpoint: &mut Checkpoint<'_>, block: usize, runs: &[Range<u64>], bytes: &[u8]) -> Result<(), StoreError> {
-    let (pages, _) = bytes.as_chunks::<PAGE_SIZE>();
-    checkpoint.pages(block, numbers(runs).zip(pages))
-}
-
-fn send_zeroes(checkpoint: &mut Checkpoint<'_>, zero: &Runs) -> Result<(), StoreError> {
-    for (block, runs) in zero.iter().enumerate() {
-        checkpoint.pages(block, numbers(runs).map(|number| (number, &ZEROES)))?;
-    }
-    Ok(())
 }
