@@ -13,6 +13,11 @@ COMMAND_PORT = 7000
 READY_DEADLINE_S = 300.0
 
 
+def size(memory_mib: int) -> str:
+    """`512M`, `2G`."""
+    return f"{memory_mib // 1024}G" if memory_mib % 1024 == 0 else f"{memory_mib}M"
+
+
 @dataclass(frozen=True)
 class Image:
     """A guest image. Kinds: `micro` and `debian`."""

@@ -3,11 +3,12 @@
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rekindle_lab.stats import Comparison
+from rekindle_lab.stats import Comparison, compare
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,62 @@ class Figure:
         if self.ratio_bar is not None:
             out["ratio_bar"] = str(self.ratio_bar)
         return out | {key: _rounded(value) for key, value in self.extra.items()}
+
+
+@dataclass
+class Found:
+    """Figures as they are found, and in words those for which there are no rows."""
+
+    raw: str
+    """The rows' file."""
+    figures: list[Figure] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    def add(self, figure: Figure) -> None:
+        """There is one."""
+        self.figures.append(figure)
+
+    def lacks(self, name: str, what: str = "") -> None:
+        """There are no rows for it, or not for `what`."""
+        self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
+
+    def ratio(
+        self,
+        name: str,
+        bar: Bar,
+        ours: Sequence[float],
+        peer: Sequence[float],
+        ours_is: str,
+        peer_is: str,
+        of_peer: bool = True,
+        unit: str = "ms",
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """The ratio of two samples' medians, both in `unit`, as a figure."""
+        if not ours or not peer:
+            lacking = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
+            self.lacks(name, " and ".join(lacking))
+            return
+        of = compare(ours, peer)
+        tail = of.ours_p95 / of.peer_p95
+        n = min(of.n_ours, of.n_peer)
+        self.add(
+            Figure(
+                name,
+                of.ratio,
+                "",
+                n,
+                tail,
+                bar,
+                self.raw,
+                of,
+                unit,
+                ours_is,
+                peer_is,
+                of_peer=of_peer,
+                extra=extra or {},
+            )
+        )
 
 
 def _rounded(value: float) -> float:
