@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import vmm
+from rekindle_lab.bench import protect, vmm
 
-TOPICS = {"vmm": vmm}
+TOPICS = {"vmm": vmm, "protect": protect}
 
 
 def find_root(start: Path) -> Path | None:
