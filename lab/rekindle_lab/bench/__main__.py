@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import protect, vmm
+from rekindle_lab.bench import protect, restore, vmm
 
-TOPICS = {"vmm": vmm, "protect": protect}
+TOPICS = {"vmm": vmm, "protect": protect, "restore": restore}
 
 
 def find_root(start: Path) -> Path | None:

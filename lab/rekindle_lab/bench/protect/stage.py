@@ -70,11 +70,11 @@ def policy(how: str) -> str | None:
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[Stage] = Stage) -> Iterator[Stage]:
     """Set the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
         rekindle = Rekindle(binary, at.work / "run")
         closing = stack.enter_context(ExitStack())
-        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, closing)
+        yield kind(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, closing)
