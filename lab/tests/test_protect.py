@@ -170,6 +170,9 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
         for plot in document["plots"]:
             assert (tmp_path / name / plot).read_bytes().startswith(b"\x89PNG")
     assert outputs[0] == outputs[1]
+    page = (tmp_path / "one" / "protect.md").read_text()
+    assert "| pages_wrong_1000 | 0 pages | == 0 | met |" in page
+    assert "## Table I" in page
 
 
 def test_no_rows_are_no_figures_but_named(tmp_path):

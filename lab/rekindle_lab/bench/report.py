@@ -180,10 +180,24 @@ class Report:
                 parts.append(f"{title}:\n" + "\n".join(f"  {line}" for line in lines))
         return "\n\n".join(parts)
 
+    def markdown(self) -> str:
+        """The same as a page for `docs/results/`: no figure there is written by hand."""
+        made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
+        parts += ["## Against the bars", _pipes([_line(figure) for figure in self.figures])]
+        for title, rows in self.tables.items():
+            if rows:
+                parts += [f"## {title}", _pipes(rows)]
+        for title, lines in (("Left out", self.left_out), ("Errors", self.errors)):
+            if lines:
+                parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
+        return "\n\n".join(parts) + "\n"
+
     def write(self, folder: Path) -> str:
-        """Write TOPIC.json, and give its content as one line."""
+        """Write TOPIC.json and TOPIC.md, and give the content of the former as one line."""
         line = json.dumps(self.as_json())
         (folder / f"{self.topic}.json").write_text(line + "\n")
+        (folder / f"{self.topic}.md").write_text(self.markdown())
         return line
 
 
@@ -227,6 +241,15 @@ def table(rows: list[dict[str, Any]], title: str = "") -> str:
         for line in [head, ["-" * width for width in widths], *cells]
     ]
     return "\n".join([title, *lines] if title else lines)
+
+
+def _pipes(rows: list[dict[str, Any]]) -> str:
+    """Rows as a table in Markdown."""
+    if not rows:
+        return "(nothing)"
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [head, ["---"] * len(head), *([_cell(row.get(key)) for key in head] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: object) -> str:
