@@ -1,13 +1,13 @@
 //! The loop that takes checkpoints.
 
-use crate::event::{Done, Event};
+use crate::event::{Compared, Done, Event};
 use crate::pause::PauseError;
 use crate::policy::Policy;
 use crate::session::{Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_store::remote::Identity;
-use rekindle_store::{Options, StoreError, StoreUrl, Writer};
+use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
@@ -55,6 +55,8 @@ pub struct Settings {
     pub disks: Disks,
     /// End after so many checkpoints.
     pub count: Option<u64>,
+    /// After those, compare all of the guest's memory with the newest, while it is stopped.
+    pub compare: bool,
 }
 
 /// Why a VM is not, or no longer, protected.
@@ -270,6 +272,13 @@ impl Loop<'_> {
                         continue 'sessions;
                     }
                     Next::End(Ended::Counted) => {
+                        if self.settings.compare {
+                            let compared = self.compare(&mut session).map_err(|source| ProtectError::Session {
+                                name: session.target.name().into(),
+                                source: Box::new(source),
+                            })?;
+                            tell(&Event::Compared(compared));
+                        }
                         if let Err(e) = session.detach() {
                             tracing::warn!("tracking could not be taken out of QEMU: {e}");
                         }
@@ -315,6 +324,15 @@ impl Loop<'_> {
         let done = session.checkpoint(writer, self.settings.every)?;
         Progress { store, pid, policy, collected: done.number, committed: done.number }.write(&rundir);
         Ok(done)
+    }
+
+    fn compare(&mut self, session: &mut Session) -> Result<Compared, SessionError> {
+        let committed = self.newest.unwrap_or_default();
+        // What it collects goes nowhere: a protector after one that was killed here must not go on incrementally.
+        let (store, pid, policy) = (self.settings.store.clone(), session.target.vmm().pid, session.policy());
+        Progress { store, pid, policy, collected: committed + 1, committed }.write(session.target.rundir());
+        let which = Which { at: self.newest, identity: self.settings.identity.clone(), ..Which::default() };
+        session.compare(&Image::open(&self.settings.store, &which)?)
     }
 
     /// What comes of a failure.
