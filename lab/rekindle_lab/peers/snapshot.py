@@ -24,7 +24,7 @@ from typing import Any
 
 from rekindle_lab.netns import Tap
 from rekindle_lab.peers.cpr import PeerError
-from rekindle_lab.qmp import Qmp, QmpError
+from rekindle_lab.qmp import Event, Qmp, QmpError
 
 WAYS = ("background-snapshot", "mapped-ram", "full")
 _CAPABILITIES = ("background-snapshot", "mapped-ram", "events")
@@ -68,8 +68,7 @@ def save(qmp: Qmp, how: str, path: Path) -> Saved:
             _done(qmp)
         else:
             _done(qmp)
-            qmp.execute("cont")
-            resume = qmp.wait_event("RESUME")
+            resume = _continue(qmp)
         took_us = int((time.monotonic() - begun) * 1e6)
     except QmpError as error:
         state = qmp.execute("query-migrate")
@@ -79,6 +78,18 @@ def save(qmp: Qmp, how: str, path: Path) -> Saved:
     finally:
         _set(qmp, [], known)
     return Saved(stop.host_us, resume.host_us, took_us, path.stat().st_blocks * 512)
+
+
+def _continue(qmp: Qmp) -> Event:
+    """Let the guest go on; for a moment after it has said that it is done, QEMU does not want to."""
+    deadline = time.monotonic() + qmp.timeout
+    while True:
+        try:
+            qmp.execute("cont")
+            return qmp.wait_event("RESUME")
+        except QmpError as error:
+            if "not finalized" not in str(error) or time.monotonic() > deadline:
+                raise
 
 
 def _set(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
