@@ -87,7 +87,8 @@ class Stage:
             try:
                 self.rekindle.stop(guest.name)
             except RekindleError as error:
-                self.say(f"{guest.name} is perhaps still running: {error}")
+                if "there is no VM" not in str(error):  # a case that failed may have left none
+                    self.say(f"{guest.name} is perhaps still running: {error}")
             if guest.disk:
                 guest.disk.unlink(missing_ok=True)
 

@@ -153,7 +153,8 @@ def restore(
             started = time.time_ns() // 1000
             _set(qmp, ["events"], {"events"})
             qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
-            resumed = qmp.wait_event("RESUME", SAVE_DEADLINE_S)
+            _done(qmp)
+            resumed = _continue(qmp)  # it was stopped when it was saved
     except QmpError as error:
         raise PeerError(f"-incoming file: {error}; QEMU said: {log.read_text(errors='replace')[-1000:]}") from error
     finally:
