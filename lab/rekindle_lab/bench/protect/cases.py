@@ -18,7 +18,7 @@ from rekindle_lab.work import Window, Work
 
 from .plan import Pause, Plan
 from .rows import DEFAULT, POLICIES, Row
-from .stage import Stage, policy
+from .stage import Stage, policy, span
 
 MEMORY_MIB = 512
 """The paper's guest."""
@@ -48,7 +48,7 @@ def _round(stage: Stage, guest: Guest, store: Store, wanted: Pause, number: int)
     peers = dict(wanted.saves)
     for how in POLICIES:
         count = ("--count", str(wanted.checkpoints + 1))
-        with protected(stage.rekindle, guest.name, store, f"{PAUSE_EVERY_S:g}s", policy(how), *count) as protector:
+        with protected(stage.rekindle, guest.name, store, span(PAUSE_EVERY_S), policy(how), *count) as protector:
             protector.wait("checkpoint", wanted.checkpoints + 1, timeout=60 + 30 * wanted.checkpoints)
             protector.join()
             stage.checkpoints(protector, 1, **common, how=how, every_s=PAUSE_EVERY_S)
@@ -97,7 +97,7 @@ def _window(
     beside = (
         nullcontext(None)
         if store is None or every_s is None
-        else protected(stage.rekindle, guest.name, store, f"{every_s:g}s", policy(how))
+        else protected(stage.rekindle, guest.name, store, span(every_s), policy(how))
     )
     with beside as protector:
         if protector is not None:
@@ -257,8 +257,7 @@ def wrong(stage: Stage, plan: Plan) -> None:
             stage.say(f"wrong: {count} checkpoints, {how}")
             store = stage.store("disk").within(f"wrong-{how}")
             more = ("--keep", "1", "--count", str(count), "--compare")
-            every = f"{WRONG_EVERY_S * 1000:g}ms"
-            with protected(stage.rekindle, guest.name, store, every, policy(how), *more) as protector:
+            with protected(stage.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:
                 compared = protector.wait("compared", timeout=120 + 3.0 * count)[0]
                 protector.join()
                 stage.rows.append(

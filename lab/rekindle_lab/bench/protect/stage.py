@@ -64,6 +64,11 @@ class Stage(bench.Stage):
         return len(done)
 
 
+def span(seconds: float) -> str:
+    """A time for the command line, which wants whole numbers."""
+    return f"{round(seconds * 1000)}ms"
+
+
 def policy(how: str) -> str | None:
     """What to say after `--policy`."""
     return None if how == DEFAULT else how
