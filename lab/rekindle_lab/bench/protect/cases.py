@@ -132,6 +132,8 @@ def intervals(stage: Stage, plan: Plan) -> None:
     """Table I, figures 2 and 3: sizes, commits, pauses and overhead by interval, workload, policy and store."""
     with stage.working("table", MEMORY_MIB, 10) as (guest, work):
         for number, (kind, workload, how) in enumerate(plan.cells):
+            if not stage.has_store(kind):
+                continue
             store = stage.store(kind).within(f"table-{workload}-{how}")
             common = {"case": "intervals", "round": number}
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache

@@ -14,7 +14,7 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
 from rekindle_lab.rekindle import Rekindle
-from rekindle_lab.stores import Store, on_disk, on_slow_disk, over_tls
+from rekindle_lab.stores import Store, can_be_slow, on_disk, on_slow_disk, over_tls
 from rekindle_lab.work import Work
 
 from .rows import DEFAULT, Row
@@ -28,6 +28,15 @@ class Stage(bench.Stage):
 
     _closing: ExitStack
     _stores: dict[str, Store] = field(default_factory=dict)
+
+    def has_store(self, kind: str) -> bool:
+        """Whether there can be such stores here; that there cannot is written down."""
+        if kind != "slow" or can_be_slow():
+            return True
+        line = "slow stores: this machine has no block I/O controller of control groups v1"
+        if line not in self.left_out:
+            self.left_out.append(line)
+        return False
 
     def store(self, kind: str) -> Store:
         """A place for stores: `disk`, `slow`, `tls`; made when it is first asked for."""

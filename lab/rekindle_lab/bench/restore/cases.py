@@ -104,7 +104,7 @@ def stores(stage: Stage, plan: Plan) -> None:
     """The same from each kind of store: the paper's disk and SSD."""
     with stage.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
-        places = [stage.store(kind).within(f"from-{kind}") for kind in plan.stores]
+        places = [stage.store(kind).within(f"from-{kind}") for kind in plan.stores if stage.has_store(kind)]
         for place in places:
             _protect(stage, guest, place)
         for number in range(plan.store_restores):
