@@ -11,8 +11,8 @@ INTERVALS_S = (10.0, 5.0, 2.0, 1.0, 0.25)
 class Units:
     """How much of each workload a window has: 15 to 30 s on a machine without KVM."""
 
-    compile: int = 60
-    transcode: int = 250
+    compile: int = 45
+    transcode: int = 200
 
     def of(self, workload: str) -> int:
         """Files, or frames."""
