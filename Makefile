@@ -7,7 +7,8 @@ help:
 	@echo 'make demo             start a guest, replace QEMU 7.2 by 10.0 under it; warm, saved and cold side by side'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
-	@echo 'make bench TOPIC=vmm  measure against the peers (QUICK=1: within 8 minutes)'
+	@echo 'make bench TOPIC=vmm|protect|restore'
+	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
 	@echo 'make lint | unit | guests | lab   parts of make test'
 
 build:

@@ -10,12 +10,18 @@ from pathlib import Path
 from rekindle_lab import netns
 
 COMMAND_PORT = 7000
+WORK_PORT = 7001
 READY_DEADLINE_S = 300.0
+
+
+def size(memory_mib: int) -> str:
+    """`512M`, `2G`."""
+    return f"{memory_mib // 1024}G" if memory_mib % 1024 == 0 else f"{memory_mib}M"
 
 
 @dataclass(frozen=True)
 class Image:
-    """A guest image. Kinds: `micro` and `debian`."""
+    """A guest image. Kinds: `micro`, `debian`, and `debian-work`, whose disk is only read."""
 
     kind: str
     folder: Path
@@ -61,7 +67,7 @@ class Guest:
 
     @property
     def disk(self) -> Path | None:
-        """Its own copy of the image's disk."""
+        """Its own copy of the image's disk; none where the disk is only read, or there is none."""
         return self.disk_dir / f"{self.name}.raw" if self.image.kind == "debian" else None
 
     @property
@@ -72,13 +78,15 @@ class Guest:
     @property
     def service_url(self) -> str:
         """The service whose clients' view is measured: echo in micro, nginx in debian."""
-        return f"http://{self.address}/files/000.bin" if self.image.kind == "debian" else self.echo_url
+        return self.echo_url if self.image.kind == "micro" else f"http://{self.address}/files/000.bin"
 
     def definition(self, qemu: str) -> str:
         """Its VM definition in TOML, for this QEMU binary."""
         append = f"console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
         if self.image.kind == "debian":
             append = f"root=/dev/vda rw {append}"
+        if self.image.kind == "debian-work":
+            append = f"root=/dev/vda ro rekindle.overlay=50% {append}"
         if self.touch:
             append += f" rekindle.touch={self.touch}"
         lines = [
@@ -99,6 +107,8 @@ class Guest:
         ]
         if self.disk:
             lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", ""]
+        elif self.image.kind == "debian-work":
+            lines += ["[[disk]]", f"path = {json.dumps(str(self.image.folder / 'disk.raw'))}", "readonly = true", ""]
         lines += [
             "[[net]]",
             'kind = "tap"',
@@ -116,9 +126,9 @@ class Guest:
         path.write_text(self.definition(qemu))
         return path
 
-    def command(self, line: str, deadline: float = READY_DEADLINE_S) -> str:
+    def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
         """Send a line to its command port and give the reply, for at most `deadline` seconds."""
-        with netns.connect(self.netns, self.address, COMMAND_PORT, deadline) as connection:
+        with netns.connect(self.netns, self.address, port, deadline) as connection:
             connection.settimeout(deadline)
             connection.sendall(line.encode() + b"\n")
             reply = b""
@@ -142,7 +152,7 @@ class Guest:
                 time.sleep(0.1)
         if not reply.startswith("ok"):
             raise RuntimeError(f"{self.name}: uptime: {reply}")
-        for port in (80, 22) if self.image.kind == "debian" else ():
+        for port in () if self.image.kind == "micro" else (80, 22):
             netns.connect(self.netns, self.address, port, max(end - time.monotonic(), 1.0)).close()
 
 

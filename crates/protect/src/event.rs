@@ -24,6 +24,8 @@ pub enum Event {
     Filled,
     /// A checkpoint counts.
     Checkpoint(Box<Done>),
+    /// The guest's memory was compared with the newest checkpoint.
+    Compared(Compared),
     /// The newest checkpoint that counts is older than `--max-lag`.
     Lag {
         /// How old it is.
@@ -88,8 +90,28 @@ pub struct Done {
     pub devices_bytes: u64,
     /// From the guest's resume to the commit, in µs.
     pub commit_us: u64,
+    /// From the beginning of the checkpoint, before the guest was stopped, to the commit, in µs.
+    #[serde(default)]
+    pub took_us: u64,
     /// What was done while the guest was stopped, in µs each.
     pub steps: Steps,
+}
+
+/// A stopped guest's memory against the newest checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Compared {
+    /// The checkpoint.
+    pub checkpoint: u64,
+    /// Pages of all RAM blocks that were compared.
+    pub pages: u64,
+    /// Pages that were not: the guest has written them since, and the next checkpoint would have them.
+    pub written_since: u64,
+    /// Pages that differ: a restore would get them wrong.
+    pub wrong: u64,
+    /// Names of the first of them.
+    pub named: Vec<String>,
+    /// How long the guest was stopped for it, in µs.
+    pub stopped_us: u64,
 }
 
 /// The parts of a pause, in µs.
@@ -134,6 +156,11 @@ impl fmt::Display for Event {
                     Some(interval) => write!(f, ", interval {:.2} s of {:.2} s", ms(interval), ms(*every_ms)),
                     None => Ok(()),
                 }
+            }
+            Self::Compared(Compared { checkpoint, pages, written_since, wrong, named, stopped_us }) => {
+                write!(f, "{pages} pages compared with checkpoint {checkpoint} while the guest was stopped for ")?;
+                write!(f, "{:.0} ms: {wrong} differ; {written_since} were written since", ms(*stopped_us))?;
+                if named.is_empty() { Ok(()) } else { write!(f, ". Wrong: {}", named.join(", ")) }
             }
             Self::Lag { lag_ms, max_ms } => {
                 write!(f, "the newest checkpoint is {:.1} s old, more than {:.1} s", ms(*lag_ms), ms(*max_ms))

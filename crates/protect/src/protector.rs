@@ -1,6 +1,6 @@
 //! The loop that takes checkpoints.
 
-use crate::event::{Done, Event};
+use crate::event::{Compared, Done, Event};
 use crate::filling::{Held, Worth, judge};
 use crate::pause::PauseError;
 use crate::policy::Policy;
@@ -8,6 +8,7 @@ use crate::progress::{Commit, Progress};
 use crate::session::{Begin, Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
 use rekindle_qemu::adopt::Obstacle;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::host::Host;
@@ -55,6 +56,8 @@ pub struct Settings {
     pub disks: Disks,
     /// End after so many checkpoints.
     pub count: Option<u64>,
+    /// After those, compare all of the guest's memory with the newest, while it is stopped.
+    pub compare: bool,
 }
 
 /// Why a VM is not, or no longer, protected.
@@ -259,6 +262,13 @@ impl Loop<'_> {
                         continue 'sessions;
                     }
                     Next::End(Ended::Counted) => {
+                        if self.settings.compare {
+                            let compared = self.compare(&mut session).map_err(|source| ProtectError::Session {
+                                name: session.target.name().into(),
+                                source: Box::new(source),
+                            })?;
+                            tell(&Event::Compared(compared));
+                        }
                         if let Err(e) = session.detach() {
                             tracing::warn!("tracking could not be taken out of QEMU: {e}");
                         }
@@ -318,19 +328,12 @@ impl Loop<'_> {
     }
 
     fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
+        let progress = self.progress(session);
         let writer = open(&mut self.writer, &self.settings.store, &self.options)?;
         writer.hold(session.restored());
         let number = writer.next_number();
-        let mut progress = Progress {
-            store: self.settings.store.clone(),
-            pid: session.target.vmm().pid,
-            started: session.target.vmm().started,
-            policy: session.policy(),
-            collected: number,
-            committed: number - 1,
-            epoch: writer.epoch(),
-            base: self.base,
-        };
+        let (collected, committed, epoch) = (number, number - 1, writer.epoch());
+        let mut progress = Progress { collected, committed, epoch, ..progress };
         let rundir = session.target.rundir().clone();
         progress.write(&rundir);
         let done = session.checkpoint(writer, self.settings.every)?;
@@ -340,6 +343,21 @@ impl Loop<'_> {
         progress.base = self.base;
         progress.write(&rundir);
         Ok(done)
+    }
+
+    /// What is said of `session` beside numbers.
+    fn progress(&self, session: &Session) -> Progress {
+        let Vmm { pid, started, .. } = *session.target.vmm();
+        let (store, policy) = (self.settings.store.clone(), session.policy());
+        Progress { store, pid, started, policy, collected: 0, committed: 0, epoch: 0, base: self.base }
+    }
+
+    fn compare(&mut self, session: &mut Session) -> Result<Compared, SessionError> {
+        let committed = self.newest.unwrap_or_default();
+        // What it collects goes nowhere: a protector after one that was killed here must not go on incrementally.
+        Progress { collected: committed + 1, committed, ..self.progress(session) }.write(session.target.rundir());
+        let which = Which { at: self.newest, identity: self.settings.identity.clone(), ..Which::default() };
+        session.compare(&Image::open(&self.settings.store, &which)?)
     }
 
     /// What comes of a failure.

@@ -1,5 +1,7 @@
 //! One QEMU being protected: its monitors, its memory, and what of it was written.
 
+mod compare;
+
 use crate::event::Done;
 use crate::filling::Held;
 use crate::pager::FillError;
@@ -25,7 +27,7 @@ use serde_json::{Value, json};
 use std::ops::Range;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Pre-copy goes over dirty pages at most so often before the guest is stopped.
 const PASSES: u32 = 3;
@@ -317,6 +319,7 @@ impl Session {
     ///
     /// On failure what was collected is owed to the next one.
     pub(crate) fn checkpoint(&mut self, writer: &mut Writer, every: Duration) -> Result<Done, SessionError> {
+        let began = Instant::now();
         let filling = self.is_filling();
         let filled = self.may_take_over();
         if let Some(held) = &self.held {
@@ -373,6 +376,7 @@ impl Session {
             bytes: committed.bytes,
             devices_bytes: paused.devices.len() as u64,
             commit_us: now.saturating_sub(paused.resumed_host_us),
+            took_us: began.elapsed().as_micros() as u64,
             steps: paused.steps,
         })
     }
@@ -567,10 +571,10 @@ fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, usize, Rang
 
 /// A fault that is being served counts as in flight for some microseconds after the last claim.
 fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
-    let deadline = std::time::Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         match tracker.landed() {
-            Err(TrackError::InFlight { .. }) if std::time::Instant::now() < deadline => {
+            Err(TrackError::InFlight { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(50));
             }
             other => return other,

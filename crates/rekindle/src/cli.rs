@@ -331,6 +331,9 @@ pub struct Protect {
     /// End after so many checkpoints, and leave no trace in QEMU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
+    /// Then compare all of the guest's memory with the newest checkpoint, while it is stopped (takes seconds per GiB).
+    #[arg(long, requires = "count")]
+    pub compare: bool,
 }
 
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@
 mod common;
 
 use common::protector::{Protector, crash, pager, restore, store, wait_filled};
-use common::{DEADLINE, Lab, Net, qemu_new, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use std::fs;
@@ -51,6 +51,51 @@ fn what_is_restored_is_what_was_committed_by_every_policy() {
         assert!(again.child.wait().unwrap().success());
         guest.assert_sound();
     }
+}
+
+#[test]
+fn the_guests_memory_is_compared_with_the_store() {
+    let lab = Lab::new();
+    let guest = lab.vm("compared").memory("192M").boot(&[]);
+    guest.touch("48M");
+    guest.ask("dirty 20 32 random");
+    for policy in ["precopy", "basic", "cow"] {
+        let arguments = ["--every", "50ms", "--policy", policy, "--count", "8", "--compare"];
+        let mut protector = Protector::start(&guest, &lab, &store(&lab, policy), &arguments);
+        let compared = protector.wait("compared");
+        assert_eq!((compared["wrong"].clone(), compared["checkpoint"].clone()), (0.into(), 8.into()), "{compared}");
+        let pages = compared["pages"].as_u64().unwrap();
+        assert!(pages > 0 && pages + compared["written_since"].as_u64().unwrap() >= 192 << 8, "{compared}");
+        assert!(protector.child.wait().unwrap().success());
+    }
+    guest.ask("dirty 0");
+    // A page that changes behind the back of the page tables, here in the pause of the second checkpoint, is found and named.
+    let (page, change) = change_behind(&guest);
+    let hook = format!("test $REKINDLE_CHECKPOINT != 2 || {change}");
+    let arguments = ["--every", "50ms", "--policy", "basic", "--count", "2", "--compare", "--disk-hook", &hook];
+    let mut protector = Protector::start(&guest, &lab, &store(&lab, "behind"), &arguments);
+    let compared = protector.wait("compared");
+    assert_eq!(compared["wrong"], 1, "{compared}");
+    assert!(compared["named"][0].as_str().unwrap().ends_with(&format!(" page {page}")), "{compared}");
+    assert_eq!(protector.child.wait().unwrap().code(), Some(1));
+}
+
+/// A page that the guest has touched, and a command that changes it in the file that its RAM is.
+fn change_behind(guest: &Guest<'_>) -> (u64, String) {
+    use std::os::unix::fs::FileExt;
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let path = shown["hardware"]["ram"]["path"].as_str().unwrap();
+    let file = fs::File::open(path).unwrap();
+    let mut content = [0; 4096];
+    let pages = file.metadata().unwrap().len() / 4096;
+    // The last one with what the agent fills pages with: neither text nor zero, and never written again.
+    let page = (0..pages).rev().find(|page| {
+        file.read_exact_at(&mut content, page * 4096).unwrap();
+        content.chunks(8).filter(|word| word.iter().any(|byte| *byte > 127)).count() > 500
+    });
+    let page = page.expect("a touched page");
+    let change = format!("printf '\\{:03o}' | dd of={path} bs=1 seek={} conv=notrunc", !content[0], page * 4096);
+    (page, change)
 }
 
 #[test]

@@ -19,10 +19,9 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import vmm
-from rekindle_lab.bench.vmm.cases import CASES
+from rekindle_lab.bench import protect, restore, vmm
 
-TOPICS = {"vmm": vmm}
+TOPICS = {"vmm": vmm, "protect": protect, "restore": restore}
 
 
 def find_root(start: Path) -> Path | None:
@@ -68,9 +67,9 @@ def main(
     if quick:
         command = f"QUICK=1 {command}"
     if from_raw is None:
-        unknown = [name for name in only or [] if name not in CASES]
+        unknown = [name for name in only or [] if name not in chosen.CASES]
         if unknown:
-            raise refuse(f"no case '{unknown[0]}'; there are: {', '.join(CASES)}")
+            raise refuse(f"no case '{unknown[0]}'; there are: {', '.join(chosen.CASES)}")
         binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
         if not binary.exists():
             raise refuse(f"{binary} is not there; run: cargo build --release")

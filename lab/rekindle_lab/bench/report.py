@@ -3,11 +3,12 @@
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rekindle_lab.stats import Comparison
+from rekindle_lab.stats import Comparison, compare
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,62 @@ class Figure:
         return out | {key: _rounded(value) for key, value in self.extra.items()}
 
 
+@dataclass
+class Found:
+    """Figures as they are found, and in words those for which there are no rows."""
+
+    raw: str
+    """The rows' file."""
+    figures: list[Figure] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    def add(self, figure: Figure) -> None:
+        """There is one."""
+        self.figures.append(figure)
+
+    def lacks(self, name: str, what: str = "") -> None:
+        """There are no rows for it, or not for `what`."""
+        self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
+
+    def ratio(
+        self,
+        name: str,
+        bar: Bar,
+        ours: Sequence[float],
+        peer: Sequence[float],
+        ours_is: str,
+        peer_is: str,
+        of_peer: bool = True,
+        unit: str = "ms",
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """The ratio of two samples' medians, both in `unit`, as a figure."""
+        if not ours or not peer:
+            lacking = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
+            self.lacks(name, " and ".join(lacking))
+            return
+        of = compare(ours, peer)
+        tail = of.ours_p95 / of.peer_p95
+        n = min(of.n_ours, of.n_peer)
+        self.add(
+            Figure(
+                name,
+                of.ratio,
+                "",
+                n,
+                tail,
+                bar,
+                self.raw,
+                of,
+                unit,
+                ours_is,
+                peer_is,
+                of_peer=of_peer,
+                extra=extra or {},
+            )
+        )
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
@@ -123,10 +180,24 @@ class Report:
                 parts.append(f"{title}:\n" + "\n".join(f"  {line}" for line in lines))
         return "\n\n".join(parts)
 
+    def markdown(self) -> str:
+        """The same as a page for `docs/results/`: no figure there is written by hand."""
+        made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
+        parts += ["## Against the bars", _pipes([_line(figure) for figure in self.figures])]
+        for title, rows in self.tables.items():
+            if rows:
+                parts += [f"## {title}", _pipes(rows)]
+        for title, lines in (("Left out", self.left_out), ("Errors", self.errors)):
+            if lines:
+                parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
+        return "\n\n".join(parts) + "\n"
+
     def write(self, folder: Path) -> str:
-        """Write TOPIC.json, and give its content as one line."""
+        """Write TOPIC.json and TOPIC.md, and give the content of the former as one line."""
         line = json.dumps(self.as_json())
         (folder / f"{self.topic}.json").write_text(line + "\n")
+        (folder / f"{self.topic}.md").write_text(self.markdown())
         return line
 
 
@@ -170,6 +241,15 @@ def table(rows: list[dict[str, Any]], title: str = "") -> str:
         for line in [head, ["-" * width for width in widths], *cells]
     ]
     return "\n".join([title, *lines] if title else lines)
+
+
+def _pipes(rows: list[dict[str, Any]]) -> str:
+    """Rows as a table in Markdown."""
+    if not rows:
+        return "(nothing)"
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [head, ["---"] * len(head), *([_cell(row.get(key)) for key in head] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: object) -> str:

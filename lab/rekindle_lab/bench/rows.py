@@ -2,9 +2,12 @@
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 
 class RowFile:
@@ -29,3 +32,26 @@ class RowFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def read_rows(path: Path, kind: type, topic: str) -> pd.DataFrame:
+    """The rows of a file of `kind`. Numbers that are not there are NaN; lists and objects stay JSON text."""
+    texts = {field.name: str for field in fields(kind) if "str" in str(field.type) or "list" in str(field.type)}
+    frame = pd.read_csv(path, dtype=texts)
+    missing = [field.name for field in fields(kind) if field.name not in frame.columns]
+    if missing:
+        raise ValueError(f"{path}: not a raw file of topic {topic}: no column {', '.join(missing)}")
+    return frame
+
+
+def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[float]:
+    """The values of a column, for the rows in which the other columns are as given; those not measured left out."""
+    selected = frame
+    for key, value in where.items():
+        selected = selected[selected[key] == value]
+    return [float(value) for value in selected[column].dropna()]
+
+
+def milliseconds(values_us: Sequence[float]) -> list[float]:
+    """From microseconds."""
+    return [value / 1e3 for value in values_us]

@@ -26,10 +26,15 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
         disks,
         count: arguments.count,
+        compare: arguments.compare,
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
+    let mut wrong = 0;
     let mut tell = |event: &Event| {
+        if let Event::Compared(compared) = event {
+            wrong += compared.wrong;
+        }
         let _ = output.result(event, format!("{name}: {event}"));
     };
     let summary = run(&host, &name, &settings, &interrupted, &mut tell)?;
@@ -39,5 +44,5 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         Ended::QemuEnded => "its QEMU has ended",
     };
     output.result(&summary, format!("{name}: {} checkpoints; {why}", summary.checkpoints))?;
-    Ok(if summary.ended == Ended::QemuEnded { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if summary.ended == Ended::QemuEnded || wrong > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -3,6 +3,7 @@
 Follows section 5.1, 5.3 and 5.4 of the RootHammer paper (TDSC 2010): figures 5 to 8.
 """
 
+from .cases import CASES
 from .topic import analyse, measure
 
-__all__ = ["analyse", "measure"]
+__all__ = ["CASES", "analyse", "measure"]

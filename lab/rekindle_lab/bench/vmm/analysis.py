@@ -1,14 +1,14 @@
 """From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
 
 import json
-from collections.abc import Sequence
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure
+from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.rows import milliseconds, pick
+from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95
 
-from .plan import size
 from .rows import HOWS
 
 HEADLINE_MIB = 512
@@ -16,43 +16,18 @@ HEADLINE_MIB = 512
 SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
 
 
-def pick(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
-    """The values of a column, for the rows in which the other columns are as given; those not measured left out."""
-    selected = frame
-    for key, value in where.items():
-        selected = selected[selected[key] == value]
-    return [float(value) for value in selected[column].dropna()]
-
-
 def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
     """As `pick`, but one value for each operation, for columns that all its rows have in common."""
     return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
 
 
-def milliseconds(values_us: Sequence[float]) -> list[float]:
-    """From microseconds."""
-    return [value / 1e3 for value in values_us]
-
-
-def figures(frame: pd.DataFrame, raw: str) -> tuple[list[Figure], list[str]]:
-    """The figures of the issue's table, and in words those for which there are no rows. `raw`: the rows' file."""
-    found: list[Figure] = []
-    absent: list[str] = []
+def figures(frame: pd.DataFrame, raw: str) -> Found:
+    """The figures of the issue's table. `raw`: the rows' file."""
+    found = Found(raw)
+    ratio = found.ratio
 
     def stopped(how: str, mib: int, case: str = "ram") -> list[float]:
         return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=mib))
-
-    def ratio(
-        name: str, bar: Bar, ours: list[float], peer: list[float], ours_is: str, peer_is: str, of_peer: bool = True
-    ) -> None:
-        if not ours or not peer:
-            lacking = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
-            absent.append(f"figure {name}: no rows for {' and '.join(lacking)}")
-            return
-        of = compare(ours, peer)
-        tail = of.ours_p95 / of.peer_p95
-        n = min(of.n_ours, of.n_peer)
-        found.append(Figure(name, of.ratio, "", n, tail, bar, raw, of, "ms", ours_is, peer_is, of_peer=of_peer))
 
     small = stopped("warm", HEADLINE_MIB)
     at = size(HEADLINE_MIB)
@@ -78,7 +53,7 @@ def figures(frame: pd.DataFrame, raw: str) -> tuple[list[Figure], list[str]]:
     solo = [value / 1e6 for value in operations(frame, "total_us", case="solo", how="warm")]
     if many and one:
         of = compare(many, one)
-        found.append(
+        found.add(
             Figure(
                 "warm_11_vms_total",
                 of.ours,
@@ -97,25 +72,23 @@ def figures(frame: pd.DataFrame, raw: str) -> tuple[list[Figure], list[str]]:
             )
         )
     else:
-        absent.append("figure warm_11_vms_total: no rows for 11 VMs or for one")
+        found.lacks("warm_11_vms_total", "11 VMs or for one")
     ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
 
     rounds = pick(frame, "sessions_lost", case="losses")
     load = frame[frame["case"] == "load"]
     if rounds and len(load):
         lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
-        found.append(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
+        found.add(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
     else:
-        absent.append("figure warm_losses_50: no rows")
+        found.lacks("warm_losses_50")
 
     changed = pick(frame, "memory_changed_bytes", how="warm")
     if changed:
-        found.append(
-            Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw)
-        )
+        found.add(Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw))
     else:
-        absent.append("figure warm_memory_changed: no rows")
-    return found, absent
+        found.lacks("warm_memory_changed")
+    return found
 
 
 def label(row: "pd.Series[object]") -> str:

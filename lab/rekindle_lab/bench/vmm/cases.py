@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from rekindle_lab import netns
-from rekindle_lab.guests import Guest
+from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.guests import Guest, size
 from rekindle_lab.rekindle import failed_requests
 
-from .plan import LARGEST_MIB, SMALLEST_MIB, Plan, size
+from .plan import LARGEST_MIB, SMALLEST_MIB, Plan
 from .rows import HOWS, Row
-from .stage import LOAD, USUAL, Client, NoRoomError, Peer, Stage, by_name
+from .stage import LOAD, USUAL, Client, Peer, Stage, by_name
 
 SMALL_MIB = 256
 DEBIAN_MIB = 1024

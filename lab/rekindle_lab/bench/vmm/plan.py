@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rekindle_lab.guests import size
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,11 +59,6 @@ QUICK = Plan(
     breakdown=("warm", "saved", "cold"),
     budget_s=390.0,
 )
-
-
-def size(memory_mib: int) -> str:
-    """`512M`, `2G`."""
-    return f"{memory_mib // 1024}G" if memory_mib % 1024 == 0 else f"{memory_mib}M"
 
 
 def left_out(plan: Plan) -> list[str]:

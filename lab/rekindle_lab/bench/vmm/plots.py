@@ -9,11 +9,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rekindle_lab import style, throughput
+from rekindle_lab.guests import size
 from rekindle_lab.records import parse
 from rekindle_lab.stats import median, p95
 
 from .analysis import tasks
-from .plan import size
 from .rows import HOWS
 
 

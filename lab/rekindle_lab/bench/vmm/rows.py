@@ -6,6 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from rekindle_lab.bench.rows import read_rows
+
 HOWS = ("warm", "cpr-transfer", "saved", "cold")
 
 
@@ -47,8 +49,4 @@ class Row:
 
 def read(path: Path) -> pd.DataFrame:
     """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
-    frame = pd.read_csv(path, dtype={"case": str, "guest": str, "how": str, "vm": str, "steps": str})
-    missing = [name for name in Row.__dataclass_fields__ if name not in frame.columns]
-    if missing:
-        raise ValueError(f"{path}: not a raw file of topic vmm: no column {', '.join(missing)}")
-    return frame
+    return read_rows(path, Row, "vmm")

@@ -1,11 +1,7 @@
-"""Where the measuring happens: work folders, namespaces and VMs, all taken down again, however a run ends."""
+"""The stage of this topic: VMs, their twins for the peer, and reboots with a client at each."""
 
 import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_lab import guests, netns
+from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.guests import Guest
 from rekindle_lab.peers.cpr import CprVm, reboot_all
 from rekindle_lab.rekindle import MARGIN_S, Rekindle, RekindleError, failed_requests, gap_around
 
 from .rows import Row
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,71 +39,13 @@ LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms
 """2000 requests per second for a file of 24 KiB if the guest keeps up."""
 
 
-class NoRoomError(Exception):
-    """The machine has not enough memory or disk for a case."""
-
-
 @dataclass
-class Stage:
+class Stage(bench.Stage):
     """Everything that cases share."""
 
-    root: Path
-    rekindle: Rekindle
-    qemu: str
-    rows: RowFile
-    work: Path
-    ram_dir: Path
-    disk_dir: Path
-    netns: str
     peer_netns: str
-    began: float = field(default_factory=time.monotonic)
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
-    left_out: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    images: dict[str, guests.Image] = field(default_factory=dict)
-
-    def say(self, text: str) -> None:
-        """Tell a person how far it is."""
-        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    def image(self, kind: str) -> guests.Image:
-        """The guest image, built if need be."""
-        if kind not in self.images:
-            self.images[kind] = guests.build(self.root, kind)
-        return self.images[kind]
-
-    def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
-        """A guest of ours."""
-        image = self.image(kind)
-        return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
-
-    def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
-        """Raise `NoRoomError` unless so much memory and disk is free, with a little left over."""
-        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free_mib = int(available[1]) // 1024 if available else 0
-        if free_mib < memory_mib + 1024:
-            raise NoRoomError(f"needs {memory_mib + 1024} MiB of memory, {free_mib} MiB are available")
-        disk = shutil.disk_usage(self.disk_dir).free // MIB
-        if disk < disk_mib + 1024:
-            raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
-
-    @contextmanager
-    def ours(self, guest: Guest, *, wait: bool = True) -> Iterator[Guest]:
-        """A VM of Rekindle's, ready unless one shall not `wait`; stopped at the end."""
-        definition = guest.write(self.work, self.qemu)
-        try:
-            self.rekindle.run(definition)
-            if wait:
-                guest.wait_ready()
-            yield guest
-        finally:
-            try:
-                self.rekindle.stop(guest.name)
-            except RekindleError as error:
-                self.say(f"{guest.name} is perhaps still running: {error}")
-            if guest.disk:
-                guest.disk.unlink(missing_ok=True)
 
     @contextmanager
     def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
@@ -247,15 +184,7 @@ def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Ite
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """
     with ExitStack() as stack:
-        # On a tmpfs, as run directories are; and short: it holds unix sockets.
-        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
-        stack.callback(shutil.rmtree, work, ignore_errors=True)
-        disk.mkdir(parents=True, exist_ok=True)
-        disk_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=disk))
-        stack.callback(shutil.rmtree, disk_dir, ignore_errors=True)
-        ram_dir = work / "ram"
-        ram_dir.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-bench", ram_dir], check=True)
-        stack.callback(subprocess.run, ["umount", "-l", ram_dir], check=False)
+        at = stack.enter_context(bench.folders(disk))
         names = [stack.enter_context(netns.namespace(f"rkb{os.getpid()}{end}")) for end in ("", "p")]
-        yield Stage(root, Rekindle(binary, work / "run"), qemu, rows, work, ram_dir, disk_dir, names[0], names[1])
+        ours = Rekindle(binary, at.work / "run")
+        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, names[0], names[1])

@@ -1,0 +1,76 @@
+//! All of a stopped guest's memory against a checkpoint: which pages would a restore get wrong?
+//!
+//! What was written since that checkpoint is known, as it is for the next one, and left out. Any other page that differs is one
+//! that was not protected: a write that tracking has missed, or a page that the store has wrong.
+
+use super::{Session, SessionError, Tracking};
+use crate::event::Compared;
+use crate::runs::{batches, merged, numbers, read};
+use rekindle_memory::pages;
+use rekindle_memory::ram::GuestRam;
+use rekindle_memory::tracker::{Dirty, Tracker};
+use rekindle_store::Image;
+use rekindle_store::types::PAGE_SIZE;
+use std::ops::Range;
+
+/// So many wrong pages are named.
+const NAMED: usize = 8;
+
+impl Session {
+    /// Stop the guest, compare, and let it go on. What it has written since `image` is owed to the next checkpoint.
+    ///
+    /// `image`: the newest checkpoint of this session.
+    pub(crate) fn compare(&mut self, image: &Image) -> Result<Compared, SessionError> {
+        let run_state = self.target.hold_run_state()?;
+        let (ram, owed, tracking) = (&self.ram, &mut self.owed, &mut self.tracking);
+        let paused = self.monitors.pause(|stopped, laps| {
+            let dirty = match tracking {
+                Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
+                Tracking::Synchronous(tracker, _) => tracker.collect(stopped)?,
+                // What is missing would be read as zero.
+                Tracking::Filling(_) => {
+                    return Err(SessionError::Filling { why: "only whole memory can be compared".into() });
+                }
+            };
+            *owed = merged(owed, &dirty);
+            laps.steps.collect = laps.lap();
+            let compared = all_but(ram, owed, image)?;
+            laps.steps.copy = laps.lap();
+            Ok::<_, SessionError>(compared)
+        })?;
+        drop(run_state);
+        let stopped_us = paused.resumed_host_us.saturating_sub(paused.stopped_host_us);
+        Ok(Compared { stopped_us, ..paused.result })
+    }
+}
+
+/// Every page of every block but those that `owed` names.
+fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Compared, SessionError> {
+    let mut compared = Compared { checkpoint: image.info().number, ..Compared::default() };
+    let mut buffer = Vec::new();
+    for (index, block) in ram.blocks().iter().enumerate() {
+        let get = |runs: &[Vec<Range<u64>>]| runs.get(index).cloned().unwrap_or_default();
+        let since = pages::union(&get(&owed.written), &get(&owed.zero));
+        let length = block.told.used;
+        compared.written_since += pages::bytes(&since) / PAGE_SIZE as u64;
+        let Some(position) = image.block(&block.told.id) else {
+            return Err(SessionError::Reshaped(format!("the checkpoint has no block {}", block.told.id)));
+        };
+        for batch in batches(&pages::complement(&since, length)) {
+            read(ram, block, &batch, &mut buffer)?;
+            let (contents, _) = buffer.as_chunks::<PAGE_SIZE>();
+            let ids: Vec<_> = numbers(&batch).map(|number| (position, number)).collect();
+            let mut ours = contents.iter();
+            image.read_many(&ids, |(_, number), theirs| {
+                compared.pages += 1;
+                if ours.next() != Some(theirs) {
+                    compared.wrong += 1;
+                    if compared.named.len() < NAMED {
+                        compared.named.push(format!("{} page {number}", block.told.id));
+                    }
+                }
+            })?;
+        }
+    }
+    Ok(compared)
+}

@@ -1,0 +1,125 @@
+"""What a run measures: how often, at which sizes and intervals; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from rekindle_lab.guests import size
+
+INTERVALS_S = (10.0, 5.0, 2.0, 1.0, 0.25)
+
+
+@dataclass(frozen=True)
+class Units:
+    """How much of each workload a window has: 15 to 30 s on a machine without KVM."""
+
+    compile: int = 45
+    transcode: int = 200
+
+    def of(self, workload: str) -> int:
+        """Files, or frames."""
+        return {"compile": self.compile, "transcode": self.transcode}[workload]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Rounds at one size; in each, so many checkpoints of each policy, and saves of each peer."""
+
+    rounds: int
+    checkpoints: int
+    saves: dict[str, int]
+    touch: str | None = None
+    """Filled before: a larger guest has more in its memory."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    units: Units
+    pause: dict[int, Pause]
+    """By MiB of RAM."""
+    intervals_s: tuple[float, ...]
+    cells: tuple[tuple[str, str, str], ...]
+    """(store, workload, policy) for which every interval is measured."""
+    slowdown: dict[str, int]
+    """Pairs of a window with and one without protection, by workload."""
+    rates: tuple[tuple[float, float], ...]
+    """MB/s that are written, and MB of the area that is written to; a rate of 0 is an idle guest."""
+    rate_checkpoints: int
+    commit: int
+    """Commits of 46 MB, by turns with dd."""
+    wrong: int
+    """Checkpoints before all memory is compared."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+_SAVES = {"background-snapshot": 4, "mapped-ram": 2, "full": 1}
+_DISK = tuple(
+    ("disk", workload, policy) for workload in ("compile", "transcode") for policy in ("default", "cow", "basic")
+)
+_OTHERS = tuple((store, workload, "default") for store in ("slow", "tls") for workload in ("compile", "transcode"))
+
+FULL = Plan(
+    units=Units(),
+    pause={
+        512: Pause(4, 4, _SAVES),
+        2048: Pause(4, 4, _SAVES, "1G"),
+        8192: Pause(1, 4, _SAVES, "2G"),
+    },
+    intervals_s=INTERVALS_S,
+    cells=(*_DISK, *_OTHERS),
+    slowdown={"compile": 10, "transcode": 10},
+    rates=((0.0, 0.0), (10.0, 128.0), (50.0, 128.0), (200.0, 128.0)),
+    rate_checkpoints=8,
+    commit=10,
+    wrong=1000,
+)
+
+QUICK = Plan(
+    units=Units(20, 80),
+    pause={512: Pause(1, 4, {"background-snapshot": 4, "mapped-ram": 1, "full": 1})},
+    intervals_s=(2.0, 0.25),
+    cells=(("disk", "compile", "default"), ("disk", "compile", "cow"), ("disk", "compile", "basic")),
+    slowdown={"compile": 2},
+    rates=((0.0, 0.0), (50.0, 64.0)),
+    rate_checkpoints=3,
+    commit=3,
+    wrong=100,
+    budget_s=400.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines: list[str] = []
+    for mib, full in FULL.pause.items():
+        own = plan.pause.get(mib)
+        if own is None:
+            lines.append(f"pause at {size(mib)}: all of it")
+        elif own != full:
+            lines.append(f"pause at {size(mib)}: {own.rounds} rounds of {full.rounds}")
+    missing = [f"{interval:g} s" for interval in FULL.intervals_s if interval not in plan.intervals_s]
+    if missing:
+        lines.append(f"intervals: {', '.join(missing)}")
+    cells = [" ".join(cell) for cell in FULL.cells if cell not in plan.cells]
+    if cells:
+        lines.append(f"intervals for: {', '.join(cells)}")
+    if plan.units != FULL.units:
+        lines.append(
+            f"length of a window: {plan.units.compile} files of {FULL.units.compile}, "
+            f"{plan.units.transcode} frames of {FULL.units.transcode}"
+        )
+    for workload, full_pairs in FULL.slowdown.items():
+        pairs = plan.slowdown.get(workload, 0)
+        if pairs < full_pairs:
+            lines.append(f"slowdown of {workload}: {pairs} pairs of {full_pairs}")
+    rates = [f"{rate:g} MB/s over {area:g} MB" for rate, area in FULL.rates if (rate, area) not in plan.rates]
+    if rates:
+        lines.append(f"memory written at: {', '.join(rates)}")
+    for what, own_n, full_n in (
+        ("commits against dd", plan.commit, FULL.commit),
+        ("checkpoints before memory is compared", plan.wrong, FULL.wrong),
+    ):
+        if own_n < full_n:
+            lines.append(f"{what}: {own_n} of {full_n}")
+    return lines

@@ -1,0 +1,136 @@
+"""The paper's figures 2 and 3, and guest-stopped times beside the peers'."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from rekindle_lab import style
+from rekindle_lab.guests import size
+from rekindle_lab.peers.snapshot import WAYS
+from rekindle_lab.stats import median, p95
+
+from . import analysis
+from .rows import DEFAULT, POLICIES
+
+# Okabe and Ito's palette.
+COLOURS = {
+    DEFAULT: "#0072B2",
+    "cow": "#009E73",
+    "basic": "#D55E00",
+    "background-snapshot": "#E69F00",
+    "mapped-ram": "#CC79A7",
+    "full": "#777777",
+}
+
+
+def _named(value: float) -> str:
+    return f"{value:g} s"
+
+
+def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], fmt: str = "{:.3g}") -> None:  # noqa: ANN401
+    """Bars side by side, one group for each label, with their values on top."""
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        at = [x + (index - (len(series) - 1) / 2) * width for x in range(len(groups))]
+        heights = [value if value is not None else 0.0 for value in values]
+        drawn = axes.bar(at, heights, width, label=name, color=COLOURS.get(name, style.FALLBACK))
+        labels = [fmt.format(value) if value is not None else "" for value in values]
+        axes.bar_label(drawn, labels, padding=2, fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+
+
+def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
+    sizes = sorted(int(mib) for mib in frame[frame["case"] == "pause"]["memory_mib"].unique())
+    if not sizes:
+        return None
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    drawn: list[float] = []
+    series: dict[str, list[float | None]] = {}
+    for how in (*POLICIES, *WAYS):
+        samples = [analysis.stopped_ms(frame, "pause", how, memory_mib=mib) for mib in sizes]
+        series[how] = [median(sample) if sample else None for sample in samples]
+        drawn += [p95(sample) for sample in samples if sample] + [value for value in series[how] if value is not None]
+    _bars(axes, [size(mib) for mib in sizes], series)
+    style.logarithmic_ms(axes, drawn)
+    axes.set_ylabel("guest-stopped time (median)")
+    axes.set_xlabel("guest RAM")
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.suptitle("A checkpoint, or a save, of a guest that compiles", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "protect-pause.png")
+    return "protect-pause.png"
+
+
+def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
+    lines = [line for line in analysis.pauses_by_interval(frame) if line["store"] == "disk"]
+    if not lines:
+        return None
+    every = sorted({float(str(line["every s"])) for line in lines}, reverse=True)
+    series: dict[str, list[float | None]] = {
+        how: [
+            next((float(str(line["mean ms"])) for line in lines if (line["policy"], line["every s"]) == (how, e)), None)
+            for e in every
+        ]
+        for how in POLICIES
+    }
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    _bars(axes, [_named(e) for e in every], series)
+    style.logarithmic_ms(axes, [value for values in series.values() for value in values if value])
+    axes.set_ylabel("mean pause")
+    axes.set_xlabel("configured interval")
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.suptitle("Pause by policy and interval (the paper's figure 2)", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "protect-figure2.png")
+    return "protect-figure2.png"
+
+
+def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
+    lines = analysis.overheads(frame)
+    if not lines:
+        return None
+    workloads = sorted({str(line["workload"]) for line in lines})
+    figure, grid = plt.subplots(
+        2, len(workloads), figsize=(5.5 * len(workloads), 6.5), layout="constrained", squeeze=False
+    )
+    for column, workload in enumerate(workloads):
+        own = [line for line in lines if line["workload"] == workload]
+        every = sorted({float(str(line["every s"])) for line in own}, reverse=True)
+        cells = list(dict.fromkeys((str(line["policy"]), str(line["store"])) for line in own))
+        for row, (key, name) in enumerate((("overhead %", "overhead (%)"), ("level %", "level of protection (%)"))):
+            axes = grid[row][column]
+            width = 0.8 / len(cells)
+            for index, cell in enumerate(cells):
+                values = [
+                    next(
+                        (
+                            float(str(line[key]))
+                            for line in own
+                            if (line["policy"], line["store"], line["every s"]) == (*cell, e)
+                        ),
+                        0.0,
+                    )
+                    for e in every
+                ]
+                at = [x + (index - (len(cells) - 1) / 2) * width for x in range(len(every))]
+                hatch = {"disk": "", "slow": "//", "tls": ".."}[cell[1]]
+                axes.bar(at, values, width, label=f"{cell[0]}, {cell[1]}", color=COLOURS[cell[0]], hatch=hatch)
+            axes.set_xticks(range(len(every)), [_named(e) for e in every])
+            axes.set_ylabel(name)
+            axes.axhline(0, color="#000000", linewidth=0.8)
+        grid[0][column].set_title(workload)
+        grid[1][column].set_xlabel("configured interval")
+    found: dict[str, Any] = {}
+    for axes in grid.flat:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=5)
+    figure.suptitle("Overhead and level of protection (the paper's figure 3)", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "protect-figure3.png")
+    return "protect-figure3.png"
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    style.apply()
+    return [name for name in (part(frame, folder) for part in (_pauses, _figure_2, _figure_3)) if name]

@@ -1,0 +1,49 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+from pathlib import Path
+
+from rekindle_lab import guests
+from rekindle_lab.bench import run
+from rekindle_lab.bench.report import Report
+
+from . import analysis, plots, rows
+from .cases import CASES
+from .plan import FULL, QUICK, left_out
+from .stage import IMAGE, stage
+
+TOPIC = "protect"
+
+
+def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
+    """Run the cases and write the raw files into `out`; gives the file of rows."""
+    plan = QUICK if quick else FULL
+    guests.build(root, IMAGE)  # now, so that it is not in the time of a quick run
+    with (
+        run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan)) as here,
+        stage(root, binary, qemu, here.rows, run.cache()) as here.stage,
+    ):
+        here.stage.run(CASES, plan, only)
+    return here.rows.path
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out)
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    return Report(
+        topic=TOPIC,
+        command=about.get("command", command),
+        versions=about.get("versions", {}),
+        figures=found.figures,
+        left_out=[*about.get("left_out", []), *found.absent],
+        errors=about.get("errors", []),
+        plots=plots.draw(frame, out),
+        tables={
+            "Guest-stopped time of a checkpoint or save, the guest compiling": analysis.pauses(frame),
+            "Table I: size, commit and actual interval (medians)": analysis.table_1(frame),
+            "Figure 2: pause by policy and interval, the guest compiling": analysis.pauses_by_interval(frame),
+            "Figure 3: overhead and level of protection": analysis.overheads(frame),
+            "Memory written at a set rate (medians; a checkpoint a second)": analysis.written_rates(frame),
+        },
+    )

@@ -1,0 +1,9 @@
+"""Topic `restore`: how soon a guest goes on from a checkpoint, and how fast it is then.
+
+Follows sections V-D and V-E of the HydraVM paper (HPL-2011-24): figure 4, table II.
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

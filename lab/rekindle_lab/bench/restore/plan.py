@@ -1,0 +1,84 @@
+"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from rekindle_lab.bench.protect.plan import Units
+from rekindle_lab.guests import size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    restore: dict[int, dict[str, int]]
+    """By MiB of RAM: lazy, eager, incoming."""
+    touch: dict[int, str]
+    """What a larger guest has in its memory besides."""
+    stores: tuple[str, ...]
+    """For figure 4: lazily from each of them, 512M."""
+    store_restores: int
+    """How often from each."""
+    prepared: int
+    after: dict[str, int]
+    """Windows that are cut by a crash and a restore, and as many that are not, by workload."""
+    units: Units
+    """Of those windows; each is cut in the middle."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(
+    restore={
+        512: {"lazy": 20, "eager": 8, "incoming": 8},
+        2048: {"lazy": 10, "eager": 4, "incoming": 4},
+        8192: {"lazy": 20, "eager": 2, "incoming": 2},
+    },
+    touch={2048: "1G", 8192: "2G"},
+    stores=("disk", "slow", "tls"),
+    store_restores=10,
+    prepared=20,
+    after={"compile": 8, "transcode": 8},
+    units=Units(100, 400),
+)
+
+QUICK = Plan(
+    restore={512: {"lazy": 6, "eager": 2, "incoming": 2}, 8192: {"lazy": 6, "eager": 0, "incoming": 0}},
+    touch={8192: "512M"},
+    stores=("disk",),
+    store_restores=3,
+    prepared=4,
+    after={"compile": 2},
+    units=Units(40, 160),
+    budget_s=400.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines: list[str] = []
+    for mib, full in FULL.restore.items():
+        own = plan.restore.get(mib, {})
+        none = [how for how, n in full.items() if not own.get(how, 0)]
+        fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
+        if none:
+            lines.append(f"restores at {size(mib)}: {'all' if len(none) == len(full) else ', '.join(none)}")
+        if fewer:
+            lines.append(f"restores at {size(mib)}: repetitions ({', '.join(fewer)})")
+        if own and plan.touch.get(mib) != FULL.touch.get(mib):
+            lines.append(f"memory filled at {size(mib)}: {plan.touch.get(mib)} of {FULL.touch.get(mib)}")
+    missing = [store for store in FULL.stores if store not in plan.stores]
+    if missing:
+        lines.append(f"restores from: {', '.join(missing)}")
+    if plan.store_restores < FULL.store_restores:
+        lines.append(f"restores from each store: {plan.store_restores} of {FULL.store_restores}")
+    if plan.prepared < FULL.prepared:
+        lines.append(f"restores into a prepared QEMU: {plan.prepared} of {FULL.prepared}")
+    for workload, pairs in FULL.after.items():
+        if plan.after.get(workload, 0) < pairs:
+            lines.append(f"second halves of {workload}: {plan.after.get(workload, 0)} of {pairs}")
+    if plan.units != FULL.units:
+        lines.append(
+            f"length of a piece of work: {plan.units.compile} files of {FULL.units.compile}, "
+            f"{plan.units.transcode} frames of {FULL.units.transcode}"
+        )
+    return lines

@@ -1,0 +1,39 @@
+"""The paper's figure 4: what a restore takes, by its parts; and with the peer."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from rekindle_lab import style
+
+from . import analysis
+
+# Okabe and Ito's palette, and greys.
+PALETTE = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#999999", "#555555")
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    parts = analysis.steps(frame)
+    if not parts:
+        return []
+    style.apply()
+    names = list(dict.fromkeys(name for medians in parts.values() for name in medians if name != "the rest"))
+    names.append("the rest")
+    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.45 * len(parts)), layout="constrained")
+    labels = [f"{what}: {how}" for what, how in parts]
+    left = [0.0] * len(parts)
+    for index, name in enumerate(names):
+        widths = [medians.get(name, 0.0) for medians in parts.values()]
+        axes.barh(labels, widths, left=left, label=name, color=PALETTE[index % len(PALETTE)])
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    for label, whole in zip(labels, left, strict=True):
+        axes.text(whole, label, f" {style.duration(whole)}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms from the command to the guest's running (medians)")
+    axes.grid(axis="x")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.suptitle("A guest goes on (the paper's figure 4)", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "restore-figure4.png")
+    return ["restore-figure4.png"]

@@ -1,0 +1,93 @@
+"""A run from beginning to end: raw rows into a file, and beside it what they do not say; both are read again."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab.bench.report import machine_versions, qemu_version
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.bench.stage import Stage
+from rekindle_lab.rekindle import Rekindle
+
+BUSY_LOAD = 0.5
+"""A machine that had more to do than this in the last minute (load average) before a run is not called quiet."""
+
+
+@dataclass
+class Run:
+    """A run that is under way. `stage` is set by the topic once it stands."""
+
+    rows: RowFile
+    left_out: list[str]
+    stage: Stage | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else is to be told; each goes to TOPIC-run.json."""
+
+
+def cache() -> Path:
+    """A folder on a real disk that outlives runs."""
+    return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
+
+
+def load_before() -> float:
+    """What the machine has to do beside us: its load average of the last minute, before a run begins."""
+    return os.getloadavg()[0]
+
+
+@contextmanager
+def recorded(
+    topic: str, kind: type, out: Path, binary: Path, qemu: str, command: str, left_out: list[str]
+) -> Iterator[Run]:
+    """Rows of `kind` go to TOPIC-raw.csv; however the body ends, TOPIC-run.json has the rest."""
+    versions = {"rekindle": Rekindle(binary, out).version(), "qemu": qemu_version(qemu), **machine_versions()}
+    load = load_before()
+    run = Run(RowFile(out / raw_name(topic), kind), left_out)
+    if load > BUSY_LOAD:
+        run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
+    try:
+        yield run
+    finally:
+        run.rows.close()
+        about = {
+            "command": command,
+            "versions": versions,
+            "load_before": round(load, 2),
+            "left_out": run.left_out + (run.stage.left_out if run.stage else []),
+            "errors": run.stage.errors if run.stage else [],
+            **run.notes,
+        }
+        (out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def raw_name(topic: str) -> str:
+    """The file of rows."""
+    return f"{topic}-raw.csv"
+
+
+def about_name(topic: str) -> str:
+    """The file with what the rows do not say: versions, what was left out, what went wrong."""
+    return f"{topic}-run.json"
+
+
+def take_over(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Copy the files of a run into `out` unless they are there, and give what is known of it.
+
+    `more`: names of further files that may be beside the rows.
+    """
+    if raw.resolve() != (out / raw_name(topic)).resolve():
+        for name in (about_name(topic), *more):
+            if (raw.parent / name).exists():
+                shutil.copyfile(raw.parent / name, out / name)
+        shutil.copyfile(raw, out / raw_name(topic))
+    return beside(raw, about_name(topic), {})
+
+
+def beside(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
+    """The JSON of a file beside the rows, or `default` where there is none."""
+    path = raw.parent / name
+    return json.loads(path.read_text()) if path.exists() else default

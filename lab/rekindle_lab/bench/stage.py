@@ -1,0 +1,140 @@
+"""Where the measuring happens: folders, a network namespace and VMs, all taken down again, however a run ends."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rekindle_lab import guests
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.guests import Guest
+from rekindle_lab.rekindle import Rekindle, RekindleError
+
+MIB = 1 << 20
+
+
+class NoRoomError(Exception):
+    """The machine has not enough memory or disk for a case, or lacks what it needs."""
+
+
+class Plan(Protocol):
+    """What every topic's plan has."""
+
+    @property
+    def budget_s(self) -> float | None:
+        """A case that would begin later than this is left out."""
+
+
+@dataclass
+class Stage:
+    """Everything that cases share."""
+
+    root: Path
+    rekindle: Rekindle
+    qemu: str
+    rows: RowFile
+    work: Path
+    ram_dir: Path
+    disk_dir: Path
+    netns: str
+    began: float = field(default_factory=time.monotonic, kw_only=True)
+    left_out: list[str] = field(default_factory=list, kw_only=True)
+    errors: list[str] = field(default_factory=list, kw_only=True)
+    images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
+
+    def say(self, text: str) -> None:
+        """Tell a person how far it is."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def image(self, kind: str) -> guests.Image:
+        """The guest image, built if need be."""
+        if kind not in self.images:
+            self.images[kind] = guests.build(self.root, kind)
+        return self.images[kind]
+
+    def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
+        """A guest of ours."""
+        image = self.image(kind)
+        return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
+
+    def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
+        """Raise `NoRoomError` unless so much memory and disk is free, with a little left over."""
+        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free_mib = int(available[1]) // 1024 if available else 0
+        if free_mib < memory_mib + 1024:
+            raise NoRoomError(f"needs {memory_mib + 1024} MiB of memory, {free_mib} MiB are available")
+        disk = shutil.disk_usage(self.disk_dir).free // MIB
+        if disk < disk_mib + 1024:
+            raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
+
+    @contextmanager
+    def ours(self, guest: Guest, *, wait: bool = True) -> Iterator[Guest]:
+        """A VM of Rekindle's, ready unless one shall not `wait`; stopped at the end."""
+        definition = guest.write(self.work, self.qemu)
+        try:
+            self.rekindle.run(definition)
+            if wait:
+                guest.wait_ready()
+            yield guest
+        finally:
+            try:
+                self.rekindle.stop(guest.name)
+            except RekindleError as error:
+                if "there is no VM" not in str(error):  # a case that failed may have left none
+                    self.say(f"{guest.name} is perhaps still running: {error}")
+            if guest.disk:
+                guest.disk.unlink(missing_ok=True)
+
+    def run(self, cases: Mapping[str, Callable[[Any, Any], None]], plan: Plan, only: list[str]) -> None:
+        """Run the cases, or only those named. What goes wrong in one is written down, and the next gets its turn."""
+        for name, case in cases.items():
+            if only and name not in only:
+                self.left_out.append(f"case {name}: not asked for")
+            elif plan.budget_s is not None and time.monotonic() - self.began > plan.budget_s:
+                self.left_out.append(f"case {name}: no time left for it")
+            else:
+                self._run_case(name, case, plan)
+
+    def _run_case(self, name: str, case: Callable[[Any, Any], None], plan: Plan) -> None:
+        try:
+            case(self, plan)
+        except NoRoomError as error:
+            self.left_out.append(f"case {name}: the machine {error}")
+        except Exception as error:
+            self.errors.append(f"case {name}: {type(error).__name__}: {error}")
+            self.say(self.errors[-1])
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a run keeps its things."""
+
+    work: Path
+    """On a tmpfs, as run directories are; and short: it holds unix sockets."""
+    ram_dir: Path
+    """A tmpfs of its own for guest RAM."""
+    disk_dir: Path
+    """On a real disk."""
+
+
+@contextmanager
+def folders(disk: Path) -> Iterator[Folders]:
+    """The folders of a run, gone at its end. `disk`: a folder on a real disk, for guest disks, saved RAM and stores."""
+    with ExitStack() as stack:
+        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        disk.mkdir(parents=True, exist_ok=True)
+        disk_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=disk))
+        stack.callback(shutil.rmtree, disk_dir, ignore_errors=True)
+        ram_dir = work / "ram"
+        ram_dir.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-bench", ram_dir], check=True)
+        stack.callback(subprocess.run, ["umount", "-l", ram_dir], check=False)
+        yield Folders(work, ram_dir, disk_dir)

@@ -1,0 +1,147 @@
+"""`rekindle protect` as a process beside an experiment: what it told when, and what it used."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.stores import Store
+
+START_DEADLINE_S = 120.0
+END_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the process took."""
+
+    cpu_us: int
+    peak_kib: int
+    """Resident memory at most."""
+
+
+class Protector:
+    """A protector of one VM. Its events are kept; `told` is set at each."""
+
+    def __init__(
+        self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
+    ) -> None:
+        """Start it. Without a `policy` it takes its default."""
+        command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
+        command += ["--every", every, *(["--policy", policy] if policy else []), *more]
+        self._command = command
+        self.events: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self._said: list[str] = []
+        self._process = subprocess.Popen(
+            command,
+            env=rekindle.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._threads = [threading.Thread(target=read, daemon=True) for read in (self._read, self._listen)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                with self._changed:
+                    self.events.append(json.loads(line))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        self._said += list(self._process.stderr)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind so far."""
+        with self._changed:
+            return [event for event in self.events if event.get("event") == kind]
+
+    def wait(self, kind: str, count: int = 1, timeout: float = START_DEADLINE_S) -> list[dict[str, Any]]:
+        """The events of one kind, once there are so many. Raises where it ends before."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                found = [event for event in self.events if event.get("event") == kind]
+                if len(found) >= count:
+                    return found
+                left = deadline - time.monotonic()
+                if self._ended or left <= 0:
+                    what = "ended" if self._ended else f"gave no {kind} number {count} within {timeout:g} s"
+                    said = "".join(self._said)[-2000:].strip()
+                    raise RekindleError(f"{' '.join(self._command[1:])}: {what}; it said: {said or '(nothing)'}")
+                self._changed.wait(left)
+
+    def stop(self) -> Used:
+        """Tell it to end, and wait until it has. What it tracks stays in QEMU."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)
+        return self.join()
+
+    def join(self, timeout: float = END_DEADLINE_S) -> Used:
+        """Wait until it has ended by itself, and give what it used."""
+        deadline = time.monotonic() + timeout
+        while True:
+            pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                self.kill()
+                raise RekindleError(f"{' '.join(self._command[1:])}: does not end within {timeout:g} s")
+            time.sleep(0.005)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        for thread in self._threads:
+            thread.join()
+        if self._process.returncode not in (0, 1):
+            raise RekindleError(f"{' '.join(self._command[1:])}: {''.join(self._said)[-2000:]}")
+        return Used(int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """End it at once, if it is still there."""
+        if self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def protected(
+    rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
+) -> Iterator[Protector]:
+    """A protector while the body runs; ended with it. It has its first, full checkpoint when the body begins."""
+    protector = Protector(rekindle, name, store, every, policy, *more)
+    try:
+        protector.wait("checkpoint")
+        yield protector
+        if protector.returncode is None:
+            protector.stop()
+    finally:
+        protector.kill()
+
+
+def detach(rekindle: Rekindle, name: str, store: Store, policy: str | None = None) -> None:
+    """Take a last checkpoint and leave no trace in QEMU: an ended protector leaves its tracking for the next one."""
+    if policy != "cow":  # whose protection ends with its process
+        arguments: Sequence[str] = ["--policy", policy] if policy else []
+        rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *arguments)

@@ -1,0 +1,163 @@
+"""Where checkpoints go: a folder of the machine's disk, a slow disk, a server over TLS."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rekindle_lab.rekindle import Rekindle, RekindleError
+
+SLOW_BYTES_PER_S = 90_000_000
+SLOW_OPERATIONS_PER_S = 120
+"""The paper's hard drive."""
+START_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Store:
+    """One store, or the place for some (`within`)."""
+
+    kind: str
+    """`disk`, `slow`, `tls`."""
+    url: str
+    folder: Path
+    """Where it is on this machine."""
+    options: tuple[str, ...] = ()
+    """What a command needs besides its URL."""
+
+    def within(self, name: str) -> "Store":
+        """The store called `name` at this place."""
+        return replace(self, url=f"{self.url}/{name}", folder=self.folder / name)
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Let the machine drop what it has cached of its files, so that the next reader reads the disk."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                forget(path)
+
+
+def forget(path: Path) -> None:
+    """Let the machine drop what it has cached of a file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def on_disk(folder: Path) -> Store:
+    """A folder of the machine's disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Store("disk", str(folder), folder)
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()[-1000:]
+        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {said}")
+    return done.stdout.strip()
+
+
+THROTTLE = Path("/sys/fs/cgroup/blkio")
+"""The block I/O controller of control groups v1. Limits of its root hold for the whole machine, also for what the
+kernel writes back later; v2 has none at its root."""
+
+
+def can_be_slow() -> bool:
+    """Whether a disk can be held to a rate here."""
+    return (THROTTLE / "blkio.throttle.write_bps_device").exists()
+
+
+@contextmanager
+def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
+    """A disk of 90 MB/s and 120 operations a second for reading, and as much for writing, with ext4 on it.
+
+    A loop device on a file in `folder`, which is on the machine's disk; the kernel holds it to that. (QEMU's storage
+    daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of writes that are
+    under way at once.)
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    image, mount = folder / "disk.raw", folder / "mount"
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with image.open("wb") as file:
+            file.truncate(size_mib << 20)
+        _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
+        mount.mkdir()
+        loop = _run("losetup", "--find", "--show", "--direct-io=on", image)
+        stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
+        number = Path(loop).stat().st_rdev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        for what, limit in (("bps", SLOW_BYTES_PER_S), ("iops", SLOW_OPERATIONS_PER_S)):
+            for way in ("read", "write"):
+                rule = THROTTLE / f"blkio.throttle.{way}_{what}_device"
+                rule.write_text(f"{device} {limit}")
+                stack.callback(rule.write_text, f"{device} 0")
+        _run("mount", "-t", "ext4", loop, mount)
+        stack.callback(subprocess.run, ["umount", str(mount)], check=False)
+        yield Store("slow", str(mount), mount)
+
+
+def certificates(folder: Path) -> None:
+    """An authority, and what it has signed: `ca.pem`, `server.pem` and `client.pem`, with keys beside them (`.key`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    authority = folder / "ca.pem"
+    named = ("-subj", "/CN=rekindle-bench", "-days", "2")
+    _run("openssl", "req", "-x509", *curve, "-keyout", folder / "ca.key", "-out", authority, *named)
+    for who in ("server", "client"):
+        extensions = folder / f"{who}.ext"
+        extensions.write_text(
+            "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost,IP:127.0.0.1\n"
+            "extendedKeyUsage=serverAuth,clientAuth\n"
+        )
+        request = folder / f"{who}.csr"
+        _run("openssl", "req", "-new", *curve, "-keyout", folder / f"{who}.key", "-out", request, *named[:2])
+        signed = ("-CA", authority, "-CAkey", folder / "ca.key", "-CAcreateserial", "-days", "2")
+        _run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{who}.pem")
+
+
+@contextmanager
+def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
+    """A server of ours on this machine's loopback, its stores on the machine's disk."""
+    keys, at = folder / "keys", folder / "stores"
+    certificates(keys)
+    at.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(rekindle.binary), "store", "serve", "--listen", f"127.0.0.1:{port}", "--dir", str(at)]
+    command += ["--cert", str(keys / "server.pem"), "--key", str(keys / "server.key")]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [*command, "--client-ca", str(keys / "ca.pem")],
+            env=rekindle.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RekindleError(f"store serve: {log.read_text()[-1000:]}") from None
+                time.sleep(0.02)
+        client = ("--cert", str(keys / "client.pem"), "--key", str(keys / "client.key"), "--ca", str(keys / "ca.pem"))
+        yield Store("tls", f"tls://127.0.0.1:{port}", at, client)
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,0 +1,144 @@
+"""Workloads inside the debian-work guest: started through its port 7001, watched on its console by the host's clock."""
+
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle_lab.guests import WORK_PORT, Guest
+
+POLL_S = 0.002
+DEADLINE_S = 1800.0
+_LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
+
+
+class WorkError(Exception):
+    """A workload did not start, or does not go on. The text names the guest and what it said."""
+
+
+@dataclass
+class Console:
+    """The end of a guest's console log, also where the file is made anew by a restore."""
+
+    path: Path
+    _inode: int = 0
+    _offset: int = 0
+    _rest: bytes = b""
+
+    def skip(self) -> None:
+        """What is there now is not asked for."""
+        stat = self.path.stat()
+        self._inode, self._offset, self._rest = stat.st_ino, stat.st_size, b""
+
+    def lines(self) -> list[bytes]:
+        """The whole lines that have come since."""
+        try:
+            with self.path.open("rb") as file:
+                inode = self.path.stat().st_ino
+                if inode != self._inode:
+                    self._inode, self._offset, self._rest = inode, 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return whole
+
+
+@dataclass
+class Window:
+    """A piece of work: the same for the same `what`, `count` and `first`. Times are seconds of the host's clock."""
+
+    what: str
+    count: int
+    began: float = 0.0
+    ended: float = 0.0
+    digest: str = ""
+    """Of what came out."""
+    marks: list[tuple[float, int]] = field(default_factory=list)
+    """When it was how far. After a restore the guest is where it was at the checkpoint."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.began
+
+    def position(self, at: float, like: "Window") -> float:
+        """How far it was at time `at`, in its unit; between two marks as fast as `like`, an undisturbed one, was."""
+        index = bisect_right([when for when, _ in self.marks], at) - 1
+        if index < 0:
+            return 0.0
+        when, mark = self.marks[index]
+        return like.place(like.reached(mark) + at - when)
+
+    def reached(self, position: float) -> float:
+        """When it was so far (seconds of the host's clock), between two marks in proportion."""
+        before = (self.began, 0.0)
+        for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
+            if mark >= position:
+                share = (position - before[1]) / (mark - before[1]) if mark > before[1] else 1.0
+                return before[0] + share * (when - before[0])
+            before = (when, mark)
+        return self.ended
+
+    def place(self, at: float) -> float:
+        """How far it was at time `at`: the other way round."""
+        before = (self.began, 0.0)
+        for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
+            if when >= at:
+                share = (at - before[0]) / (when - before[0]) if when > before[0] else 1.0
+                return before[1] + max(0.0, share) * (mark - before[1])
+            before = (when, mark)
+        return float(self.count)
+
+
+@dataclass
+class Work:
+    """The workloads of one guest. `run_dir`: Rekindle's."""
+
+    guest: Guest
+    run_dir: Path
+
+    def __post_init__(self) -> None:
+        self._console = Console(self.run_dir / self.guest.name / "console.log")
+
+    def _order(self, line: str) -> None:
+        reply = self.guest.command(line, port=WORK_PORT)
+        if reply != "ok":
+            raise WorkError(f"{self.guest.name}: {line}: {reply}")
+
+    def loop(self, what: str) -> None:
+        """Load the guest until `stop`: `compile` or `transcode`."""
+        self._order(f"{what} loop")
+
+    def stop(self) -> None:
+        """End what is under way."""
+        self._order("stop")
+
+    def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
+        """Do a piece of work, and give its times. `at` is called whenever it has come further."""
+        window = Window(what, count)
+        self._console.skip()
+        self._order(f"{what} {count} {first}")
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for line in self._console.lines():
+                found = _LINE.search(line)
+                if found is None:
+                    continue
+                now, word = time.time(), (found[2] or b"").decode()
+                if found[1] == b"begins":
+                    window.began = now
+                elif found[1] == b"at":
+                    window.marks.append((now, int(word)))
+                    if at is not None:
+                        at(window)
+                else:
+                    window.ended, window.digest = now, word
+                    return window
+            if time.monotonic() > deadline:
+                raise WorkError(f"{self.guest.name}: {what} {count}: not done within {DEADLINE_S:g} s")
+            time.sleep(POLL_S)
