@@ -19,7 +19,8 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 /// How long until a page that could not be had is asked for again.
@@ -206,18 +207,58 @@ impl PageSource for Source<'_> {
 /// # Errors
 /// [`FillError`].
 pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> Result<Progress, FillError> {
-    let name = || rundir.name().to_owned();
     let _lock = lock(rundir)?;
-    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: name() })?;
+    let (fill, image) = open(rundir)?;
+    bring(rundir, &fill, &image, end, tell)
+}
+
+/// As [`serve`], in the place of a process that brings pages now: what takes time is done first, then `ready` is called, and
+/// then it is waited until the other one has let go.
+///
+/// # Errors
+/// [`FillError`].
+pub fn serve_after(
+    rundir: &RunDir,
+    ready: impl FnOnce(),
+    end: &AtomicBool,
+    tell: &mut dyn FnMut(&Told),
+) -> Result<Progress, FillError> {
+    let (fill, image) = open(rundir)?;
+    ready();
+    let _lock = loop {
+        match lock(rundir) {
+            Err(FillError::Busy { .. }) if !end.load(Ordering::Relaxed) => thread::sleep(Duration::from_millis(1)),
+            other => break other?,
+        }
+    };
+    // Another restore of the VM may have begun since.
+    match Fill::read(rundir)? {
+        Some(now) if now == fill => bring(rundir, &fill, &image, end, tell),
+        _ => Err(FillError::Nothing { name: rundir.name().into() }),
+    }
+}
+
+fn open(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
+    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: rundir.name().into() })?;
     let image = Image::open(&fill.store, &fill.which())?;
+    Ok((fill, image))
+}
+
+fn bring(
+    rundir: &RunDir,
+    fill: &Fill,
+    image: &Image,
+    end: &AtomicBool,
+    tell: &mut dyn FnMut(&Told),
+) -> Result<Progress, FillError> {
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let main = |id: &str| id == MAIN_RAM;
     let progress = match Pager::take_over(Injector::new(process)?, &ram, main)? {
         Some(mut pager) => {
             tell(&Told::Serving { checkpoint: fill.number });
-            let order = working_set(&image);
-            pager.run(&mut Source::new(&image, tell), order, end)?
+            let order = working_set(image);
+            pager.run(&mut Source::new(image, tell), order, end)?
         }
         // The one before was killed when all was there already.
         None => Progress { complete: true, ..Progress::default() },
@@ -233,7 +274,7 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
 }
 
 /// One pager at a time.
-fn lock(rundir: &RunDir) -> Result<File, FillError> {
+pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     let path = rundir.file("pager.lock");
     let mut options = OpenOptions::new();
     let opened = options.write(true).create(true).truncate(false).mode(0o600).open(&path);

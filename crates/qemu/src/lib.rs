@@ -3,6 +3,7 @@
 //! - [`qmp`]: talking to it (QEMU Machine Protocol);
 //! - [`agent`]: the QEMU guest agent;
 //! - [`binary`]: what a QEMU binary can do, asked before anything depends on it;
+//! - [`mark`]: what a file was when a QEMU read it;
 //! - [`command`]: the command line of a VM's hardware;
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
 //! - [`adopt`]: a running QEMU that somebody else started;
@@ -21,6 +22,7 @@ pub mod binary;
 pub mod command;
 pub mod devices;
 pub mod incoming;
+pub mod mark;
 pub mod qmp;
 pub mod ramblock;
 pub mod stopped;

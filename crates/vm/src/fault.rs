@@ -9,7 +9,8 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, passes them.
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, the preparation of a restore and a restore
+/// pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -39,6 +40,17 @@ pub const POINTS: &[&str] = &[
     "cold.renew.spawned",
     "cold.resume.resumed",
     "cold.settle.recorded",
+    "prepare.journalled",
+    "prepare.spawned",
+    "prepare.recorded",
+    "restore.prepare.journalled",
+    "restore.prepare.spawned",
+    "restore.renew.registered",
+    "restore.renew.loaded",
+    "restore.resume.journalled",
+    "restore.resume.resumed",
+    "restore.settle.recorded",
+    "restore.settle.handed-over",
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
