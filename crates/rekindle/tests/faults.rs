@@ -7,6 +7,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod common;
+#[path = "faults/restore.rs"]
+mod restore;
 
 use common::{Done, Guest, Lab, Watch, ticks_once};
 use rekindle_vm::fault::POINTS;

@@ -23,10 +23,13 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::PathBuf;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long a QEMU that waits may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
+/// How long it is waited for that its memory does not change any more.
+const REST: Duration = Duration::from_secs(1);
 
 /// A QEMU that waits for a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,7 +78,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
             recorder.step("start QEMU");
             recorder.write(&place.rundir);
             let (name, checkpoint) = (place.rundir.name().to_owned(), chosen.image.info().number);
-            let resident_bytes = resident(&vmm).unwrap_or(0);
+            let resident_bytes = at_rest(&vmm);
             Ok(Waits { name, checkpoint, pid: vmm.pid, resident_bytes, ram_bytes, replaced })
         }
         Err(e) => {
@@ -115,6 +118,20 @@ fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
     files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
 }
 
+/// Bytes of memory that it takes once it has come to rest: soon after its start it gives some back to the kernel.
+fn at_rest(vmm: &Vmm) -> u64 {
+    let deadline = Instant::now() + REST;
+    let mut bytes = resident(vmm);
+    loop {
+        thread::sleep(Duration::from_millis(50));
+        let now = resident(vmm);
+        if now == bytes || Instant::now() > deadline {
+            return now.unwrap_or(0);
+        }
+        bytes = now;
+    }
+}
+
 /// Bytes of memory that a process takes.
 fn resident(vmm: &Vmm) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{}/status", vmm.pid)).ok()?;
@@ -129,10 +146,7 @@ pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Resul
     // One that no VM has had yet, either of them.
     planned.vm_generation = state.hardware.vm_generation;
     if planned != state.hardware {
-        return Err(format!(
-            "the guest of the checkpoint has another machine: {}",
-            difference(&planned, &state.hardware)
-        ));
+        return Err(format!("another machine is needed now: {}", difference(&planned, &state.hardware)));
     }
     if plan.state.definition != state.definition {
         return Err("the VM is defined otherwise now".into());
