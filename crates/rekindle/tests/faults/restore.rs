@@ -135,6 +135,8 @@ impl Case<'_> {
 
     /// The guest runs with its memory.
     fn runs(&self) {
+        // The first packet to an interface that was just made may be lost.
+        self.guest.wait_ready();
         assert_eq!(self.guest.boot_id(), self.boot);
         let fill = self.guest.file("fill.json");
         wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
