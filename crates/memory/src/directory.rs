@@ -242,9 +242,12 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// Whether as much is left. Of huge pages the kernel is asked itself, later: a mount may have some to its own, and a
-    /// control group a limit.
-    fn check_room(&self, bytes: u64) -> Result<(), RamError> {
+    /// Whether as much is left now. Of huge pages the kernel is asked itself, when they are set aside: a mount may have some
+    /// to its own, and a control group a limit.
+    ///
+    /// # Errors
+    /// [`RamError::TooSmall`] with all figures.
+    pub fn check_room(&self, bytes: u64) -> Result<(), RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         if huge_page_size(&self.path).map_err(failed)?.is_some() {
             return Ok(());

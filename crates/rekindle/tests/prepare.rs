@@ -232,7 +232,11 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     let boot = guest.boot_id();
     crash(&guest);
     let pid = spare.json(&["restore", "patient", "--store", &store, "--prepare"])["pid"].clone();
+    let before = listing(Path::new(&store));
     let waits_on = || {
+        if Path::new(&store).exists() {
+            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
+        }
         assert_eq!(spare.status("patient"), "prepared");
         assert_eq!(pid, spare.qemu().process.pid);
     };
@@ -285,7 +289,7 @@ fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
     let guest = lab.vm("big").memory("192M").net(Net::User(free_port())).boot(&[]);
     let store = store(&lab);
     checkpoint(&guest, &store);
-    let spare = Spare::new(&lab);
+    let (spare, before) = (Spare::new(&lab), listing(Path::new(&store)));
     let refused = |arguments: &[&str], words: &[&str]| {
         for more in [&[][..], &["--prepare"][..]] {
             let all = [&["restore", "big", "--store"], arguments, more].concat();
@@ -293,6 +297,7 @@ fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
                 spare.rekindle(&all).status(1).says(words);
             }
             spare.is_empty();
+            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
         }
     };
     let old = qemu_old().to_str().unwrap().to_owned();

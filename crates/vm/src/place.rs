@@ -39,6 +39,17 @@ pub struct Plan {
     ram: RamDirectory,
 }
 
+impl Plan {
+    /// Whether there is room for the guest's RAM now. Nothing is promised: that is done by [`Place::make`] and
+    /// [`Place::claim`].
+    ///
+    /// # Errors
+    /// [`LifeError::Ram`].
+    pub fn check_room(&self) -> Result<(), LifeError> {
+        Ok(self.ram.check_room(self.state.hardware.ram.bytes)?)
+    }
+}
+
 impl<'a> Site<'a> {
     /// Take the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is removed.
     ///

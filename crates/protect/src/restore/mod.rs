@@ -260,12 +260,13 @@ fn fresh(
     recorder: &mut Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
+    // What may be refused comes before the store is claimed: whoever protects the VM is to go on then.
+    let made = place.make(Kind::Restore)?;
+    fault::point("restore.prepare.journalled", None, None);
+    recorder.step("make its place");
     let name = place.rundir.name();
     thread::scope(|scope| {
         let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, name));
-        let made = place.make(Kind::Restore)?;
-        fault::point("restore.prepare.journalled", None, None);
-        recorder.step("make its place");
         let waiting = Waiting::start(place, made, &place.state.hardware)?;
         fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
         recorder.step("start QEMU");

@@ -194,7 +194,9 @@ pub(super) fn resume_in(
     mut recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // Until the RAM is claimed it waits on whatever happens.
+    // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
+    // waits on whatever happens.
+    plan.check_room()?;
     let ahead = checkpoint::fetch(chosen, request, site.rundir.name())?;
     recorder.step("read its devices");
     let place = site.place_of(plan);
