@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const SUFFIX: &str = "ram";
+/// Of the file of a QEMU that waits with empty RAM.
+const WAITING: &str = "waiting";
 
 /// Why a RAM file cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -164,6 +166,12 @@ impl RamDirectory {
         self.path.join(format!("{name}.{SUFFIX}"))
     }
 
+    /// Where it is while its QEMU only waits.
+    #[must_use]
+    pub fn waiting(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{name}.{WAITING}"))
+    }
+
     /// `(free, promised)` in bytes: what the file system and the machine still have, and what of it has been promised: on
     /// hugetlbfs the pages that are reserved for any file, elsewhere what the RAM files that are there may still claim.
     ///
@@ -198,22 +206,66 @@ impl RamDirectory {
     /// # Errors
     /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with both figures; [`RamError::Exists`].
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         // Between looking and making nobody else may make one.
         let _lock = self.lock()?;
-        let path = self.file(name);
+        self.check_room(bytes)?;
+        self.make(self.file(name), bytes)
+    }
+
+    /// As [`RamDirectory::create`], for a QEMU that only waits and touches nothing: nothing is promised to it, so any number of
+    /// them may wait. (On hugetlbfs its pages are set aside all the same: QEMU would have the kernel do it.) The guest
+    /// that is to run in it needs [`RamDirectory::claim`] first.
+    ///
+    /// # Errors
+    /// As for [`RamDirectory::create`], but [`RamError::TooSmall`].
+    pub fn create_waiting(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let _lock = self.lock()?;
+        self.make(self.waiting(name), bytes)
+    }
+
+    /// Promise the `bytes` bytes of the file of VM `name` that waits: it gets the name [`RamDirectory::file`]. Done already
+    /// is no error.
+    ///
+    /// # Errors
+    /// [`RamError::TooSmall`], and then it waits on; [`RamError::Exists`]; [`RamError::Directory`] when none waits.
+    pub fn claim(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let _lock = self.lock()?;
+        let (waiting, path) = (self.waiting(name), self.file(name));
+        match (waiting.exists(), path.exists()) {
+            (true, true) => return Err(RamError::Exists { path }),
+            (false, true) => return Ok(path),
+            (_, false) => {}
+        }
+        self.check_room(bytes)?;
+        fs::rename(&waiting, &path).map_err(failed)?;
+        Ok(path)
+    }
+
+    /// Whether as much is left now. Of huge pages the kernel is asked itself, when they are set aside: a mount may have some
+    /// to its own, and a control group a limit.
+    ///
+    /// # Errors
+    /// [`RamError::TooSmall`] with all figures.
+    pub fn check_room(&self, bytes: u64) -> Result<(), RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        if huge_page_size(&self.path).map_err(failed)?.is_some() {
+            return Ok(());
+        }
+        let (free, promised) = self.room()?;
+        let left = free.saturating_sub(promised);
+        if bytes > left {
+            return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+        }
+        Ok(())
+    }
+
+    fn make(&self, path: PathBuf, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         if path.exists() {
             return Err(RamError::Exists { path });
         }
         let huge = huge_page_size(&self.path).map_err(failed)?.is_some();
-        // Of huge pages the kernel is asked itself: a mount may have some to its own, and a control group a limit.
-        if !huge {
-            let (free, promised) = self.room()?;
-            let left = free.saturating_sub(promised);
-            if bytes > left {
-                return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
-            }
-        }
         let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = made.map_err(failed)?;
         let sized = file.set_len(bytes).map_err(failed);
@@ -265,12 +317,15 @@ impl RamDirectory {
     /// # Errors
     /// [`RamError::Directory`].
     pub fn remove(&self, name: &str) -> Result<(), RamError> {
-        match fs::remove_file(self.file(name)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(RamError::Directory { path: self.path.clone(), source: e })
+        for path in [self.file(name), self.waiting(name)] {
+            match fs::remove_file(path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    return Err(RamError::Directory { path: self.path.clone(), source: e });
+                }
+                _ => {}
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 }
 
@@ -356,6 +411,31 @@ mod tests {
         ram.remove("first").unwrap();
         let file = ram.create("second", most).unwrap();
         assert_eq!(fs::metadata(file).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn any_number_may_wait_but_only_what_fits_is_claimed() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamDirectory::at(directory.path()).unwrap();
+        let most = ram.room().unwrap().0 / 4 * 3;
+        for name in ["one", "two", "three"] {
+            ram.create_waiting(name, most).unwrap();
+        }
+        assert_eq!(ram.room().unwrap().1, 0, "nothing is promised to those who wait");
+        assert!(matches!(ram.create_waiting("one", most), Err(RamError::Exists { .. })));
+        let file = ram.claim("one", most).unwrap();
+        assert_eq!(file, ram.file("one"));
+        assert_eq!(ram.room().unwrap().1, most);
+        assert_eq!(ram.claim("one", most).unwrap(), file, "once more is no error");
+        assert!(matches!(ram.claim("two", most), Err(RamError::TooSmall { .. })));
+        assert!(ram.waiting("two").exists(), "it waits on");
+        ram.remove("one").unwrap();
+        ram.claim("two", most).unwrap();
+        assert!(matches!(ram.claim("nobody", 4096), Err(RamError::Directory { .. } | RamError::TooSmall { .. })));
+        ram.remove("two").unwrap();
+        assert!(matches!(ram.claim("nobody", 4096), Err(RamError::Directory { .. })));
+        ram.remove("three").unwrap();
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -262,10 +262,50 @@ impl PageSource for Source<'_> {
 /// # Errors
 /// [`FillError`].
 pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> Result<Progress, FillError> {
-    let name = || rundir.name().to_owned();
     let _lock = lock(rundir)?;
-    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: name() })?;
+    let (fill, image) = open(rundir)?;
+    bring(rundir, &fill, &image, end, tell)
+}
+
+/// As [`serve`], in the place of a process that brings pages now: what takes time is done first, then `ready` is called, and
+/// then it is waited until the other one has let go.
+///
+/// # Errors
+/// [`FillError`].
+pub fn serve_after(
+    rundir: &RunDir,
+    ready: impl FnOnce(),
+    end: &AtomicBool,
+    tell: &mut dyn FnMut(&Told),
+) -> Result<Progress, FillError> {
+    let (fill, image) = open(rundir)?;
+    ready();
+    let _lock = loop {
+        match lock(rundir) {
+            Err(FillError::Busy { .. }) if !end.load(Ordering::Relaxed) => thread::sleep(Duration::from_millis(1)),
+            other => break other?,
+        }
+    };
+    // Another restore of the VM may have begun since.
+    match Fill::read(rundir)? {
+        Some(now) if now == fill => bring(rundir, &fill, &image, end, tell),
+        _ => Err(FillError::Nothing { name: rundir.name().into() }),
+    }
+}
+
+fn open(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
+    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::Nothing { name: rundir.name().into() })?;
     let image = Image::open(&fill.store, &fill.which())?;
+    Ok((fill, image))
+}
+
+fn bring(
+    rundir: &RunDir,
+    fill: &Fill,
+    image: &Image,
+    end: &AtomicBool,
+    tell: &mut dyn FnMut(&Told),
+) -> Result<Progress, FillError> {
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let chosen = |id: &str| fill.paged.iter().any(|paged| paged == id);
@@ -273,9 +313,9 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> 
     let progress = match Pager::take_over(Injector::new(process)?, &ram, chosen)? {
         Some(mut pager) => {
             tell(&Told::Serving { checkpoint: fill.number });
-            let order = working_set(&image, &fill);
-            let mut last = Letting { rundir, fill: &fill, lock: None };
-            let progress = pager.run_until(&mut Source::new(&image, tell), order, end, || last.go())?;
+            let order = working_set(image, fill);
+            let mut last = Letting { rundir, fill, lock: None };
+            let progress = pager.run_until(&mut Source::new(image, tell), order, end, || last.go())?;
             // Until the end of this, no protector can take it for a restore that fills.
             _letting = last.lock;
             progress
@@ -342,7 +382,7 @@ fn lock_file(rundir: &RunDir) -> Result<(PathBuf, File), FillError> {
 }
 
 /// One pager at a time.
-fn lock(rundir: &RunDir) -> Result<File, FillError> {
+pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     let (path, file) = lock_file(rundir)?;
     let deadline = Instant::now() + LOOKED_AT;
     loop {

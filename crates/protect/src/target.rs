@@ -71,6 +71,7 @@ impl Target {
             name: name.into(),
             said: rekindle_qemu::vmm::log_tail(&rundir.vmm(state.generation), 10),
         };
+        state.refuse_prepared()?;
         let vmm = state.vmm.clone().filter(Vmm::is_alive).ok_or_else(ended)?;
         let uuid = state.hardware.uuid.ok_or_else(|| TargetError::NoUuid { name: name.into() })?;
         Ok(Self { rundir, state, vmm, uuid })

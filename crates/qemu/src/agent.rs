@@ -1,10 +1,11 @@
 //! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow or stale.
 
+use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Ask the agent behind the socket at `path` to shut the guest down.
 ///
@@ -13,36 +14,80 @@ use std::time::{Duration, Instant};
 /// # Errors
 /// When nobody answers within `timeout`.
 pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
-    let mut stream = synchronised(path, timeout)?;
+    let mut agent = Agent::connect(path, timeout)?;
     // A successful shutdown is not answered.
-    writeln!(stream, "{}", json!({"execute": "guest-shutdown", "arguments": {"mode": "powerdown"}}))
+    agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Connect and make sure that an agent listens: what an earlier client left unread is skipped by a number that only
-/// this answer has.
-fn synchronised(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    let deadline = Instant::now() + timeout;
-    let mut stream = UnixStream::connect(path)?;
-    let id = u64::from(std::process::id());
-    stream.set_write_timeout(Some(timeout))?;
-    // The agent drops what it has half read when it sees this byte, which no JSON has.
-    stream.write_all(&[0xff])?;
-    writeln!(stream, "{}", json!({"execute": "guest-sync", "arguments": {"id": id}}))?;
-    let mut reader = BufReader::new(stream.try_clone()?);
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+/// Ask the agent behind the socket at `path` to set the guest's clock to this host's: a guest that goes on from a checkpoint
+/// has the time of the checkpoint.
+///
+/// # Errors
+/// When nobody answers within `timeout`, or the agent refuses.
+pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
+    let mut agent = Agent::connect(path, timeout)?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_err(io::Error::other)?;
+    let ns = i64::try_from(now.as_nanos()).map_err(io::Error::other)?;
+    agent.send("guest-set-time", json!({ "time": ns }))?;
+    match agent.answer()?.get("error") {
+        None => Ok(()),
+        Some(error) => {
+            let said = error.get("desc").and_then(Value::as_str).unwrap_or("it does not say why");
+            Err(io::Error::other(format!("the guest agent refuses: {said}")))
+        }
+    }
+}
+
+/// Whether a program in the guest has opened the agent's port. QEMU takes a moment to tell after a load.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn listens(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let ports: Vec<Value> = qmp.execute("query-chardev", ())?;
+    let agent = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some("agent"));
+    Ok(agent.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
+}
+
+/// A connection to an agent that listens.
+struct Agent {
+    stream: UnixStream,
+    reader: BufReader<UnixStream>,
+    deadline: Instant,
+}
+
+impl Agent {
+    /// Connect and make sure that an agent listens: what an earlier client left unread is skipped by a number that only
+    /// this answer has.
+    fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
+        let deadline = Instant::now() + timeout;
+        let mut stream = UnixStream::connect(path)?;
+        stream.set_write_timeout(Some(timeout))?;
+        // The agent drops what it has half read when it sees this byte, which no JSON has.
+        stream.write_all(&[0xff])?;
+        let reader = BufReader::new(stream.try_clone()?);
+        let mut agent = Self { stream, reader, deadline };
+        let id = u64::from(std::process::id());
+        agent.send("guest-sync", json!({ "id": id }))?;
+        while agent.answer()?.get("return").and_then(Value::as_u64) != Some(id) {}
+        Ok(agent)
+    }
+
+    fn send(&mut self, command: &str, arguments: Value) -> io::Result<()> {
+        writeln!(self.stream, "{}", json!({"execute": command, "arguments": arguments}))
+    }
+
+    /// The next line; null if it is none of JSON.
+    fn answer(&mut self) -> io::Result<Value> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        stream.set_read_timeout(Some(left))?;
+        self.stream.set_read_timeout(Some(left))?;
         let mut line = Vec::new();
-        if reader.read_until(b'\n', &mut line)? == 0 {
+        if self.reader.read_until(b'\n', &mut line)? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let answer = serde_json::from_slice::<Value>(&line).unwrap_or_default();
-        if answer.get("return").and_then(Value::as_u64) == Some(id) {
-            return Ok(stream);
-        }
+        Ok(serde_json::from_slice::<Value>(&line).unwrap_or_default())
     }
 }
 
@@ -68,6 +113,38 @@ mod tests {
         });
         shut_down(&path, Duration::from_secs(10)).unwrap();
         assert!(agent.join().unwrap().contains("guest-shutdown"));
+    }
+
+    #[test]
+    fn the_clock_is_set_to_now_and_a_refusal_is_told() {
+        for (answer, good) in [
+            (json!({"return": {}}), true),
+            (json!({"error": {"class": "GenericError", "desc": "settimeofday: EPERM"}}), false),
+        ] {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("agent.sock");
+            let listener = UnixListener::bind(&path).unwrap();
+            let agent = thread::spawn(move || {
+                let (stream, _) = listener.accept().unwrap();
+                let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
+                let mut out = stream;
+                let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
+                writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
+                let asked: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
+                writeln!(out, "{answer}").unwrap();
+                asked
+            });
+            let ns = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
+            let before = ns();
+            let done = set_time(&path, Duration::from_secs(10));
+            let asked = agent.join().unwrap();
+            assert_eq!(asked["execute"], "guest-set-time");
+            assert!((before..=ns()).contains(&asked["arguments"]["time"].as_u64().unwrap()));
+            match done {
+                Ok(()) => assert!(good),
+                Err(e) => assert!(!good && e.to_string().contains("settimeofday: EPERM"), "{e}"),
+            }
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! - [`qmp`]: talking to it (QEMU Machine Protocol);
 //! - [`agent`]: the QEMU guest agent;
 //! - [`binary`]: what a QEMU binary can do, asked before anything depends on it;
+//! - [`mark`]: what a file was when a QEMU read it;
 //! - [`command`]: the command line of a VM's hardware;
 //! - [`cpu`]: what a guest sees of its processors;
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
@@ -29,6 +30,7 @@ pub mod devices;
 pub mod foreign;
 pub mod incoming;
 pub mod libvirt;
+pub mod mark;
 pub mod monitor;
 pub mod options;
 pub mod qmp;

@@ -67,14 +67,16 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Let the QEMU read its state from a pipe.
+    /// Let the QEMU read its state from a pipe. `capabilities`: those that it has not been given yet.
     ///
     /// On success: it reads, and takes what is written as it comes.
     ///
     /// # Errors
     /// [`TransferError::Qmp`].
     pub fn open(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<Self, TransferError> {
-        set_capabilities(qmp, capabilities)?;
+        if !capabilities.is_empty() {
+            set_capabilities(qmp, capabilities)?;
+        }
         let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
         // A smaller pipe is only slower.
         let _ = fcntl_setpipe_size(&writer, PIPE);

@@ -70,15 +70,17 @@ pub enum Command {
     /// Let a guest go on from a checkpoint; its memory comes on demand.
     ///
     /// Needs: the store; room for the guest's RAM; no VM of that name that runs; a QEMU that knows its machine.
-    /// On success: the guest runs; a pager brings what of its memory is not there yet.
-    /// On failure: nothing is left behind; the checkpoint is where it was.
+    /// On success: the guest runs; a pager brings what of its memory is not there yet. With --prepare: a QEMU waits with empty
+    /// RAM, and the store is as it was.
+    /// On failure: nothing is left behind; the checkpoint is where it was. What was prepared waits on, unless the guest's
+    /// state had been given to it already.
     Restore(Restore),
     /// Bring the memory of a restored VM, if the pager that `rekindle restore` started has ended.
     ///
     /// Needs: a restore that is still filling, and no other pager.
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
-    Pager(NameOnly),
+    Pager(Pager),
     /// Look after fail-over images: what `rekindle protect` writes and `rekindle restore` reads.
     #[command(subcommand)]
     Store(Store),
@@ -256,6 +258,15 @@ pub struct NameOnly {
 }
 
 #[derive(Debug, Args)]
+pub struct Pager {
+    /// The VM.
+    pub name: Name,
+    /// Tell on standard input, a socket, when it could begin, and wait for the one before to end.
+    #[arg(long, hide = true)]
+    pub hand_over: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct Stop {
     /// The VMs.
     #[arg(required = true)]
@@ -351,6 +362,9 @@ pub struct Restore {
     /// Bring all memory before the guest goes on.
     #[arg(long)]
     pub eager: bool,
+    /// Only start a QEMU that waits with empty RAM: the next restore is a load and a resume.
+    #[arg(long, conflicts_with_all = ["at", "eager"])]
+    pub prepare: bool,
     /// How the VM is to be built here [default: as on the host of the checkpoint].
     #[arg(long, value_name = "FILE")]
     pub definition: Option<PathBuf>,

@@ -7,6 +7,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod common;
+#[path = "faults/restore.rs"]
+mod restore;
 
 use common::{Done, Guest, Lab, Watch, ticks_once};
 use rekindle_vm::fault::POINTS;
@@ -34,6 +36,8 @@ enum Outcome {
     Lost,
     /// The QEMU died after the last look at it, so exit status 0 is possible; then `ls` and `recover` tell.
     LostLate,
+    /// Rekindle was killed, and `recover` removes what there is: a restore begins anew.
+    Removed,
     /// Cold: the guest is booted by `recover`. Its memory is gone as was wanted.
     Booted,
     /// As [`Outcome::Booted`]; as with [`Outcome::LostLate`], exit status 0 is possible.
@@ -41,7 +45,7 @@ enum Outcome {
 }
 
 use Outcome::{
-    AsItWas, Booted, BootedLate, Done as Success, Finished, FromState, Lost, LostLate, Nobody, Nothing, Undone,
+    AsItWas, Booted, BootedLate, Done as Success, Finished, FromState, Lost, LostLate, Nobody, Nothing, Removed, Undone,
 };
 
 /// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
@@ -78,6 +82,19 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.renew.spawned", [Booted, Nobody, Booted]),
     ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
     ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),
+    // There is no guest yet that could be lost: the checkpoint is where it was.
+    ("prepare.journalled", [Removed, Nobody, Nobody]),
+    ("prepare.spawned", [Removed, Nobody, AsItWas]),
+    ("prepare.recorded", [Nothing, Nobody, LostLate]),
+    ("restore.prepare.journalled", [Removed, Nobody, AsItWas]),
+    ("restore.prepare.spawned", [Removed, Nobody, AsItWas]),
+    ("restore.renew.registered", [Removed, Nobody, AsItWas]),
+    ("restore.renew.loaded", [Removed, Nobody, AsItWas]),
+    // From here on the guest may have run.
+    ("restore.resume.journalled", [Finished, Nobody, AsItWas]),
+    ("restore.resume.resumed", [Finished, Nobody, LostLate]),
+    ("restore.settle.recorded", [Nothing, Nobody, LostLate]),
+    ("restore.settle.handed-over", [Nothing, Nobody, LostLate]),
     // No reboot passes these: `filling.rs` walks through them.
     ("fill.checkpoint.collected", [Nobody; 3]),
     ("fill.handover.stopped", [Nobody; 3]),
@@ -190,7 +207,7 @@ impl<'a> Case<'a> {
         assert!(guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count() <= 1);
         let watch = Watch::begin(&guest.lab.run_root());
         match outcome {
-            Nobody => unreachable!("not tried"),
+            Nobody | Removed => unreachable!("not tried of a reboot"),
             Success => self.went_through(done),
             AsItWas => self.as_it_was(done),
             Lost => self.lost(&done.status(3).says(&["lost", "rekindle recover"])),

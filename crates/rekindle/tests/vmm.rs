@@ -277,7 +277,8 @@ fn twenty_in_a_row_lose_nothing() {
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
         let seen = lab.wait(child, what.into()).ok().json();
-        assert!(seen["answered"].as_u64().unwrap() > 50, "{what}: {seen:#}");
+        // More than there were reboots.
+        assert!(seen["answered"].as_u64().unwrap() > 20, "{what}: {seen:#}");
         let failed: u64 = seen["failed"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
         assert_eq!(failed, 0, "{what}: {}", seen["first_failure"]);
         assert_eq!(seen["connections_lost"], 0, "{what}");

@@ -58,16 +58,27 @@ pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
     Ok(freed)
 }
 
+/// A store that nobody else can commit to any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fenced {
+    /// The new owner epoch.
+    pub epoch: u64,
+    /// The newest checkpoint, now for good; 0 if there is none.
+    pub newest: u64,
+}
+
 /// Become the owner of a store without writing to it: whoever was it before can commit nothing any more. A restore does this
-/// before it reads. The new epoch.
+/// before it reads.
 ///
 /// # Errors
 /// As [`Writer::open`].
-pub fn fence(url: &StoreUrl, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<u64> {
+pub fn fence(url: &StoreUrl, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<Fenced> {
     match url {
         StoreUrl::Directory(path) => {
             let home = Home::open(Arc::new(LocalDisk::new(path)), Some(vm.uuid))?;
-            Ok(log::claim(&home, &Owner::here(operation), None)?.0.epoch)
+            let (claim, tail) = log::claim(&home, &Owner::here(operation), None)?;
+            let newest = tail.state.and_then(|(_, manifest)| manifest.newest()).map_or(0, |kept| kept.number);
+            Ok(Fenced { epoch: claim.epoch, newest })
         }
         StoreUrl::Remote(server) => remote::fence(server, vm, operation, identity),
     }

@@ -30,7 +30,8 @@ pub struct LocalImage {
     entry: Entry,
     table: Table,
     files: Files,
-    index: RwLock<Arc<Index>>,
+    /// None until the first page is wanted, if it was opened so.
+    index: RwLock<Option<Arc<Index>>>,
 }
 
 /// The table in an entry.
@@ -108,6 +109,17 @@ fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
 }
 
 impl LocalImage {
+    /// Open checkpoint `at` of a store, or the newest, without looking where its pages are: that is done when the first is
+    /// wanted, and then what is found to be damaged is told.
+    pub(crate) fn open_unlooked(home: Home, at: Option<u64>) -> Result<Self> {
+        let (_, entry, passed) = select(&home, at)?;
+        let table = table(&home, &entry)?;
+        if let Some(damage) = passed {
+            tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
+        }
+        Ok(Self { home, entry, table, files: Files::default(), index: RwLock::new(None) })
+    }
+
     /// Open checkpoint `at` of a store, or the newest.
     pub(crate) fn open(home: Home, at: Option<u64>) -> Result<Self> {
         let mut tries = 0;
@@ -129,7 +141,7 @@ impl LocalImage {
                     if let Some(damage) = passed {
                         tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
                     }
-                    return Ok(Self { home, entry, table, files, index: RwLock::new(Arc::new(index)) });
+                    return Ok(Self { home, entry, table, files, index: RwLock::new(Some(Arc::new(index))) });
                 }
             }
         }
@@ -146,7 +158,7 @@ impl LocalImage {
     /// Whether a base index helped to open it.
     #[must_use]
     pub fn has_base(&self) -> bool {
-        self.index().has_base()
+        self.index().is_ok_and(|index| index.has_base())
     }
 
     /// What it is of.
@@ -160,39 +172,41 @@ impl LocalImage {
         log::section(&self.home, &self.entry, section)
     }
 
-    pub(crate) fn index(&self) -> Arc<Index> {
-        self.index.read().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn index(&self) -> Result<Arc<Index>> {
+        let found = self.index.read().unwrap_or_else(PoisonError::into_inner).clone();
+        found.map_or_else(|| self.renew(None, true), Ok)
     }
 
     /// The index anew, after something in it has turned out to be damaged or gone: `seen` is the one that was used.
-    fn renew(&self, seen: &Arc<Index>, with_base: bool) -> Result<Arc<Index>> {
+    fn renew(&self, seen: Option<&Arc<Index>>, with_base: bool) -> Result<Arc<Index>> {
         let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
-        if !Arc::ptr_eq(&index, seen) {
-            return Ok(index.clone());
+        if let Some(now) = index.as_ref().filter(|now| seen.is_none_or(|seen| !Arc::ptr_eq(now, seen))) {
+            return Ok(now.clone());
         }
         let (manifest, entry, _) = select(&self.home, Some(self.table.number))?;
         if entry.footer != self.entry.footer {
             let (asked, have) = (self.table.number, manifest.numbers());
             return Err(StoreError::NoSuchCheckpoint { store: self.home.name().into(), asked, have });
         }
-        *index = Arc::new(Index::build(&self.home, &self.files, &manifest, &self.table, with_base)?);
-        Ok(index.clone())
+        let built = Arc::new(Index::build(&self.home, &self.files, &manifest, &self.table, with_base)?);
+        *index = Some(built.clone());
+        Ok(built)
     }
 
     /// Do something with the index; once more with a new one if it turns out to be out of date or damaged.
     pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
-        let index = self.index();
+        let index = self.index()?;
         let error = match work(&index) {
             Err(e @ StoreError::Missing { .. }) => e,
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
                 tracing::warn!("{e}; the index is made from the directories instead");
-                let renewed = self.renew(&index, false)?;
+                let renewed = self.renew(Some(&index), false)?;
                 return work(&renewed);
             }
             other => return other,
         };
         // The writer has moved pages and removed where they were; or the file is really gone.
-        match self.renew(&index, true) {
+        match self.renew(Some(&index), true) {
             Ok(renewed) => work(&renewed),
             Err(e @ StoreError::NoSuchCheckpoint { .. }) => Err(e),
             Err(_) => Err(error),
@@ -322,10 +336,10 @@ impl LocalImage {
         // So many that what is held at a time stays small.
         for some in pages.chunks(512) {
             for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
-                unpack(self.home.digester(), &stored, digest, &mut content).map_err(|what| {
-                    let index = self.index();
+                unpack(self.home.digester(), &stored, digest, &mut content).or_else(|what| {
+                    let index = self.index()?;
                     let spot = self.spots(&index, &[*id]).ok().and_then(|spots| spots.first().copied());
-                    self.bad_page(&index, *id, spot.unwrap_or_default(), what)
+                    Err(self.bad_page(&index, *id, spot.unwrap_or_default(), what))
                 })?;
                 take(*id, &content);
             }
@@ -334,11 +348,13 @@ impl LocalImage {
     }
 
     /// The pages that are not zero, those written last first: the working set.
-    #[must_use]
-    pub fn hot(&self) -> Hot<'_> {
-        let index = self.index();
+    ///
+    /// # Errors
+    /// If it was opened without looking where its pages are, and that cannot be told.
+    pub fn hot(&self) -> Result<Hot<'_>> {
+        let index = self.index()?;
         let seen = (0..index.blocks()).map(|_| PageSet::default()).collect();
-        Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (0, 0) }
+        Ok(Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (0, 0) })
     }
 }
 

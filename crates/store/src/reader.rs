@@ -22,6 +22,9 @@ pub struct Which {
     pub vm: Option<Uuid>,
     /// Who we are to a server.
     pub identity: Option<Identity>,
+    /// Look where its pages are when the first one is wanted, not before: that takes the longer the larger the guest is, and
+    /// some only want to know what the checkpoint says of itself.
+    pub unlooked: bool,
 }
 
 /// One checkpoint, opened for reading. Several threads can read at once.
@@ -41,7 +44,8 @@ enum Source {
 impl Image {
     /// Open a checkpoint of a store.
     ///
-    /// It stays readable while its owner goes on, as long as it is kept; [`crate::Writer::hold`] keeps it.
+    /// It stays readable while its owner goes on, as long as it is kept; [`crate::Writer::hold`] keeps it. With
+    /// [`Which::unlooked`] damage to the index is told when the first page is read.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`], damage by
@@ -63,7 +67,8 @@ impl Image {
     pub fn on_disk(disk: Arc<dyn Disk>, which: &Which) -> Result<Self> {
         let home = Home::open(disk, which.vm)?;
         let vm = home.vm.clone();
-        let local = LocalImage::open(home, which.at)?;
+        let local =
+            if which.unlooked { LocalImage::open_unlooked(home, which.at)? } else { LocalImage::open(home, which.at)? };
         let info = local.info();
         Ok(Self { source: Source::Local(Box::new(local)), vm, info })
     }
@@ -176,7 +181,10 @@ impl Image {
     /// The pages that are not zero, those written last first: the working set of the guest, then the rest.
     pub fn hot(&self) -> HotPages<'_> {
         match &self.source {
-            Source::Local(local) => HotPages::Local(Box::new(local.hot())),
+            Source::Local(local) => match local.hot() {
+                Ok(hot) => HotPages::Local(Box::new(hot)),
+                Err(e) => HotPages::Unknown(Some(Box::new(e))),
+            },
             Source::Remote(remote) => HotPages::Remote(remote.hot()),
         }
     }
@@ -189,6 +197,8 @@ pub enum HotPages<'a> {
     Local(Box<Hot<'a>>),
     /// Of one on a server.
     Remote(crate::remote::RemoteHot<'a>),
+    /// It cannot be told which they are: why, once.
+    Unknown(Option<Box<StoreError>>),
 }
 
 impl Iterator for HotPages<'_> {
@@ -198,6 +208,7 @@ impl Iterator for HotPages<'_> {
         match self {
             Self::Local(hot) => hot.next().map(Ok),
             Self::Remote(hot) => hot.next(),
+            Self::Unknown(why) => why.take().map(|why| Err(*why)),
         }
     }
 }

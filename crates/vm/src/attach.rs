@@ -315,6 +315,7 @@ fn state(
         vmm: Some(vmm),
         version: Some(adopted.version.clone()),
         previous: None,
+        prepared: None,
         attached: Some(Attached { uid: adopted.uid, starter: starter(adopted, monitor) }),
     }
 }

@@ -9,8 +9,8 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, then a protector and a pager while a restore
-/// fills, pass them.
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, the preparation of a restore, a restore, and
+/// a protector and a pager while it fills pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -40,6 +40,17 @@ pub const POINTS: &[&str] = &[
     "cold.renew.spawned",
     "cold.resume.resumed",
     "cold.settle.recorded",
+    "prepare.journalled",
+    "prepare.spawned",
+    "prepare.recorded",
+    "restore.prepare.journalled",
+    "restore.prepare.spawned",
+    "restore.renew.registered",
+    "restore.renew.loaded",
+    "restore.resume.journalled",
+    "restore.resume.resumed",
+    "restore.settle.recorded",
+    "restore.settle.handed-over",
     "fill.checkpoint.collected",
     "fill.handover.stopped",
     "fill.handover.tracked",

@@ -1,7 +1,7 @@
 //! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
 
 use crate::definition::{Accel, Definition, NetBackend, TapPlace};
-use rekindle_qemu::binary::Binary;
+use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::{self, Hardware};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::fs::OpenOptions;
@@ -120,4 +120,12 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
         }
     }
     missing
+}
+
+/// The same QEMU; if what was kept of its answers speaks against `hardware`, with the answers that it gives now.
+///
+/// # Errors
+/// [`BinaryError`], when it does not answer.
+pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<Binary, BinaryError> {
+    if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.asked_again(kept_in) }
 }

@@ -122,6 +122,12 @@ impl Host {
         }
     }
 
+    /// Where the answers of QEMU binaries are kept.
+    #[must_use]
+    pub fn binaries(&self) -> PathBuf {
+        self.root.join(".binaries")
+    }
+
     /// Take Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
     pub fn release_ram(&self) {
         if let RamPlace::OwnTmpfs { path, .. } = &self.ram {

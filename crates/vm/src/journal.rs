@@ -17,6 +17,8 @@ use std::path::PathBuf;
 pub enum Kind {
     /// `rekindle run`.
     Run,
+    /// `rekindle restore --prepare`.
+    Prepare,
     /// `rekindle restore`.
     Restore,
     /// `rekindle stop`.

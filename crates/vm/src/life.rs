@@ -49,6 +49,17 @@ pub enum LifeError {
         /// Its name.
         name: String,
     },
+    /// Its QEMU waits for a checkpoint.
+    #[error(
+        "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); go on with `rekindle restore {name} \
+         --store URL`, or give it up: rekindle stop {name}"
+    )]
+    Prepared {
+        /// Its name.
+        name: String,
+        /// The QEMU that waits.
+        pid: u32,
+    },
     /// Its QEMU has ended.
     #[error("VM {name} does not run: its QEMU has ended; it said last:\n{said}\nstart it again: rekindle run FILE")]
     Ended {
@@ -139,6 +150,8 @@ pub enum Status {
     Running,
     /// QEMU runs, the guest does not; QEMU's own word for why.
     Stopped(String),
+    /// QEMU waits with empty RAM for a checkpoint.
+    Prepared,
     /// QEMU does not answer on its second socket.
     Silent,
     /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has stopped it.
@@ -156,6 +169,7 @@ impl std::fmt::Display for Status {
         match self {
             Self::Running => f.pad("running"),
             Self::Stopped(why) => f.pad(&format!("stopped ({why})")),
+            Self::Prepared => f.pad("prepared"),
             Self::Silent => f.pad("silent"),
             Self::Protected => f.pad("protected"),
             Self::Ended => f.pad("ended"),
@@ -185,7 +199,11 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
         if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
             return Ok(Status::NeedsRecovery);
         }
-        let recorded = State::read(rundir)?.and_then(|state| state.vmm);
+        let state = State::read(rundir)?;
+        if state.as_ref().and_then(|state| state.prepared.as_ref()).is_some_and(|prepared| prepared.vmm.is_alive()) {
+            return Ok(lock::holder(rundir).map_or(Status::Prepared, Status::Busy));
+        }
+        let recorded = state.and_then(|state| state.vmm);
         let status = look(rundir, recorded.as_ref());
         // A QEMU that is gone may be the one before, if an operation came to its end while this one looked.
         let gone = matches!(status, Status::Ended | Status::Silent);
@@ -251,7 +269,8 @@ impl Held {
         let state = State::read(&rundir).map_err(failed)?.ok_or_else(unknown)?;
         let journal = Journal::left_behind(&rundir).map_err(failed)?;
         let (from, to) = journal.as_ref().map_or((&None, &None), |left| (&left.operation.from, &left.operation.to));
-        for vmm in [&state.vmm, from, to].into_iter().flatten() {
+        let waits = state.prepared.as_ref().map(|prepared| &prepared.vmm);
+        for vmm in [state.vmm.as_ref(), waits, from.as_ref(), to.as_ref()].into_iter().flatten() {
             vmm.wait_released().map_err(failed)?;
         }
         Ok((Self { rundir, state, _lock: lock }, journal))
@@ -273,8 +292,9 @@ impl Held {
     /// The QEMU that runs the guest, alive.
     ///
     /// # Errors
-    /// [`LifeError::Ended`] with what it said last.
+    /// [`LifeError::Ended`] with what it said last; [`LifeError::Prepared`].
     pub fn vmm(&self) -> Result<&Vmm, LifeError> {
+        self.state.refuse_prepared()?;
         let directory = self.rundir.vmm(self.state.generation);
         let ended = || LifeError::Ended { name: self.rundir.name().into(), said: vmm::log_tail(&directory, 10) };
         self.state.vmm.as_ref().filter(|vmm| vmm.is_alive()).ok_or_else(ended)
@@ -290,7 +310,7 @@ impl Held {
 /// # Errors
 /// [`LifeError`].
 pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>) -> Result<State, LifeError> {
-    let place = Place::take(host, definition, qemu, "run", |_| Ok(()))?;
+    let place = Place::take(host, definition, qemu, "run")?;
     let started = boot(&place);
     if started.is_err() {
         place.undo();
@@ -349,6 +369,8 @@ pub enum Ended {
     PoweredOff,
     /// It had ended before.
     Before,
+    /// None ran: a QEMU waited for a checkpoint.
+    Prepared,
 }
 
 /// Shut a guest down: through its agent, else by the ACPI power button, else, after `patience`, by pulling the plug.
@@ -403,6 +425,7 @@ pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended
     let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
     let ended = match held.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
         Some(vmm) => shut_down(vmm, patience)?,
+        None if held.vmm().is_err_and(|e| matches!(e, LifeError::Prepared { .. })) => Ended::Prepared,
         None => Ended::Before,
     };
     drop(journal);

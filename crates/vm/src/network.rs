@@ -11,6 +11,7 @@ use rekindle_kernel::packet::Capture;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::{descriptor, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
+use rekindle_qemu::qmp::Qmp;
 use rustix::net::netdevice::name_to_index;
 use rustix::net::{AddressFamily, SocketType};
 use std::fs;
@@ -220,6 +221,18 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
 /// [`NetworkError::Tap`].
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
     hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
+}
+
+/// Forward the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once. One
+/// that cannot be had is told, and no more.
+pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
+    for (id, rule) in hardware.forwards() {
+        match qmp.human(&format!("hostfwd_add {id} {rule}")) {
+            Ok(answer) if answer.trim().is_empty() => {}
+            Ok(answer) => tracing::warn!("port forward {rule} of {}: {}", hardware.name, answer.trim()),
+            Err(e) => tracing::warn!("port forward {rule} of {}: {e}", hardware.name),
+        }
+    }
 }
 
 /// Remove the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.

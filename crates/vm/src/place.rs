@@ -1,6 +1,8 @@
 //! A VM's place on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
 //!
-//! `rekindle run` boots a guest in it, `rekindle restore` lets one go on from a checkpoint.
+//! `rekindle run` boots a guest in it, `rekindle restore` lets one go on from a checkpoint. First there is a [`Site`]: nobody
+//! else works on the VM, and nothing of it runs. With a [`Plan`], which holds all that could be refused, it becomes a
+//! [`Place`].
 
 use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::hardware;
@@ -10,14 +12,141 @@ use crate::life::{LifeError, clean_up, ram_name, unique_name};
 use crate::lock::Lock;
 use crate::network;
 use crate::rundir::RunDir;
-use crate::state::{State, format_of};
+use crate::state::{Prepared, State, format_of};
 use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Directory, Hardware};
 use rekindle_qemu::qmp::Version;
 use rekindle_qemu::vmm::Vmm;
 use std::os::fd::{OwnedFd, RawFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// The name of a VM that nobody else works on, and that does not run; a QEMU may wait there for a checkpoint.
+#[derive(Debug)]
+pub struct Site<'a> {
+    host: &'a Host,
+    /// Its run directory.
+    pub rundir: RunDir,
+    state: Option<State>,
+    lock: Lock,
+}
+
+/// A VM that can be had on this host.
+#[derive(Debug)]
+pub struct Plan {
+    /// What its run directory is going to say.
+    pub state: State,
+    ram: RamDirectory,
+}
+
+impl Plan {
+    /// Whether there is room for the guest's RAM now. Nothing is promised: that is done by [`Place::make`] and
+    /// [`Place::claim`].
+    ///
+    /// # Errors
+    /// [`LifeError::Ram`].
+    pub fn check_room(&self) -> Result<(), LifeError> {
+        let bytes = self.state.hardware.ram_files().iter().map(|(_, bytes)| bytes).sum();
+        Ok(self.ram.check_room(bytes)?)
+    }
+}
+
+impl<'a> Site<'a> {
+    /// Take the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is removed.
+    ///
+    /// # Errors
+    /// [`LifeError`]: it runs, is being worked on, or needs recovery.
+    pub fn take(host: &'a Host, name: &str, operation: &str) -> Result<Self, LifeError> {
+        let name = name.to_owned();
+        let failed = |source| LifeError::RunDir { name: name.clone(), source };
+        let rundir = RunDir::new(&host.root, &name);
+        rundir.create().map_err(failed)?;
+        let lock = Lock::acquire(&rundir, operation)?;
+        if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
+            Journal::left_behind(&rundir).map_err(failed)?
+        {
+            return Err(LifeError::NeedsRecovery { name, kind, step });
+        }
+        let mut site =
+            Self { host, rundir, state: State::read(&RunDir::new(&host.root, &name)).map_err(failed)?, lock };
+        if let Some(state) = &site.state {
+            let waits = state.prepared.as_ref().map(|prepared| &prepared.vmm);
+            for vmm in [state.vmm.as_ref(), waits].into_iter().flatten() {
+                vmm.wait_released().map_err(failed)?;
+            }
+            if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+                return Err(LifeError::Running { name, pid: vmm.pid });
+            }
+            // It ended by itself: its RAM is worth nothing without a QEMU.
+            if !waits.is_some_and(Vmm::is_alive) {
+                site.clear()?;
+            }
+        }
+        Ok(site)
+    }
+
+    /// What says of the QEMU that waits here, if one does.
+    #[must_use]
+    pub fn prepared(&self) -> Option<(&State, &Prepared)> {
+        self.state.as_ref().and_then(|state| Some((state, state.prepared.as_ref()?)))
+    }
+
+    /// End what waits here.
+    ///
+    /// # Errors
+    /// What cannot be removed.
+    pub fn clear(&mut self) -> Result<(), LifeError> {
+        if let Some(state) = &self.state {
+            clean_up(self.host, &self.rundir, state)?;
+            self.state = None;
+            let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
+            self.rundir.create().map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Leave it as it was found.
+    pub fn leave(self) {
+        if self.state.is_none() {
+            let _ = self.rundir.remove();
+            self.host.release_ram();
+        }
+    }
+
+    /// Find out how the VM of `definition` can be had here. `fit` may refuse the hardware that the definition came to, or
+    /// change what a guest that exists already needs otherwise. Nothing is made.
+    ///
+    /// # Errors
+    /// [`LifeError`]: the definition asks for what this host or this QEMU does not have.
+    pub fn plan(
+        &self,
+        definition: Definition,
+        qemu: Option<&Path>,
+        fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
+    ) -> Result<Plan, LifeError> {
+        plan(self.host, &self.rundir, definition, qemu, fit)
+    }
+
+    /// Use the site for what was planned, in the place of whatever waits there.
+    ///
+    /// # Errors
+    /// [`LifeError::RunDir`]; then nothing is left behind.
+    pub fn place(mut self, plan: Plan) -> Result<Place<'a>, LifeError> {
+        self.clear()?;
+        if let Err(source) = plan.state.write(&self.rundir) {
+            let name = self.rundir.name().to_owned();
+            self.leave();
+            return Err(LifeError::RunDir { name, source });
+        }
+        Ok(self.place_of(plan))
+    }
+
+    /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
+    #[must_use]
+    pub fn place_of(self, plan: Plan) -> Place<'a> {
+        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, _lock: self.lock }
+    }
+}
 
 /// A place that nobody else works on, for a VM that does not run yet.
 #[derive(Debug)]
@@ -43,47 +172,27 @@ pub struct Made {
 }
 
 impl<'a> Place<'a> {
-    /// Take the place of the VM of `definition`, for `operation`. `fit` may refuse the hardware that the definition came to,
-    /// or change what a guest that exists already needs otherwise.
+    /// Take the place of the VM of `definition`, for `operation`.
     ///
     /// On success: nothing exists but the run directory with the lock and `state.json`.
     ///
     /// # Errors
-    /// [`LifeError`]: it runs, or is being worked on; the definition asks for what this host or this QEMU does not have.
-    /// Nothing is left behind.
+    /// [`LifeError`]: it runs, is prepared for a restore, or is being worked on; the definition asks for what this host or this
+    /// QEMU does not have. Nothing is left behind.
     pub fn take(
         host: &'a Host,
         definition: Definition,
         qemu: Option<&Path>,
         operation: &str,
-        fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Self, LifeError> {
-        let name = definition.name.to_string();
-        let failed = |source| LifeError::RunDir { name: name.clone(), source };
-        let rundir = RunDir::new(&host.root, &name);
-        rundir.create().map_err(failed)?;
-        let lock = Lock::acquire(&rundir, operation)?;
-        if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
-            Journal::left_behind(&rundir).map_err(failed)?
-        {
-            return Err(LifeError::NeedsRecovery { name, kind, step });
+        let site = Site::take(host, definition.name.as_str(), operation)?;
+        if let Some((state, _)) = site.prepared() {
+            state.refuse_prepared()?;
         }
-        if let Some(state) = State::read(&rundir).map_err(failed)? {
-            if let Some(vmm) = &state.vmm {
-                vmm.wait_released().map_err(failed)?;
-            }
-            match state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-                Some(vmm) => return Err(LifeError::Running { name, pid: vmm.pid }),
-                // It ended by itself: its RAM is worth nothing without a QEMU.
-                None => clean_up(host, &rundir, &state)?,
-            }
-            rundir.create().map_err(failed)?;
-        }
-        match prepare(host, &rundir, definition, qemu, fit) {
-            Ok((state, ram)) => Ok(Self { host, rundir, state, ram, _lock: lock }),
+        match site.plan(definition, qemu, |_| Ok(())) {
+            Ok(plan) => site.place(plan),
             Err(e) => {
-                let _ = rundir.remove();
-                host.release_ram();
+                site.leave();
                 Err(e)
             }
         }
@@ -94,14 +203,62 @@ impl<'a> Place<'a> {
     /// # Errors
     /// [`LifeError`]; what was made is for [`Place::undo`].
     pub fn make(&self, kind: Kind) -> Result<Made, LifeError> {
+        self.make_with(kind, RamDirectory::create)
+    }
+
+    /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`]. Its RAM
+    /// files have other names than those that the state says.
+    ///
+    /// # Errors
+    /// As [`Place::make`].
+    pub fn make_waiting(&self) -> Result<(Made, Hardware), LifeError> {
+        let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting)?;
+        let mut hardware = self.state.hardware.clone();
+        hardware.ram.path = self.ram.waiting(&ram_name(&hardware.ram.path));
+        Ok((made, hardware))
+    }
+
+    fn make_with(
+        &self,
+        kind: Kind,
+        create: impl Fn(&RamDirectory, &str, u64) -> Result<PathBuf, RamError>,
+    ) -> Result<Made, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let journal = Journal::open(&self.rundir, kind, None, self.state.generation).map_err(failed)?;
         let fds = network::create(self.host, &self.state)?;
         for (path, bytes) in self.state.hardware.ram_files() {
-            self.ram.create(&ram_name(&path), bytes)?;
+            create(&self.ram, &ram_name(&path), bytes)?;
         }
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
+    }
+
+    /// Promise the RAM to the QEMU that waits here, and open the journal of its restore.
+    ///
+    /// # Errors
+    /// [`LifeError::Ram`], and then it waits on as it was; [`LifeError::RunDir`].
+    pub fn claim(&self, waits: &Vmm) -> Result<Journal, LifeError> {
+        let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
+        for (path, bytes) in self.state.hardware.ram_files() {
+            self.ram.claim(&ram_name(&path), bytes)?;
+        }
+        let mut journal = Journal::open(&self.rundir, Kind::Restore, None, self.state.generation).map_err(failed)?;
+        journal.operation.to = Some(waits.clone());
+        journal.write().map_err(failed)?;
+        self.state.write(&self.rundir).map_err(failed)?;
+        Ok(journal)
+    }
+
+    /// Record the QEMU that waits here for a checkpoint, and end the operation.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn settle_prepared(&self, journal: Journal, prepared: Prepared, version: Version) -> Result<State, LifeError> {
+        let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
+        let state = State { prepared: Some(prepared), version: Some(version), ..self.state.clone() };
+        state.write(&self.rundir).map_err(failed)?;
+        journal.close().map_err(failed)?;
+        Ok(state)
     }
 
     /// Record the QEMU that runs the guest in this place, and end the operation.
@@ -125,16 +282,17 @@ impl<'a> Place<'a> {
 }
 
 /// Everything that can be refused, before anything is made.
-fn prepare(
+fn plan(
     host: &Host,
     rundir: &RunDir,
     definition: Definition,
     qemu: Option<&Path>,
     fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
-) -> Result<(State, RamDirectory), LifeError> {
+) -> Result<Plan, LifeError> {
     let name = definition.name.to_string();
     let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
-    let binary = Binary::probe(qemu.unwrap_or(&definition.qemu))?;
+    let kept = host.binaries();
+    let binary = Binary::known(qemu.unwrap_or(&definition.qemu), &kept)?;
     let ram = host.ram_directory(&definition)?;
     let page = huge_page_size(ram.path())
         .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?
@@ -145,6 +303,7 @@ fn prepare(
     let file = ram.file(&unique_name(rundir));
     let mut hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
     fit(&mut hardware).map_err(unfit)?;
+    let binary = hardware::relied_on(&hardware, binary, &kept)?;
     let missing = hardware::missing(&hardware, &binary);
     if !missing.is_empty() {
         return Err(unfit(missing));
@@ -159,7 +318,7 @@ fn prepare(
         version: Some(binary.version),
         previous: None,
         attached: None,
+        prepared: None,
     };
-    state.write(rundir).map_err(|source| LifeError::RunDir { name: name.clone(), source })?;
-    Ok((state, ram))
+    Ok(Plan { state, ram })
 }

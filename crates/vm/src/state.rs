@@ -1,9 +1,12 @@
 //! What runs: `state.json`.
 
 use crate::definition::Definition;
+use crate::life::LifeError;
 use crate::rundir::{RunDir, write_json};
 use rekindle_qemu::command::Hardware;
+use rekindle_qemu::mark::Mark;
 use rekindle_qemu::qmp::Version;
+use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -33,6 +36,9 @@ pub struct State {
     /// Of a VM that Rekindle has not started. Format 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attached: Option<Attached>,
+    /// A QEMU that waits for a checkpoint; then none runs the guest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prepared: Option<Prepared>,
 }
 
 /// Who runs a VM that Rekindle has not started.
@@ -48,6 +54,37 @@ pub struct Attached {
 #[must_use]
 pub fn format_of(hardware: &Hardware) -> u32 {
     if hardware.foreign.is_some() { 2 } else { 1 }
+}
+
+/// A QEMU that waits with empty RAM, so that a restore is a load and a resume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prepared {
+    /// The QEMU.
+    pub vmm: Vmm,
+    /// Its RAM blocks.
+    pub blocks: Vec<RamBlock>,
+    /// What it has read or opened: its binary, kernel, images. It is of use only while they are the same.
+    pub files: Vec<Mark>,
+    /// How the VM is to be built here, if that was said when it was prepared.
+    pub given: Option<Definition>,
+    /// The QEMU to use, if that was said.
+    pub qemu: Option<PathBuf>,
+}
+
+impl Prepared {
+    /// What speaks against using it.
+    ///
+    /// # Errors
+    /// A text: it has ended, or a file is not what it has read.
+    pub fn check(&self) -> Result<(), String> {
+        if !self.vmm.is_alive() {
+            return Err(format!("QEMU process {} has ended", self.vmm.pid));
+        }
+        match self.files.iter().find(|mark| !mark.holds()) {
+            Some(mark) => Err(format!("{} has changed since", mark.path.display())),
+            None => Ok(()),
+        }
+    }
 }
 
 impl State {
@@ -73,6 +110,17 @@ impl State {
             return Err(io::Error::other(text));
         }
         serde_json::from_slice(&text).map(Some).map_err(odd)
+    }
+
+    /// Whether there is a guest to do something with, or only a QEMU that waits for one.
+    ///
+    /// # Errors
+    /// [`LifeError::Prepared`].
+    pub fn refuse_prepared(&self) -> Result<(), LifeError> {
+        match self.prepared.as_ref().filter(|prepared| prepared.vmm.is_alive()) {
+            Some(Prepared { vmm, .. }) => Err(LifeError::Prepared { name: self.hardware.name.clone(), pid: vmm.pid }),
+            None => Ok(()),
+        }
     }
 
     /// Write it.

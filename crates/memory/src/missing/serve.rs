@@ -68,6 +68,22 @@ impl Pager {
         Ok(self.progress())
     }
 
+    /// Serve who waits, and bring nothing behind, until `end` is set: while a guest is being brought to run, whatever else is
+    /// fetched would be in the way. Another pager can take over then.
+    ///
+    /// # Errors
+    /// [`PagerError`]; everything stays registered.
+    pub fn run_on_demand<S: PageSource>(&mut self, source: &mut S, end: &AtomicBool) -> Result<Progress, PagerError> {
+        /// So that it ends soon when it is told to.
+        const TICK: Duration = Duration::from_millis(2);
+        while !end.load(Ordering::Relaxed) && self.remote.is_some() {
+            let next = self.wanted.values().map(|wanted| wanted.due).min();
+            self.events(next.map_or(TICK, |next| next.saturating_duration_since(Instant::now()).min(TICK)))?;
+            self.serve(source)?;
+        }
+        Ok(self.progress())
+    }
+
     /// A wanted page whose time has come.
     fn due(&self) -> Option<(usize, u64)> {
         let now = Instant::now();

@@ -174,7 +174,8 @@ impl Foreign {
     /// The file of each backend, when `main` is that of the first, with its bytes.
     pub fn ram_files<'a>(&'a self, main: &'a Path) -> impl Iterator<Item = (PathBuf, u64)> + 'a {
         self.backends.iter().enumerate().map(move |(index, backend)| {
-            let path = if index == 0 { main.to_owned() } else { main.with_extension(format!("{index}.ram")) };
+            let kind = main.extension().unwrap_or_default().to_string_lossy();
+            let path = if index == 0 { main.to_owned() } else { main.with_extension(format!("{index}.{kind}")) };
             (path, backend.bytes)
         })
     }

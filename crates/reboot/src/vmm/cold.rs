@@ -26,7 +26,7 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Repor
     change.recorder.step(match ended {
         life::Ended::ByAgent => "shut down by the agent",
         life::Ended::ByAcpi => "shut down by ACPI",
-        life::Ended::PoweredOff | life::Ended::Before => "powered off",
+        life::Ended::PoweredOff | life::Ended::Before | life::Ended::Prepared => "powered off",
     });
     fault::point("cold.suspend.off", Some(&old), None);
     change.recorder.phase(Phase::Renew);

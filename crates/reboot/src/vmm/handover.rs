@@ -120,18 +120,6 @@ pub(crate) fn start_from(
     }
 }
 
-/// Forward the ports of the user networks: a QEMU that took over was started without, because the one before held
-/// them. The guest runs; a port that somebody else took meanwhile is told and no reason to stop it.
-pub(crate) fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
-    for (id, rule) in hardware.forwards() {
-        match qmp.human(&format!("hostfwd_add {id} {rule}")) {
-            Ok(answer) if answer.trim().is_empty() => {}
-            Ok(answer) => tracing::warn!("port forward {rule} of {}: {}", hardware.name, answer.trim()),
-            Err(e) => tracing::warn!("port forward {rule} of {}: {e}", hardware.name),
-        }
-    }
-}
-
 /// A time no file has by chance: given to the RAM file just before a new QEMU is let go.
 const MARK: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_789 };
 

@@ -27,6 +27,7 @@ use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::{Vmm, VmmError};
+use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::{Held, LifeError};
@@ -291,13 +292,13 @@ struct Together {
 }
 
 impl Together {
-    fn probe(&self, path: &Path) -> Result<Binary, BinaryError> {
+    fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
         // Held while asking: the others would ask the same.
         let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(binary) = binaries.get(path) {
             return Ok(binary.clone());
         }
-        let binary = Binary::probe(path)?;
+        let binary = Binary::known(path, &host.binaries())?;
         binaries.insert(path.to_owned(), binary.clone());
         Ok(binary)
     }
@@ -425,7 +426,7 @@ fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Res
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
         (None, false) => old.binary.clone(),
     };
-    let binary = together.probe(&path)?;
+    let binary = hardware::relied_on(&held.state.hardware, together.probe(host, &path)?, &host.binaries())?;
     let options = options.clone();
     let mut change =
         Change { host: host.clone(), held, old, binary, options, recorder, running: true, run_state: None };

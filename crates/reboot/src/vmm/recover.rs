@@ -15,7 +15,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{self, Held};
+use rekindle_vm::life::{self, Held, LifeError};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
 use rekindle_vm::state::State;
@@ -42,6 +42,8 @@ pub enum Recovered {
     Started,
     /// The guest's memory was lost; it was booted from its disks.
     Booted,
+    /// A QEMU was prepared for a restore, as was wanted.
+    Prepared,
     /// The VM is gone, as was wanted, or because it had never been started.
     Removed,
 }
@@ -56,6 +58,7 @@ impl std::fmt::Display for Recovered {
             Self::FromState => "the guest was started again from its saved state, with its memory",
             Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
+            Self::Prepared => "finished: a QEMU waits for a checkpoint",
             Self::Removed => "the VM is removed",
         })
     }
@@ -83,7 +86,8 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
                 held.refuse_attached("its QEMU has ended, and starting it again")?;
                 Ok(Recovered::Nothing)
             }
-            // A start that was cut off before it began.
+            Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
+            // A start that was cut off before it began, or a QEMU that has waited and ended.
             Err(_) if held.state.vmm.is_none() => {
                 life::clean_up(host, &held.rundir, &held.state)?;
                 Ok(Recovered::Removed)
@@ -101,6 +105,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }
     let recovered = match journal.operation.kind {
         Kind::Run => recover_run(host, &held, journal),
+        Kind::Prepare => recover_prepare(host, &held, journal),
         Kind::Restore => recover_restore(host, &held, journal),
         Kind::Stop => {
             life::clean_up(host, &held.rundir, &held.state)?;
@@ -149,6 +154,16 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
     Ok(Recovered::Removed)
 }
 
+/// A preparation is finished if its QEMU was recorded, else undone.
+fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    if let Err(LifeError::Prepared { .. }) = held.vmm() {
+        journal.close().map_err(|source| file(held, source))?;
+        return Ok(Recovered::Prepared);
+    }
+    life::clean_up(host, &held.rundir, &held.state)?;
+    Ok(Recovered::Removed)
+}
+
 /// A restore is finished if its guest was let go, else undone: the checkpoint is where it was.
 fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let failed = |source| file(held, source);
@@ -158,9 +173,11 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
         if life::run_state(&mut qmp)? != "running" {
             resume(&mut qmp, true)?;
         }
-        let state = State { version: Some(qmp.version().clone()), vmm: Some(vmm), ..held.state.clone() };
+        let state =
+            State { version: Some(qmp.version().clone()), vmm: Some(vmm), prepared: None, ..held.state.clone() };
         state.write(&held.rundir).map_err(failed)?;
         journal.close().map_err(failed)?;
+        network::forward_ports(&mut qmp, &held.state.hardware);
         return Ok(Recovered::Finished);
     }
     life::clean_up(host, &held.rundir, &held.state)?;
@@ -287,7 +304,7 @@ fn finish(
     journal.advance(Step::Settle).map_err(|source| file(held, source))?;
     let old = operation.from.filter(|old| old.is_alive() && old.pid != new.pid);
     switch::settle(&held.rundir, held.state.clone(), old.as_ref(), &new, &qmp, journal, None)?;
-    handover::forward_ports(&mut qmp, &held.state.hardware);
+    network::forward_ports(&mut qmp, &held.state.hardware);
     Ok(recovered)
 }
 

@@ -98,7 +98,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     let resumed = resume(&mut qmp, change.running)?;
     change.recorder.step("resume");
     fault::point("saved.resume.resumed", Some(&old), Some(&new));
-    handover::forward_ports(&mut qmp, &change.held.state.hardware);
+    network::forward_ports(&mut qmp, &change.held.state.hardware);
     change.recorder.phase(Phase::Settle);
     journal.operation.disks_at_resume = None;
     journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;

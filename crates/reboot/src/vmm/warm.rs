@@ -457,7 +457,7 @@ fn settle(
     for capture in waiting {
         network::send_again(capture, handed.stopped);
     }
-    handover::forward_ports(&mut new_qmp, &state.hardware);
+    network::forward_ports(&mut new_qmp, &state.hardware);
     change.recorder.step("end the old QEMU");
     change.recorder.write(&rundir);
     Ok(change.report(new, &state, (handed.stopped, handed.resumed), handed.memory))

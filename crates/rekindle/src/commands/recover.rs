@@ -6,6 +6,7 @@ use anyhow::Result;
 use rekindle_protect::restore::start_pager;
 use rekindle_reboot::vmm;
 use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
 
@@ -13,8 +14,10 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
-    if rundir.fill().exists() {
-        // Before anything is asked of QEMU: it may itself wait for a missing page. A second pager finds the first, and ends.
+    let given_up = Journal::left_behind(&rundir)?
+        .is_some_and(|left| left.operation.kind == Kind::Restore && left.operation.step < Step::Resume);
+    if rundir.fill().exists() && !given_up {
+        // First of all: a QEMU that itself waits for a page answers nobody. A second pager finds the first, and ends.
         start_pager(&rundir)?;
     }
     let recovered = vmm::recover(&host, name.as_str())?;

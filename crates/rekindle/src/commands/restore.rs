@@ -2,10 +2,11 @@
 
 use super::interrupts;
 use super::store::identity;
-use crate::cli::{NameOnly, Restore};
-use crate::output::{Output, duration};
+use crate::cli::{Pager, Restore};
+use crate::output::{Output, bytes, duration};
 use anyhow::Result;
-use rekindle_protect::pager::{Told, serve};
+use rekindle_protect::pager::{Told, serve, serve_after};
+use rekindle_protect::restore::prepare::prepare;
 use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::utc;
 use rekindle_vm::definition::Definition;
@@ -23,27 +24,53 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
         qemu: arguments.qemu.clone(),
     };
-    let restored = run(&host, arguments.name.clone(), &request)?;
+    if arguments.prepare {
+        let waits = prepare(&host, &arguments.name, &request)?;
+        let text = format!(
+            "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: rekindle restore {} --store {}",
+            waits.name,
+            if waits.replaced { " anew" } else { "" },
+            waits.pid,
+            bytes(waits.resident_bytes),
+            bytes(waits.ram_bytes),
+            waits.name,
+            arguments.store
+        );
+        output.result(&waits, text)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let restored = run(&host, &arguments.name, &request)?;
     let rest = if restored.filled { "all of its memory is there" } else { "its memory comes on demand" };
     let text = format!(
-        "{} runs after {} from checkpoint {} of {} (QEMU process {}); {rest}",
+        "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {rest}; {}",
         restored.name,
         duration(restored.us),
         restored.checkpoint,
         utc(restored.taken_us),
-        restored.pid
+        restored.pid,
+        if restored.prepared { ", prepared" } else { "" },
+        restored.clock
     );
     output.result(&restored, text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-pub fn pager(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
+pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.to_string();
     let interrupted = interrupts()?;
     let mut tell = |told: &Told| {
         let _ = output.result(told, format!("{name}: {told}"));
     };
-    let progress = serve(&RunDir::new(&host.root, &name), &interrupted, &mut tell)?;
+    let rundir = RunDir::new(&host.root, &name);
+    let progress = if arguments.hand_over {
+        // Whoever listens there brings the pages until then; if nobody does any more, there is nobody to wait for.
+        let ready = || {
+            let _ = rustix::io::write(rustix::stdio::stdin(), &[0]);
+        };
+        serve_after(&rundir, ready, &interrupted, &mut tell)?
+    } else {
+        serve(&rundir, &interrupted, &mut tell)?
+    };
     Ok(if progress.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -5,6 +5,7 @@ use crate::output::{Output, duration};
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
 use rekindle_qemu::command::Start;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError};
 use rekindle_vm::rundir::RunDir;
@@ -35,7 +36,7 @@ pub fn list(output: &Output) -> Result<ExitCode> {
             }
         };
         let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
-        let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
+        let pid = qemu(&state).map(|vmm| vmm.pid);
         table.add_row([
             name.clone(),
             status.to_string(),
@@ -70,7 +71,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
         text += &format!("# attached to; started {}\n", attached.starter);
         text += "# what follows is what a definition can say of it; a checkpoint has all of its command line\n";
     }
-    if let Some(vmm) = &state.vmm {
+    if let Some(vmm) = qemu(&state) {
         let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
         text += &format!("# QEMU {version}: {} (process {})\n", vmm.binary.display(), vmm.pid);
         text += &match &vmm.monitor {
@@ -94,6 +95,11 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The QEMU that runs the guest, or waits for it.
+fn qemu(state: &State) -> Option<&Vmm> {
+    state.vmm.as_ref().or(state.prepared.as_ref().map(|prepared| &prepared.vmm))
+}
+
 /// A VM for machines.
 pub fn description(host: &Host, state: &State) -> Result<Value> {
     let rundir = RunDir::new(&host.root, &state.hardware.name);
@@ -104,12 +110,13 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "run_directory": rundir.path(),
         "vmm": state.vmm,
         "attached": state.attached,
+        "prepared": state.prepared,
         "qemu_version": state.version,
         "previous": state.previous,
         "definition": state.definition,
         "hardware": state.hardware,
         "command_line": state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot),
-        "running_command_line": state.vmm.as_ref().and_then(|vmm| command_line(vmm.pid)),
+        "running_command_line": qemu(state).and_then(|vmm| command_line(vmm.pid)),
     }))
 }
 

@@ -19,6 +19,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
                     Ended::ByAgent => "shut down by its agent",
                     Ended::ByAcpi => "shut down by ACPI",
                     Ended::PoweredOff => "powered off",
+                    Ended::Prepared => "was only prepared; the QEMU that waited has ended",
                     Ended::Before => "had ended by itself",
                 };
                 output.result(&serde_json::json!({"name": name, "ended": ended}), format!("{name}: {how}"))?;

@@ -111,7 +111,7 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     if to_stdout && io::stdout().is_terminal() {
         return Err(Usage("a stream is not for a terminal: name a file, --output FILE, or a pipe".into()).into());
     }
-    let which = Which { at: *at, identity: identity(&from.tls), vm: None };
+    let which = Which { at: *at, identity: identity(&from.tls), ..Which::default() };
     let image = Image::open(&from.store, &which)?;
     let bar = progress(output, "exporting");
     let mut step = |done, total| {

@@ -227,7 +227,9 @@ impl Lab {
         let left: Vec<_> = eyes::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
         assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.scene());
         let root = self.run_root();
-        let left: Vec<_> = entries(&root).into_iter().filter(|path| !path.ends_with(".netns")).collect();
+        // What is known of QEMU binaries stays.
+        let stays = |path: &PathBuf| path.ends_with(".netns") || path.ends_with(".binaries");
+        let left: Vec<_> = entries(&root).into_iter().filter(|path| !stays(path)).collect();
         assert!(left.is_empty(), "left in {}: {left:?}", root.display());
         assert!(entries(&root.join(".netns")).is_empty(), "namespaces are left: {:?}", entries(&root.join(".netns")));
         let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");

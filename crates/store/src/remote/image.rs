@@ -47,7 +47,7 @@ struct Inner {
 impl RemoteImage {
     /// Open a checkpoint.
     pub fn open(server: &Remote, which: &Which) -> Result<(Self, Vm, CheckpointInfo)> {
-        let purpose = Purpose::Read { vm: which.vm, at: which.at };
+        let purpose = Purpose::Read { vm: which.vm, at: which.at, unlooked: which.unlooked };
         let (line, welcome) = greet(server, which.identity.as_ref(), &purpose)?;
         let store = server.to_string();
         let info = welcome.info.ok_or_else(|| StoreError::Line {
@@ -60,7 +60,7 @@ impl RemoteImage {
             store,
             identity: which.identity.clone(),
             // The same one, if the line has to be made anew.
-            purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number) },
+            purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number), unlooked: which.unlooked },
             digester: Digester::new(welcome.id),
             vm: welcome.vm.name.clone(),
             info: info.clone(),

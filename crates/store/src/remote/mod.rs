@@ -17,6 +17,7 @@ pub mod server;
 mod serving;
 mod session;
 
+use crate::admin::Fenced;
 use crate::error::{Result, StoreError};
 use crate::listing::Listing;
 use crate::types::{Owner, Vm};
@@ -54,8 +55,8 @@ pub(crate) fn verified(server: &Remote, identity: Option<&Identity>) -> Result<V
     line.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
 }
 
-pub(crate) fn fence(server: &Remote, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<u64> {
+pub(crate) fn fence(server: &Remote, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<Fenced> {
     let purpose = Purpose::Fence { vm: vm.clone(), owner: Owner::here(operation) };
     let (_, welcome) = greet(server, identity, &purpose)?;
-    Ok(welcome.epoch)
+    Ok(Fenced { epoch: welcome.epoch, newest: welcome.newest })
 }

@@ -119,8 +119,13 @@ pub(crate) struct Hello {
 pub(crate) enum Purpose {
     /// Write, as this owner.
     Write { vm: Vm, owner: Owner, only_if: Option<u64>, keep: u32, segment: u64 },
-    /// Read a checkpoint.
-    Read { vm: Option<Uuid>, at: Option<u64> },
+    /// Read a checkpoint; `unlooked`: its pages are looked for when the first is wanted.
+    Read {
+        vm: Option<Uuid>,
+        at: Option<u64>,
+        #[serde(default)]
+        unlooked: bool,
+    },
     /// List and verify.
     Look,
     /// Become the owner, and no more.

@@ -59,10 +59,13 @@ pub(super) fn serve(mut line: Line, directory: &Path, patience: Patience) -> End
                 Err(e) => Err(e),
             }
         }
-        Purpose::Read { vm, at } => match Home::open(disk, vm).and_then(|home| LocalImage::open(home, at)) {
-            Ok(image) => return read(&mut line, &image, patience),
-            Err(e) => Err(e),
-        },
+        Purpose::Read { vm, at, unlooked } => {
+            let open = if unlooked { LocalImage::open_unlooked } else { LocalImage::open };
+            match Home::open(disk, vm).and_then(|home| open(home, at)) {
+                Ok(image) => return read(&mut line, &image, patience),
+                Err(e) => Err(e),
+            }
+        }
         Purpose::Look => match Home::open(disk, None) {
             Ok(home) => return look(&mut line, &home),
             Err(e) => Err(e),
@@ -290,7 +293,13 @@ fn read(line: &mut Line, image: &LocalImage, patience: Patience) -> Ended {
                     return refuse(line, "a request for an order that cannot be read");
                 };
                 if hot.is_none() || from != position {
-                    hot = Some(image.hot());
+                    hot = match image.hot() {
+                        Ok(pages) => Some(pages),
+                        Err(e) => {
+                            fail(line, &e)?;
+                            continue;
+                        }
+                    };
                     position = 0;
                 }
                 if let Some(hot) = &mut hot {

@@ -1,7 +1,9 @@
 //! Random histories against the model: checkpoints, aborts, what `keep` says, compaction, base indices, reopening.
 
 use super::disk::MemoryDisk;
-use super::model::{Change, Model, open};
+use super::model::{Change, Model, check_image, open, unlooked};
+use crate::error::StoreError;
+use crate::types::PAGE_SIZE;
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -98,4 +100,36 @@ proptest! {
     fn a_store_holds_what_the_model_holds(keep in 1u32..4, steps in proptest::collection::vec(step(), 1..40)) {
         run(keep, steps);
     }
+}
+
+/// One whose pages are looked for late: its owner goes on meanwhile, moves pages and removes where they were.
+#[test]
+fn an_image_that_was_opened_before_its_owner_went_on_is_read_or_gone_by_name() {
+    let disk = MemoryDisk::default();
+    let mut engine = open(&disk, 2).unwrap();
+    let mut model = Model { keep: 2, ..Model::default() };
+    let change = |n: u64| Change {
+        blocks: vec![("ram", 40)],
+        pages: (0..30).map(|i| (0, (n * 7 + i) % 40, 1 + (n + i) % 11)).collect(),
+    };
+    for n in 0..3 {
+        model.commit(&mut engine, &change(n)).unwrap();
+    }
+    let late = unlooked(&disk, None).unwrap();
+    let expected = model.checkpoints.get(&3).unwrap().clone();
+    model.commit(&mut engine, &change(3)).unwrap();
+    engine.compact().unwrap();
+    engine.settle().unwrap();
+    engine.tidy();
+    check_image(&late, 3, &expected);
+    let late = unlooked(&disk, Some(4)).unwrap();
+    for n in 4..7 {
+        model.commit(&mut engine, &change(n)).unwrap();
+    }
+    engine.compact().unwrap();
+    engine.tidy();
+    let mut content = [0; PAGE_SIZE];
+    let e = late.read_page(0, 0, &mut content).unwrap_err();
+    assert!(matches!(&e, StoreError::NoSuchCheckpoint { asked: 4, .. }), "{e}");
+    assert!(late.hot().is_err());
 }

@@ -90,6 +90,11 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
+/// One whose pages are looked for later.
+pub fn unlooked(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open_unlooked(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+}
+
 /// Send pages to an engine, some to a frame.
 pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
     let digester = engine.digester();
@@ -160,6 +165,7 @@ impl Model {
         assert_eq!(image(disk, None).unwrap().info().number, self.newest());
         for (number, expected) in &self.checkpoints {
             check_image(&image(disk, Some(*number)).unwrap(), *number, expected);
+            check_image(&unlooked(disk, Some(*number)).unwrap(), *number, expected);
         }
         let e = image(disk, Some(self.newest() + 1)).unwrap_err();
         let have: Vec<u64> = self.checkpoints.keys().copied().collect();
@@ -174,7 +180,7 @@ pub fn check_image(image: &LocalImage, number: u64, expected: &Expected) {
     let blocks: Vec<_> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
     assert_eq!(info.blocks, blocks, "checkpoint {number}");
     assert_eq!(image.section(crate::format::entry::Section::Devices).unwrap(), expected.devices);
-    let mut hot: Vec<_> = image.hot().collect();
+    let mut hot: Vec<_> = image.hot().unwrap().collect();
     hot.sort_unstable();
     let mut filled = Vec::new();
     let mut all = Vec::new();

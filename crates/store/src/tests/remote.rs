@@ -243,7 +243,8 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
     // Whoever takes over is told to the one before, by name.
-    assert_eq!(admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap(), 3);
+    let fenced = admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap();
+    assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
     assert_eq!(super::model::owner_of(&e), Some((2, 3, "restore web")), "{e}");
     assert!(admin::compact(&there, Some(&client)).is_ok());
@@ -251,13 +252,16 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
 }
 
 fn check_rest(there: &StoreUrl, client: &Identity) {
-    let image = Image::open(there, &which(client)).unwrap();
-    assert_eq!(image.info().number, 7);
-    let all = expected(5);
-    let mut content = [0; PAGE_SIZE];
-    for page in 0..PAGES {
-        image.read_page(0, page, &mut content).unwrap();
-        assert!(content == all[page as usize]);
+    for unlooked in [false, true] {
+        let image = Image::open(there, &Which { unlooked, ..which(client) }).unwrap();
+        assert_eq!(image.info().number, 7);
+        assert_eq!(image.hot().count(), Image::open(there, &which(client)).unwrap().hot().count());
+        let all = expected(5);
+        let mut content = [0; PAGE_SIZE];
+        for page in 0..PAGES {
+            image.read_page(0, page, &mut content).unwrap();
+            assert!(content == all[page as usize]);
+        }
     }
 }
 
@@ -443,7 +447,7 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
         let purpose = match round % 4 {
             0 => None,
             1 => Some(Purpose::Look),
-            2 => Some(Purpose::Read { vm: None, at: None }),
+            2 => Some(Purpose::Read { vm: None, at: None, unlooked: false }),
             _ => Some(Purpose::Write { vm: vm(), owner: Owner::here("odd"), only_if: None, keep: 3, segment: 0 }),
         };
         let mut line = raw(running.address, &client, purpose);

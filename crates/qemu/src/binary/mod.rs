@@ -1,6 +1,10 @@
 //! What a QEMU binary can do: asked from the binary itself, before anything depends on it.
 
+mod kept;
+
 use crate::qmp::{Qmp, QmpError, Version};
+use kept::Asked;
+use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::die_with_starter;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
@@ -49,7 +53,7 @@ fn said(output: &str) -> String {
 }
 
 /// A QEMU binary and what it knows.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Binary {
     /// Where it is.
     pub path: PathBuf,
@@ -65,6 +69,9 @@ pub struct Binary {
     pub devices: BTreeSet<String>,
     /// QMP commands.
     pub commands: BTreeSet<String>,
+    /// These are answers from before: see [`Binary::known`].
+    #[serde(skip)]
+    pub kept: bool,
 }
 
 #[derive(Deserialize)]
@@ -81,6 +88,11 @@ impl Binary {
     /// # Errors
     /// [`BinaryError`]: missing, not executable, not a QEMU.
     pub fn probe(path: &Path) -> Result<Self, BinaryError> {
+        Ok(Self::ask_at(path)?.0)
+    }
+
+    fn ask_at(path: &Path) -> Result<(Self, Asked), BinaryError> {
+        let mut asked = Asked::before(path);
         let run = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
         let (ours, theirs) = UnixStream::pair().map_err(run)?;
         let theirs_too = theirs.try_clone().map_err(run)?;
@@ -95,8 +107,10 @@ impl Binary {
         // Or else our copies of its end would hide that it has gone.
         drop(command);
         let answers = Qmp::over(ours, GREETING).and_then(|qmp| Self::ask(path, qmp));
+        asked.answered(Process::of(child.id()));
         let output = end(child);
-        answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })
+        let binary = answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })?;
+        Ok((binary, asked))
     }
 
     fn ask(path: &Path, mut qmp: Qmp) -> Result<Self, QmpError> {
@@ -109,7 +123,7 @@ impl Binary {
         let commands = names(qmp.execute("query-commands", ())?);
         let devices = names(qmp.execute("qom-list-types", json!({"implements": "device", "abstract": false}))?);
         let version = qmp.version().clone();
-        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands })
+        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands, kept: false })
     }
 
     /// The versioned machine type that `machine` stands for here: itself, unless it is an alias.

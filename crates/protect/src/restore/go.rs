@@ -1,0 +1,285 @@
+//! From a QEMU that waits with empty RAM to a guest that runs, and what can wait until it does.
+//!
+//! Until the guest runs, this process itself brings the pages that are waited for; then a pager of its own takes over: to
+//! start it takes time that the guest would have to wait.
+
+use super::checkpoint::Ahead;
+use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
+use crate::pager::{Fill, Source, lock};
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::spawn::detach;
+use rekindle_memory::missing::{Pager, PagerError, Progress};
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::agent;
+use rekindle_qemu::command::{Hardware, Start};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::{Feed, set_capabilities, wait_loaded};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::place::{Made, Place};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::timeline::{Phase, Recorder, host_us};
+use rekindle_vm::{fault, network};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+/// How long a load may take: it waits for the pages that the devices need.
+const LOAD: Duration = Duration::from_secs(600);
+/// How long an eager restore may take.
+const EAGER: Duration = Duration::from_secs(24 * 3600);
+/// How long a pager may take to open the store. The guest gets its pages meanwhile.
+const PAGER: Duration = Duration::from_secs(60);
+/// How long an agent may take to set the guest's clock: its own pages come on demand.
+const AGENT: Duration = Duration::from_secs(5);
+/// How long QEMU may take to tell that the guest has the agent's port open.
+const PORT: Duration = Duration::from_millis(20);
+
+/// What became of the guest's clock, which goes on from the time of the checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Clock {
+    /// Its agent has set it.
+    Set,
+    /// No agent runs in the guest.
+    NoAgent,
+    /// It could not be set.
+    Failed(String),
+}
+
+impl std::fmt::Display for Clock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Set => write!(f, "its clock is set"),
+            Self::NoAgent => write!(f, "its clock is that of the checkpoint, since no agent runs in it"),
+            Self::Failed(why) => write!(f, "its clock is that of the checkpoint, since it cannot be set: {why}"),
+        }
+    }
+}
+
+/// A QEMU that waits for a state.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) vmm: Vmm,
+    pub(super) qmp: Qmp,
+    pub(super) ram: GuestRam,
+    pub(super) journal: Journal,
+    /// It waited before this command.
+    pub(super) prepared: bool,
+}
+
+impl Waiting {
+    /// Start one.
+    pub(super) fn start(place: &Place<'_>, made: Made, hardware: &Hardware) -> Result<Self, RestoreError> {
+        let Made { mut journal, directory, fds } = made;
+        let arguments = hardware.arguments(&directory, &place.rundir.console_log(), Start::Incoming);
+        let vmm = Vmm::spawn(&place.state.definition.qemu, &arguments, &directory, fds)?;
+        journal.operation.to = Some(vmm.clone());
+        journal.write().map_err(journalled(&place.rundir))?;
+        let mut qmp = vmm.connect(vmm::START)?;
+        set_capabilities(&mut qmp, CAPABILITIES)?;
+        let ram = GuestRam::of(&mut qmp, vmm.process())?;
+        Ok(Self { vmm, qmp, ram, journal, prepared: false })
+    }
+}
+
+fn journalled(rundir: &RunDir) -> impl Fn(std::io::Error) -> RestoreError {
+    let path = rundir.file("operation.json");
+    move |source| RestoreError::Journal { path: path.clone(), source }
+}
+
+/// Sets the flag when it goes, however that comes about.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The pages that are waited for, brought by this process.
+struct OnDemand<'scope, 'env> {
+    ending: Ending<'env>,
+    thread: ScopedJoinHandle<'scope, Result<Progress, PagerError>>,
+    _lock: File,
+}
+
+/// Load the checkpoint and let the guest go.
+pub(super) fn go(
+    place: &Place<'_>,
+    waiting: Waiting,
+    ahead: &Ahead,
+    request: &Request,
+    recorder: &mut Recorder,
+    began: Instant,
+) -> Result<Restored, RestoreError> {
+    let Waiting { vmm, mut qmp, ram, mut journal, prepared } = waiting;
+    let info = ahead.image.info();
+    same_processors(&mut qmp, &place.state.hardware, info.number)?;
+    same_blocks(&ram, &info.blocks, info.number, &ahead.paged)?;
+    let stream = ahead.stream(&ram)?;
+    // From here on whoever touches a missing page waits.
+    let mut silent = |_: &_| {};
+    let mut source = Source::new(&ahead.image, &mut silent);
+    let chosen = |id: &str| ahead.paged.iter().any(|paged| paged == id);
+    let mut pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut source, None)?;
+    let (store, identity, paged) = (request.store.clone(), request.identity.as_ref(), ahead.paged.clone());
+    Fill::new(store, identity, info, vmm.clone(), &ram, paged).write(&place.rundir)?;
+    fault::point("restore.renew.registered", None, Some(&vmm));
+    recorder.step("register its memory");
+
+    let (name, directory) = (place.rundir.name().to_owned(), vmm.directory());
+    let end = AtomicBool::new(false);
+    // The thread that serves keeps nothing of what a failed restore gives back.
+    let image = &ahead.image;
+    thread::scope(|scope| {
+        let ending = Ending(&end);
+        let held = lock(&place.rundir)?;
+        let thread = scope.spawn(|| {
+            let mut silent = |_: &_| {};
+            pager.run_on_demand(&mut Source::new(image, &mut silent), &end)
+        });
+        let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
+
+        recorder.phase(Phase::Renew);
+        let loaded = Feed::open(&mut qmp, &[]).and_then(|mut feed| {
+            feed.write(&stream)?;
+            drop(feed);
+            wait_loaded(&mut qmp, LOAD)
+        });
+        loaded.map_err(|source| {
+            let said = log_tail(&directory, 10);
+            RestoreError::Load { name: name.clone(), number: info.number, said, source }
+        })?;
+        fault::point("restore.renew.loaded", None, Some(&vmm));
+        recorder.step("load its devices");
+        if let Some(on_demand) = on_demand.take_if(|_| request.eager) {
+            hand_over(&place.rundir, on_demand);
+            wait_filled(&place.rundir, &vmm)?;
+            recorder.step("bring its memory");
+        }
+        recorder.phase(Phase::Resume);
+        journal.advance(Step::Resume).map_err(journalled(&place.rundir))?;
+        fault::point("restore.resume.journalled", None, Some(&vmm));
+        qmp.drop_events();
+        qmp.execute::<Value>("cont", ())?;
+        let named = |e: &rekindle_qemu::qmp::Event| (e.name == "RESUME").then_some(e.host_us);
+        let resumed = qmp.wait_event("RESUME", Duration::from_secs(10), named)?;
+        let us = (began.elapsed().as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed));
+        fault::point("restore.resume.resumed", None, Some(&vmm));
+        recorder.step("resume");
+
+        recorder.phase(Phase::Settle);
+        // Switches and neighbours learn where it is now.
+        let rounds = json!({"initial": 50, "max": 550, "rounds": 5, "step": 100});
+        if let Err(e) = qmp.execute::<Value>("announce-self", rounds) {
+            tracing::debug!("{name}: its network cards were not announced: {e}");
+        }
+        network::forward_ports(&mut qmp, &place.state.hardware);
+        let pid = vmm.pid;
+        place.settle(journal, vmm.clone(), qmp.version().clone())?;
+        fault::point("restore.settle.recorded", None, Some(&vmm));
+        recorder.step("record");
+        if let Some(on_demand) = on_demand {
+            hand_over(&place.rundir, on_demand);
+            recorder.step("start its pager");
+        }
+        fault::point("restore.settle.handed-over", None, Some(&vmm));
+        let clock = set_clock(&mut qmp, &vmm, place.state.hardware.agent);
+        recorder.step("set its clock");
+        let filled = !place.rundir.fill().exists();
+        let (checkpoint, taken_us) = (info.number, info.time_us);
+        Ok(Restored { name: name.clone(), checkpoint, taken_us, us, pid, filled, prepared, unused: None, clock })
+    })
+}
+
+/// Start the process that brings the VM's memory, and let it take over from this one. The guest runs: what goes wrong is told,
+/// and `recover` starts another pager.
+fn hand_over(rundir: &RunDir, on_demand: OnDemand<'_, '_>) {
+    let ready = UnixStream::pair().and_then(|(ours, theirs)| {
+        spawn_pager(rundir, &["--hand-over"], Stdio::from(OwnedFd::from(theirs)))?;
+        ours.set_read_timeout(Some(PAGER))?;
+        (&ours).read_exact(&mut [0])
+    });
+    if let Err(e) = ready {
+        let (name, log) = (rundir.name(), log(rundir));
+        tracing::warn!(
+            "the pager of {name} does not begin ({e}; see {}); pages of the guest that are missing wait until: rekindle recover {name}",
+            log.display()
+        );
+    }
+    let OnDemand { ending, thread, _lock: lock } = on_demand;
+    drop(ending);
+    match thread.join() {
+        Ok(Ok(progress)) => tracing::debug!("{} pages were waited for until here", progress.demanded),
+        Ok(Err(e)) => tracing::warn!("{e}"),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+    drop(lock);
+}
+
+/// Have the guest's clock set by its agent, if it has one.
+fn set_clock(qmp: &mut Qmp, vmm: &Vmm, has_port: bool) -> Clock {
+    let deadline = Instant::now() + PORT;
+    loop {
+        match agent::listens(qmp) {
+            _ if !has_port => return Clock::NoAgent,
+            Ok(true) => break,
+            Ok(false) if Instant::now() > deadline => return Clock::NoAgent,
+            Ok(false) => thread::sleep(Duration::from_millis(2)),
+            Err(e) => return failed(&e),
+        }
+    }
+    match agent::set_time(&vmm.directory().agent(), AGENT) {
+        Ok(()) => Clock::Set,
+        Err(e) => failed(&e),
+    }
+}
+
+fn failed(why: &dyn std::fmt::Display) -> Clock {
+    tracing::warn!("the guest's clock is not set: {why}; set it in the guest, e.g. chronyc makestep");
+    Clock::Failed(why.to_string())
+}
+
+/// Start the process that brings the VM's memory.
+///
+/// # Errors
+/// [`RestoreError::Start`].
+pub fn start_pager(rundir: &RunDir) -> Result<(), RestoreError> {
+    spawn_pager(rundir, &[], Stdio::null()).map_err(|source| RestoreError::Start { name: rundir.name().into(), source })
+}
+
+fn spawn_pager(rundir: &RunDir, arguments: &[&str], stdin: Stdio) -> std::io::Result<()> {
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(log(rundir));
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["pager"]).args(arguments).arg(rundir.name()).stdout(open()?).stderr(open()?);
+    if let Some(root) = rundir.path().parent() {
+        command.env("REKINDLE_RUN_DIR", root);
+    }
+    detach(&mut command).stdin(stdin).spawn().map(drop)
+}
+
+fn log(rundir: &RunDir) -> PathBuf {
+    rundir.file("pager.log")
+}
+
+fn wait_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
+    let deadline = Instant::now() + EAGER;
+    while rundir.fill().exists() {
+        if !vmm.is_alive() || Instant::now() > deadline {
+            let said = std::fs::read_to_string(log(rundir)).unwrap_or_default();
+            return Err(RestoreError::NotFilled { name: rundir.name().into(), said });
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}

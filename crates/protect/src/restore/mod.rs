@@ -1,0 +1,329 @@
+//! A guest goes on from a checkpoint; its pages come on demand (HydraVM, sections IV-A and IV-B).
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | `checkpoint` | what is read of the store before the guest runs |
+//! | [`prepare`] | a QEMU that waits with empty RAM |
+//! | `go` | from a QEMU that waits to a guest that runs |
+//!
+//! `docs/protect.md` has the sequence.
+
+mod checkpoint;
+mod go;
+pub mod prepare;
+
+pub use go::{Clock, start_pager};
+
+use crate::pager::FillError;
+use crate::recipe::RecipeError;
+use checkpoint::Chosen;
+use go::Waiting;
+use rekindle_kernel::inject::InjectError;
+use rekindle_memory::missing::PagerError;
+use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::cpu;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::stream::StreamError;
+use rekindle_qemu::transfer::{Capabilities, TransferError};
+use rekindle_qemu::vmm::VmmError;
+use rekindle_store::remote::Identity;
+use rekindle_store::{StoreError, StoreUrl};
+use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::fault;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::Kind;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::place::{Place, Plan, Site};
+use rekindle_vm::timeline::Recorder;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Instant;
+
+/// What a QEMU that gets its devices, and its RAM by a pager, is set to: `x-ignore-shared`, since its RAM is a file that is
+/// mapped shared; `late-block-activate`, so that disks are taken at the resume only.
+const CAPABILITIES: Capabilities<'static> =
+    &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
+/// How often a restore is begun anew because the store has got a checkpoint of another machine meanwhile.
+const TRIES: usize = 3;
+
+/// What is wanted.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Where the checkpoint is.
+    pub store: StoreUrl,
+    /// Who we are to a store on a server.
+    pub identity: Option<Identity>,
+    /// Its number; none: the newest.
+    pub at: Option<u64>,
+    /// Bring all memory before the guest goes on.
+    pub eager: bool,
+    /// How the VM is to be built here, where its files are elsewhere than on the host of the checkpoint.
+    pub definition: Option<Definition>,
+    /// The QEMU to use instead of the definition's.
+    pub qemu: Option<PathBuf>,
+}
+
+/// Why a guest was not restored.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// How to build its VM is not known.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// The store has got a checkpoint of another machine while it was being read.
+    #[error("checkpoint {number} of {name} is of another machine than the one before it, and came just now; try again")]
+    Changed {
+        /// The VM.
+        name: String,
+        /// The checkpoint.
+        number: u64,
+    },
+    /// It cannot run here.
+    #[error(transparent)]
+    Life(#[from] LifeError),
+    /// QEMU does not start.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// QEMU does not do as it is told.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// QEMU could not load the state.
+    #[error("QEMU could not load checkpoint {number} of {name}; it said:\n{said}")]
+    Load {
+        /// The VM.
+        name: String,
+        /// The checkpoint.
+        number: u64,
+        /// The end of QEMU's log.
+        said: String,
+        /// Why.
+        #[source]
+        source: TransferError,
+    },
+    /// The device state is none.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// QEMU's memory cannot be found.
+    #[error(transparent)]
+    Ram(#[from] GuestRamError),
+    /// QEMU has other RAM blocks than the guest of the checkpoint.
+    #[error("QEMU has other RAM blocks than the guest of checkpoint {number}: {what}")]
+    Blocks {
+        /// The checkpoint.
+        number: u64,
+        /// What differs.
+        what: String,
+    },
+    /// The guest would see other processors.
+    #[error(
+        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
+         ran on", listed(.words)
+    )]
+    Cpu {
+        /// The checkpoint.
+        number: u64,
+        /// Name of the feature word, what it was, what it would be.
+        words: Vec<(String, u64, u64)>,
+    },
+    /// QEMU cannot be made to wait for its pages.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// Its pages cannot be brought.
+    #[error(transparent)]
+    Pager(#[from] PagerError),
+    /// The record for the pager.
+    #[error(transparent)]
+    Fill(#[from] FillError),
+    /// The pager cannot be started.
+    #[error("cannot start the pager of {name}")]
+    Start {
+        /// The VM.
+        name: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// An eager restore did not end.
+    #[error("not all memory of {name} has come; its pager said:\n{said}")]
+    NotFilled {
+        /// The VM.
+        name: String,
+        /// The end of its log.
+        said: String,
+    },
+    /// The journal cannot be written.
+    #[error("{}", path.display())]
+    Journal {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn listed(words: &[(String, u64, u64)]) -> String {
+    let one = |(name, was, now): &(String, u64, u64)| format!("{name} was {was:#x} and is {now:#x}");
+    words.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// A guest that goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restored {
+    /// The VM.
+    pub name: String,
+    /// The checkpoint.
+    pub checkpoint: u64,
+    /// When it was taken, in µs since 1970 by that host's clock.
+    pub taken_us: u64,
+    /// From the command to the guest's running, in µs.
+    pub us: u64,
+    /// Its QEMU.
+    pub pid: u32,
+    /// Whether all of its memory is there.
+    pub filled: bool,
+    /// Whether it went into a QEMU that had been prepared.
+    pub prepared: bool,
+    /// Why the one that had been prepared was of no use.
+    pub unused: Option<String>,
+    /// What became of the guest's clock.
+    pub clock: Clock,
+}
+
+/// Let the guest of a checkpoint go on as VM `name`, in the QEMU that was prepared for it if there is one that fits.
+///
+/// *Needs:* the store; room for its RAM; no VM of that name that runs; a QEMU that knows its machine; what its definition names.
+/// *On success:* the guest runs; what of its memory is not there yet is brought by a pager.
+/// *On failure:* nothing is left behind; the checkpoint is where it was. A QEMU that was prepared waits on, unless the state had
+/// been given to it already.
+///
+/// # Errors
+/// [`RestoreError`].
+pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, RestoreError> {
+    let began = Instant::now();
+    for _ in 1..TRIES {
+        match once(host, name, request, began) {
+            Err(RestoreError::Changed { .. }) => {}
+            other => return other,
+        }
+    }
+    once(host, name, request, began)
+}
+
+fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<Restored, RestoreError> {
+    let mut recorder = Recorder::new(name.as_str(), "restore");
+    let chosen = Chosen::open(request)?;
+    recorder.step("open the store");
+    let mut site = Site::take(host, name.as_str(), "restore")?;
+    let (plan, unused) = match plan(&site, name, request, &chosen) {
+        Ok(planned) => planned,
+        Err(e) => {
+            site.leave();
+            return Err(e);
+        }
+    };
+    let waits = site.prepared().map(|(_, prepared)| prepared.clone()).filter(|_| unused.is_none());
+    let mut unused = unused.unwrap_or_default();
+    recorder.step("see what it needs");
+    if let Some(prepared) = waits {
+        match prepare::Ready::of(&prepared) {
+            Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
+            Err(e) => unused = Some(format!("it does not answer: {e}")),
+        }
+    }
+    if let Some(why) = &unused {
+        tracing::warn!("what was prepared for {name} is of no use, and another QEMU is started: {why}");
+        site.clear()?;
+    }
+    let place = site.place(plan)?;
+    match fresh(&place, chosen, request, &mut recorder, began) {
+        Ok(restored) => {
+            recorder.write(&place.rundir);
+            Ok(Restored { unused, ..restored })
+        }
+        Err(e) => {
+            place.undo();
+            Err(e)
+        }
+    }
+}
+
+/// How the VM is to be had here, and what speaks against the QEMU that was prepared: none if nothing does, or there is none.
+type Planned = (Plan, Option<Option<String>>);
+
+fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Result<Planned, RestoreError> {
+    let given = site.prepared().and_then(|(_, prepared)| prepared.given.clone());
+    let qemu = site.prepared().and_then(|(_, prepared)| prepared.qemu.clone());
+    let given = request.definition.clone().or(given);
+    let is_given = given.is_some();
+    let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
+    let definition = Definition { name: name.clone(), ..definition };
+    let qemu = request.qemu.clone().or(qemu);
+    let mut plan = site.plan(definition, qemu.as_deref(), |hardware| chosen.recipe.fit(hardware, is_given))?;
+    let unused = match site.prepared() {
+        Some((state, prepared)) => prepare::fits(state, prepared, &mut plan).err().map(Some),
+        None => Some(None),
+    };
+    Ok((plan, unused))
+}
+
+/// Start a QEMU while the store is being read.
+fn fresh(
+    place: &Place<'_>,
+    chosen: Chosen,
+    request: &Request,
+    recorder: &mut Recorder,
+    began: Instant,
+) -> Result<Restored, RestoreError> {
+    // What may be refused comes before the store is claimed: whoever protects the VM is to go on then.
+    let made = place.make(Kind::Restore)?;
+    fault::point("restore.prepare.journalled", None, None);
+    recorder.step("make its place");
+    let name = place.rundir.name();
+    thread::scope(|scope| {
+        let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, name));
+        let waiting = Waiting::start(place, made, &place.state.hardware)?;
+        fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
+        recorder.step("start QEMU");
+        let ahead = ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        recorder.step("read its devices");
+        go::go(place, waiting, &ahead, request, recorder, began)
+    })
+}
+
+/// The processors that the guest of an attached QEMU has seen: their model alone does not say it all.
+fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
+    let Some(foreign) = &hardware.foreign else { return Ok(()) };
+    let words = cpu::differences(&foreign.cpu, &cpu::features(qmp)?);
+    if words.is_empty() { Ok(()) } else { Err(RestoreError::Cpu { number, words }) }
+}
+
+/// The same blocks on both sides; their sizes may differ where QEMU can resize them, and then it does.
+fn same_blocks(
+    ram: &GuestRam,
+    theirs: &[rekindle_store::types::Block],
+    number: u64,
+    paged: &[String],
+) -> Result<(), RestoreError> {
+    let differ = |what: String| RestoreError::Blocks { number, what };
+    let ours: Vec<_> = ram.blocks().iter().map(|block| &block.told).collect();
+    for block in theirs {
+        match ours.iter().find(|ours| ours.id == block.id) {
+            None => return Err(differ(format!("it has no block {}", block.id))),
+            Some(ours) if paged.contains(&block.id) && ours.used != block.used => {
+                let (id, ours, theirs) = (&block.id, ours.used, block.used);
+                return Err(differ(format!("its {id} has {ours} bytes, the guest's {theirs}")));
+            }
+            Some(_) => {}
+        }
+    }
+    match ours.iter().find(|ours| !theirs.iter().any(|block| block.id == ours.id)) {
+        Some(block) => Err(differ(format!("the guest has no block {}", block.id))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,221 @@
+//! A QEMU that waits with empty RAM on a spare host: HydraVM's saving with a hot standby's speed.
+//!
+//! It was started for the machine of the store's newest checkpoint. Nothing else of the store is read before the restore, and
+//! the store is not claimed. Its RAM is a file without a page in it, which nothing has been promised to: any number of them
+//! may wait on one host. All that QEMU has read at its start is marked, and the machine is compared once more at the
+//! restore; what is not the same any more is of no use, and a new QEMU is started.
+
+use super::checkpoint::{self, Chosen};
+use super::go::{self, Waiting};
+use super::{Request, RestoreError, Restored, same_blocks, same_processors};
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::mark::Mark;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::fault;
+use rekindle_vm::host::Host;
+use rekindle_vm::place::{Place, Plan, Site};
+use rekindle_vm::state::{Prepared, State};
+use rekindle_vm::timeline::Recorder;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a QEMU that waits may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
+/// How long it is waited for that its memory does not change any more.
+const REST: Duration = Duration::from_secs(1);
+
+/// A QEMU that waits for a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waits {
+    /// The VM.
+    pub name: String,
+    /// The checkpoint whose machine it has.
+    pub checkpoint: u64,
+    /// The QEMU.
+    pub pid: u32,
+    /// Bytes of memory that it takes.
+    pub resident_bytes: u64,
+    /// Bytes of RAM that its guest is going to have.
+    pub ram_bytes: u64,
+    /// One that waited before was ended for it.
+    pub replaced: bool,
+}
+
+/// Prepare a restore of VM `name`.
+///
+/// *Needs:* the store; no VM of that name that runs; a QEMU that knows its machine; what its definition names.
+/// *On success:* a QEMU waits with empty RAM; the store is as it was. One that waited before has been ended.
+/// *On failure:* nothing is left behind; one that waited before waits on if nothing was begun.
+///
+/// # Errors
+/// [`RestoreError`].
+pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, RestoreError> {
+    let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
+    let chosen = Chosen::open(request)?;
+    let site = Site::take(host, name.as_str(), "restore --prepare")?;
+    let replaced = site.prepared().is_some();
+    let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
+    let definition = Definition { name: name.clone(), ..definition };
+    let planned = site.plan(definition, request.qemu.as_deref(), |hardware| {
+        chosen.recipe.fit(hardware, request.definition.is_some())
+    });
+    let plan = match planned {
+        Ok(plan) => plan,
+        Err(e) => {
+            site.leave();
+            return Err(e.into());
+        }
+    };
+    recorder.step("see what it needs");
+    let place = site.place(plan)?;
+    match start(&place, &chosen, request) {
+        Ok((vmm, ram_bytes)) => {
+            recorder.step("start QEMU");
+            recorder.write(&place.rundir);
+            let (name, checkpoint) = (place.rundir.name().to_owned(), chosen.image.info().number);
+            let resident_bytes = at_rest(&vmm);
+            Ok(Waits { name, checkpoint, pid: vmm.pid, resident_bytes, ram_bytes, replaced })
+        }
+        Err(e) => {
+            place.undo();
+            Err(e)
+        }
+    }
+}
+
+fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, u64), RestoreError> {
+    // Before QEMU reads them: a change in between is seen.
+    let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
+    let (made, hardware) = place.make_waiting()?;
+    fault::point("prepare.journalled", None, None);
+    let Waiting { vmm, mut qmp, ram, journal, .. } = Waiting::start(place, made, &hardware)?;
+    fault::point("prepare.spawned", None, Some(&vmm));
+    let info = chosen.image.info();
+    same_processors(&mut qmp, &hardware, info.number)?;
+    same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
+    let binary = fs::read_link(format!("/proc/{}/exe", vmm.pid)).and_then(|path| Mark::of(&path));
+    files.push(binary.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
+    let prepared = Prepared {
+        vmm: vmm.clone(),
+        blocks: ram.blocks().iter().map(|block| block.told.clone()).collect(),
+        files,
+        given: request.definition.clone(),
+        qemu: request.qemu.clone(),
+    };
+    place.settle_prepared(journal, prepared, qmp.version().clone())?;
+    fault::point("prepare.recorded", None, Some(&vmm));
+    Ok((vmm, hardware.ram_files().iter().map(|(_, bytes)| bytes).sum()))
+}
+
+/// What a QEMU reads or opens at its start.
+fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
+    let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
+    let files = boot.chain(hardware.disks.iter().map(|disk| &disk.path));
+    files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
+}
+
+/// Bytes of memory that it takes once it has come to rest: soon after its start it gives some back to the kernel.
+fn at_rest(vmm: &Vmm) -> u64 {
+    let deadline = Instant::now() + REST;
+    let mut bytes = resident(vmm);
+    loop {
+        thread::sleep(Duration::from_millis(50));
+        let now = resident(vmm);
+        if now == bytes || Instant::now() > deadline {
+            return now.unwrap_or(0);
+        }
+        bytes = now;
+    }
+}
+
+/// Bytes of memory that a process takes.
+fn resident(vmm: &Vmm) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{}/status", vmm.pid)).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+/// Whether the QEMU that waits has the machine of the plan; then the plan is made to say what it has.
+pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Result<(), String> {
+    prepared.check()?;
+    let mut planned = plan.state.hardware.clone();
+    // One that no VM has had yet, either of them.
+    planned.vm_generation = state.hardware.vm_generation;
+    if planned != state.hardware {
+        return Err(format!("another machine is needed now: {}", difference(&planned, &state.hardware)));
+    }
+    if plan.state.definition != state.definition {
+        return Err("the VM is defined otherwise now".into());
+    }
+    plan.state.hardware = planned;
+    Ok(())
+}
+
+/// The first thing in which two machines differ.
+fn difference(wanted: &Hardware, waits: &Hardware) -> String {
+    let fields = |hardware: &Hardware| match serde_json::to_value(hardware) {
+        Ok(serde_json::Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
+    };
+    let (wanted, waits) = (fields(wanted), fields(waits));
+    let differs = wanted.iter().find(|(key, value)| waits.get(*key) != Some(*value));
+    differs.map_or_else(String::new, |(key, value)| {
+        format!("`{key}` is {value}, not {}", waits.get(key).unwrap_or(&serde_json::Value::Null))
+    })
+}
+
+/// A QEMU that waits and answers.
+pub(super) struct Ready {
+    qmp: Qmp,
+    ram: GuestRam,
+}
+
+impl Ready {
+    pub(super) fn of(prepared: &Prepared) -> Result<Self, RestoreError> {
+        let qmp = prepared.vmm.connect(ANSWER)?;
+        let ram = GuestRam::from_blocks(prepared.vmm.process(), prepared.blocks.clone())?;
+        Ok(Self { qmp, ram })
+    }
+}
+
+/// Let the guest go on in the QEMU that waits.
+#[expect(clippy::too_many_arguments, reason = "they are what a restore consists of")]
+pub(super) fn resume_in(
+    site: Site<'_>,
+    plan: Plan,
+    chosen: Chosen,
+    prepared: &Prepared,
+    ready: Ready,
+    request: &Request,
+    mut recorder: Recorder,
+    began: Instant,
+) -> Result<Restored, RestoreError> {
+    // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
+    // waits on whatever happens.
+    plan.check_room()?;
+    let ahead = checkpoint::fetch(chosen, request, site.rundir.name())?;
+    recorder.step("read its devices");
+    let place = site.place_of(plan);
+    let journal = place.claim(&prepared.vmm)?;
+    fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
+    let Ready { qmp, ram } = ready;
+    let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };
+    recorder.step("claim its RAM");
+    match go::go(&place, waiting, &ahead, request, &mut recorder, began) {
+        Ok(restored) => {
+            recorder.write(&place.rundir);
+            Ok(restored)
+        }
+        Err(e) => {
+            place.undo();
+            Err(e)
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What a file was when a QEMU read it, so that it can be told later whether it is still that.
+
+use serde::{Deserialize, Serialize};
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// One file at one moment. Another file under its name, and a change to this one, give another mark.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Mark {
+    /// Its name.
+    pub path: PathBuf,
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    /// Nanoseconds since 1970.
+    modified_ns: i128,
+    changed_ns: i128,
+}
+
+impl Mark {
+    /// The file at `path` as it is now; a symbolic link is followed.
+    ///
+    /// # Errors
+    /// When it is not there, or may not be looked at.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let found: Metadata = fs::metadata(path)?;
+        let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
+        Ok(Self {
+            path: path.to_owned(),
+            device: found.dev(),
+            inode: found.ino(),
+            bytes: found.len(),
+            modified_ns: ns(found.mtime(), found.mtime_nsec()),
+            changed_ns: ns(found.ctime(), found.ctime_nsec()),
+        })
+    }
+
+    /// Whether the file is what it was then.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        Self::of(&self.path).is_ok_and(|now| now == *self)
+    }
+
+    /// Whether both are marks of one file, under whatever name.
+    #[must_use]
+    pub fn is_file_of(&self, other: &Self) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+
+    /// When it was changed last, in nanoseconds since 1970. A second change within the clock tick of the file system leaves
+    /// the mark as it is: so what is younger than that is not to be relied on.
+    #[must_use]
+    pub fn changed_ns(&self) -> i128 {
+        self.changed_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_and_another_file_are_seen_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, other) = (directory.path().join("a"), directory.path().join("b"));
+        fs::write(&path, "one").unwrap();
+        let mark = Mark::of(&path).unwrap();
+        assert!(mark.holds());
+        fs::write(&other, "one").unwrap();
+        assert!(!mark.is_file_of(&Mark::of(&other).unwrap()));
+        fs::write(&path, "other").unwrap();
+        assert!(!mark.holds(), "another length");
+        let mark = Mark::of(&path).unwrap();
+        fs::rename(&other, &path).unwrap();
+        assert!(!mark.holds(), "another file");
+        let mark = Mark::of(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        assert!(!mark.holds() && Mark::of(&path).is_err());
+    }
+}

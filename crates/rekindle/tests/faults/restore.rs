@@ -1,0 +1,150 @@
+//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: whatever dies, the checkpoint
+//! is where it was, and a restore begins anew; or the guest runs with its memory.
+
+use super::Outcome::{self, AsItWas, Finished, LostLate, Nobody, Nothing, Removed};
+use super::{ACTIONS, TABLE};
+use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
+use std::thread;
+
+#[test]
+fn preparing_a_restore_with_every_death() {
+    walk("spare", &["--prepare"], false, |point| point.starts_with("prepare."));
+}
+
+#[test]
+fn restore_with_every_death() {
+    walk("again", &[], false, |point| point.starts_with("restore."));
+}
+
+#[test]
+fn restore_into_a_prepared_qemu_with_every_death() {
+    // It is there already.
+    let wanted = |point: &str| point.starts_with("restore.") && point != "restore.prepare.spawned";
+    walk("waits", &[], true, wanted);
+}
+
+fn walk(name: &str, arguments: &[&str], prepared: bool, wanted: impl Fn(&str) -> bool) {
+    let lab = Lab::new();
+    let guest = lab.vm(name).boot(&[]);
+    guest.touch("24M");
+    let boot = guest.boot_id();
+    let store = lab.path("store");
+    let store = store.to_str().unwrap();
+    lab.rekindle(["protect", name, "--store", store, "--every", "50ms", "--count", "1"]).ok();
+    guest.only_qemu().process.kill().unwrap();
+    guest.rekindle(&["stop", "--now"]).ok();
+    let mut tried = 0;
+    let mut wrong = Vec::new();
+    for (point, outcomes) in TABLE.iter().filter(|(point, _)| wanted(point)) {
+        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != Nobody) {
+            // A QEMU that is started in this step is not there yet to be killed.
+            if !prepared && *point == "restore.prepare.journalled" && *action == "kill-new" {
+                continue;
+            }
+            tried += 1;
+            let case =
+                Case { guest: &guest, store, arguments, prepared, boot: &boot, fault: format!("{point}:{action}") };
+            let one = thread::scope(|scope| scope.spawn(|| case.run(*outcome)).join());
+            if let Err(panic) = one {
+                let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+                wrong.push(format!("==== {}, which has to end as {outcome:?}:\n{text}\n", case.fault));
+                let _ = guest.rekindle(&["stop", "--now"]);
+            }
+        }
+    }
+    assert!(tried > 0, "no fault was tried");
+    assert!(wrong.is_empty(), "{} of {tried} faults end wrongly:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+struct Case<'a> {
+    guest: &'a Guest<'a>,
+    store: &'a str,
+    arguments: &'a [&'a str],
+    prepared: bool,
+    boot: &'a str,
+    fault: String,
+}
+
+impl Case<'_> {
+    fn restore(&self, arguments: &[&str]) -> std::process::Command {
+        let first = ["--json", "restore", &self.guest.name, "--store", self.store];
+        self.guest.lab.command(first.iter().chain(arguments))
+    }
+
+    fn run(&self, outcome: Outcome) {
+        let (guest, lab) = (self.guest, self.guest.lab);
+        if self.prepared {
+            lab.finish(self.restore(&["--prepare"])).ok();
+        }
+        let watch = Watch::begin(&lab.run_root());
+        let mut command = self.restore(self.arguments);
+        command.env("REKINDLE_FAULT", &self.fault);
+        let done = lab.finish(command);
+        match outcome {
+            Removed => {
+                killed(&done);
+                assert_eq!(guest.status(), "needs-recovery", "{done}");
+                lab.finish(self.restore(&[])).status(1).says(&["rekindle recover"]);
+                guest.rekindle(&["recover"]).ok().says(&["is removed"]);
+                lab.assert_empty();
+            }
+            AsItWas => {
+                done.status(1);
+                lab.assert_empty();
+            }
+            Finished => {
+                killed(&done);
+                assert_eq!(guest.status(), "needs-recovery", "{done}");
+                guest.rekindle(&["recover"]).ok().says(&["finished", "with its memory"]);
+                self.runs();
+            }
+            Nothing if self.arguments.contains(&"--prepare") => {
+                killed(&done);
+                assert_eq!(guest.status(), "prepared", "{done}");
+                guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+                let restored = lab.finish(self.restore(&[])).ok().json();
+                assert_eq!(restored["prepared"], true, "{restored}");
+                self.runs();
+            }
+            Nothing => {
+                killed(&done);
+                assert_eq!(guest.status(), "running", "{done}");
+                guest.rekindle(&["recover"]).ok();
+                self.runs();
+            }
+            LostLate => {
+                assert!([Some(0), Some(1)].contains(&done.code), "{done}");
+                let status = guest.status();
+                assert!(["ended", "absent"].contains(&status.as_str()), "{status} after {done}");
+            }
+            other => unreachable!("{other:?} is not for a restore"),
+        }
+        watch.end();
+        if guest.status() != "absent" {
+            guest.rekindle(&["stop", "--now"]).ok();
+        }
+        lab.assert_empty();
+        // And it can be restored as ever.
+        let watch = Watch::begin(&lab.run_root());
+        lab.finish(self.restore(&[])).ok();
+        self.runs();
+        watch.end();
+        guest.rekindle(&["stop", "--now"]).ok();
+        lab.assert_empty();
+    }
+
+    /// The guest runs with its memory.
+    fn runs(&self) {
+        // The first packet to an interface that was just made may be lost.
+        self.guest.wait_ready();
+        assert_eq!(self.guest.boot_id(), self.boot);
+        let fill = self.guest.file("fill.json");
+        wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+        self.guest.verify();
+        self.guest.assert_sound();
+    }
+}
+
+fn killed(done: &Done) {
+    assert_eq!(done.code, None, "it has to be killed: {done}");
+}

@@ -1,0 +1,313 @@
+//! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, and what goes into it later is the newest
+//! checkpoint, or another QEMU is started and that is said.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Done, Guest, Lab, Net, eyes, lab::entries, qemu_old, wait_for};
+use serde_json::Value;
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Another host: it has run, RAM and configuration directories of its own.
+struct Spare<'a> {
+    lab: &'a Lab,
+    root: PathBuf,
+}
+
+impl<'a> Spare<'a> {
+    fn new(lab: &'a Lab) -> Self {
+        Self { lab, root: lab.path("spare") }
+    }
+
+    fn rekindle(&self, arguments: &[&str]) -> Done {
+        let mut command = self.lab.command(arguments);
+        command.env("REKINDLE_RUN_DIR", &self.root).env("REKINDLE_HOST_CONFIG", self.lab.path("spare.toml"));
+        self.lab.finish(command)
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        self.rekindle(&[&["--json"], arguments].concat()).ok().json()
+    }
+
+    fn status(&self, name: &str) -> String {
+        let all = self.json(&["ls"]);
+        let found = all.as_array().unwrap().iter().find(|vm| vm["name"] == name).map(|vm| vm["status"].clone());
+        found.map_or("absent".into(), |status| status.as_str().map_or(status.to_string(), str::to_owned))
+    }
+
+    /// The one QEMU of this host.
+    fn qemu(&self) -> eyes::Qemu {
+        let [qemu] = eyes::qemus(&self.root).try_into().expect("one QEMU");
+        qemu
+    }
+
+    fn wait_filled(&self, name: &str) {
+        let fill = self.root.join(name).join("fill.json");
+        wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+    }
+
+    fn is_empty(&self) {
+        assert!(eyes::qemus(&self.root).is_empty(), "QEMUs are left");
+        let left: Vec<_> = entries(&self.root).into_iter().filter(|path| !path.ends_with(".binaries")).collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+}
+
+impl Drop for Spare<'_> {
+    fn drop(&mut self) {
+        for qemu in eyes::qemus(&self.root) {
+            let _ = qemu.process.kill();
+        }
+    }
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn store(lab: &Lab) -> String {
+    lab.path("store").to_str().unwrap().to_owned()
+}
+
+fn checkpoint(guest: &Guest<'_>, store: &str) {
+    let arguments = ["protect", &guest.name, "--store", store, "--every", "50ms", "--count", "1"];
+    guest.lab.rekindle(arguments).ok();
+}
+
+/// The host of the guest has died.
+fn crash(guest: &Guest<'_>) {
+    guest.only_qemu().process.kill().unwrap();
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+/// All files of a store with their lengths.
+fn listing(directory: &Path) -> Vec<(PathBuf, u64)> {
+    let mut found = Vec::new();
+    for path in entries(directory) {
+        match fs::metadata(&path).unwrap() {
+            metadata if metadata.is_dir() => found.extend(listing(&path)),
+            metadata => found.push((path, metadata.len())),
+        }
+    }
+    found
+}
+
+#[test]
+fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
+    let lab = Lab::new();
+    let guest = lab.vm("ready").memory("192M").net(Net::User(free_port())).boot(&[]);
+    let (spare, store) = (Spare::new(&lab), store(&lab));
+    guest.touch("32M");
+    checkpoint(&guest, &store);
+
+    let before = listing(Path::new(&store));
+    let waits = spare.json(&["restore", "ready", "--store", &store, "--prepare"]);
+    assert_eq!((waits["checkpoint"].clone(), waits["replaced"].clone()), (1.into(), false.into()));
+    assert_eq!(listing(Path::new(&store)), before, "to prepare changes nothing in the store");
+    let qemu = spare.qemu();
+    assert_eq!(waits["pid"], qemu.process.pid);
+    assert_eq!(spare.status("ready"), "prepared");
+    let ram: Vec<_> = entries(&spare.root.join(".ram"));
+    let [ram] = ram.as_slice() else { panic!("{ram:?}") };
+    assert!(ram.extension().is_some_and(|extension| extension == "waiting"), "{ram:?}");
+    assert_eq!(fs::metadata(ram).unwrap().blocks(), 0, "its RAM is empty");
+    // It is no guest, and nobody takes it for one.
+    let definition = lab.path("ready.toml");
+    let refused = ["prepared for a restore", "rekindle stop ready"];
+    spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).says(&refused);
+    spare.rekindle(&["protect", "ready", "--store", &store]).status(1).says(&refused);
+    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).says(&refused);
+    spare.rekindle(&["recover", "ready"]).ok().says(&["nothing to recover"]);
+    spare.rekindle(&["show", "ready"]).ok().says(&["is prepared", &qemu.process.pid.to_string()]);
+    assert_eq!(spare.qemu().process, qemu.process);
+
+    // The guest went on meanwhile.
+    guest.touch("64M");
+    let (boot, tick) = (guest.boot_id(), guest.tick());
+    checkpoint(&guest, &store);
+    crash(&guest);
+    let restored = spare.json(&["restore", "ready", "--store", &store]);
+    assert_eq!((restored["checkpoint"].clone(), restored["prepared"].clone()), (2.into(), true.into()), "{restored}");
+    assert_eq!(restored["unused"], Value::Null);
+    assert_eq!(spare.qemu().process, qemu.process, "it runs in the QEMU that waited");
+    assert_eq!(guest.boot_id(), boot);
+    assert!(guest.tick() >= tick);
+    guest.verify();
+    spare.wait_filled("ready");
+    guest.verify();
+    assert_eq!(spare.status("ready"), "running");
+    assert_eq!(spare.json(&["show", "ready"])["prepared"], Value::Null);
+    // It is a VM like any other: its VMM is replaced, and it is protected.
+    spare.rekindle(&["reboot", "vmm", "ready"]).ok();
+    assert_eq!(guest.boot_id(), boot);
+    spare.rekindle(&["protect", "ready", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
+    guest.verify();
+    spare.rekindle(&["stop", "ready", "--now"]).ok();
+    spare.is_empty();
+}
+
+#[test]
+fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
+    let lab = Lab::new();
+    let disk = lab.path("disk.raw");
+    fs::write(&disk, vec![1; 1 << 20]).unwrap();
+    let section = format!("[[disk]]\npath = {disk:?}\nreadonly = true");
+    let port = free_port();
+    let guest = lab.vm("moved").section(&section).net(Net::User(port)).boot(&[]);
+    let store = store(&lab);
+    let spare = Spare::new(&lab);
+    checkpoint(&guest, &store);
+    let boot = guest.boot_id();
+    crash(&guest);
+    let prepare = |more: &[&str]| {
+        let waits = spare.json(&[&["restore", "moved", "--store", &store, "--prepare"], more].concat());
+        assert_eq!(spare.status("moved"), "prepared");
+        waits["pid"].clone()
+    };
+    let restore = |more: &[&str]| {
+        let restored = spare.json(&[&["restore", "moved", "--store", &store], more].concat());
+        assert_eq!(guest.boot_id(), boot, "{restored}");
+        spare.qemu();
+        restored
+    };
+    let end = || drop(spare.rekindle(&["stop", "moved", "--now"]).ok());
+
+    // Prepared twice: the second one waits.
+    let first = prepare(&[]);
+    assert_ne!(prepare(&[]), first);
+    let waits = spare.qemu();
+    // It dies.
+    waits.process.kill().unwrap();
+    assert!(waits.process.wait_end(Duration::from_secs(10)).unwrap());
+    assert_eq!(spare.status("moved"), "ended");
+    assert_eq!(restore(&[])["prepared"], false);
+    end();
+    // An image that it has open is not the one that it would open now.
+    prepare(&[]);
+    let pid = spare.qemu().process.pid;
+    fs::write(lab.path("other.raw"), vec![2; 1 << 20]).unwrap();
+    fs::rename(lab.path("other.raw"), &disk).unwrap();
+    let restored = restore(&[]);
+    assert!(restored["unused"].as_str().unwrap().contains("disk.raw has changed"), "{restored}");
+    assert_ne!(restored["pid"], pid);
+    end();
+    // The VM is to be built otherwise; and what was said when it was prepared holds at the restore.
+    let other = lab.vm("moved").section(&section).net(Net::User(port));
+    let definition = other.key("shutdown_timeout = \"7s\"").write();
+    prepare(&[]);
+    let restored = restore_elsewhere(
+        &spare,
+        &["restore", "moved", "--store", &store, "--definition", definition.to_str().unwrap()],
+    );
+    assert!(restored["unused"].as_str().unwrap().contains("defined otherwise"), "{restored}");
+    end();
+    prepare(&["--definition", definition.to_str().unwrap()]);
+    let restored = restore_elsewhere(&spare, &["restore", "moved", "--store", &store]);
+    assert_eq!(restored["prepared"], true, "{restored}");
+    end();
+    // Given up.
+    prepare(&[]);
+    spare.rekindle(&["stop", "moved"]).ok().says(&["only prepared"]);
+    spare.is_empty();
+}
+
+fn restore_elsewhere(spare: &Spare<'_>, arguments: &[&str]) -> Value {
+    let restored = spare.json(arguments);
+    assert_eq!(spare.status("moved"), "running");
+    restored
+}
+
+#[test]
+fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
+    let lab = Lab::new();
+    let guest = lab.vm("patient").net(Net::User(free_port())).boot(&[]);
+    let store = store(&lab);
+    let spare = Spare::new(&lab);
+    checkpoint(&guest, &store);
+    let boot = guest.boot_id();
+    crash(&guest);
+    let pid = spare.json(&["restore", "patient", "--store", &store, "--prepare"])["pid"].clone();
+    let before = listing(Path::new(&store));
+    let waits_on = || {
+        if Path::new(&store).exists() {
+            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
+        }
+        assert_eq!(spare.status("patient"), "prepared");
+        assert_eq!(pid, spare.qemu().process.pid);
+    };
+    // The store is away.
+    let aside = lab.path("aside");
+    fs::rename(&store, &aside).unwrap();
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["store"]);
+    waits_on();
+    fs::rename(&aside, &store).unwrap();
+    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).says(&["checkpoint 7"]);
+    waits_on();
+    let qemu = qemu_old().to_str().unwrap();
+    spare.rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu]).status(1).says(&["machine type pc-q35"]);
+    waits_on();
+    // There is no room for it just now.
+    fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
+    let ram = spare.root.join(".ram");
+    let full = ram.join("other.ram");
+    let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
+    fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["128 MiB asked for", "promised"]);
+    waits_on();
+    fs::remove_file(&full).unwrap();
+
+    // Two at once: one gets it, and the other is told.
+    let start = || {
+        let mut command = lab.command(["--json", "restore", "patient", "--store", &store]);
+        command.env("REKINDLE_RUN_DIR", &spare.root).env("REKINDLE_HOST_CONFIG", lab.path("spare.toml"));
+        command.spawn().unwrap()
+    };
+    let both = [start(), start()].map(|child| lab.wait(child, "restore".into()));
+    let (won, lost): (Vec<_>, Vec<_>) = both.into_iter().partition(|done| done.code == Some(0));
+    let ([won], [lost]) = (won.as_slice(), lost.as_slice()) else {
+        panic!("{won:?} {lost:?}", won = won.len(), lost = lost.len())
+    };
+    assert_eq!(won.json()["prepared"], true, "{won}");
+    assert_eq!(lost.code, Some(1));
+    assert!(lost.stderr.contains("busy") || lost.stderr.contains("runs already"), "{lost}");
+    assert_eq!(guest.boot_id(), boot);
+    assert_eq!(pid, spare.qemu().process.pid);
+    // Neither is it prepared while it runs.
+    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).says(&["runs already"]);
+    spare.rekindle(&["stop", "patient", "--now"]).ok();
+    spare.is_empty();
+}
+
+#[test]
+fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
+    let lab = Lab::new();
+    let guest = lab.vm("big").memory("192M").net(Net::User(free_port())).boot(&[]);
+    let store = store(&lab);
+    checkpoint(&guest, &store);
+    let (spare, before) = (Spare::new(&lab), listing(Path::new(&store)));
+    let refused = |arguments: &[&str], words: &[&str]| {
+        for more in [&[][..], &["--prepare"][..]] {
+            let all = [&["restore", "big", "--store"], arguments, more].concat();
+            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"asked for"))) {
+                spare.rekindle(&all).status(1).says(words);
+            }
+            spare.is_empty();
+            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
+        }
+    };
+    let old = qemu_old().to_str().unwrap().to_owned();
+    refused(&[&store, "--qemu", &old], &["cannot run here", "does not know the machine type pc-q35-10"]);
+    refused(&[&store, "--at", "9"], &["checkpoint 9"]);
+    refused(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
+    fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
+    refused(&[&store], &["192 MiB asked for", "asked for"]);
+    // And on the host where it runs.
+    lab.rekindle(["restore", "big", "--store", &store]).status(1).says(&["runs already"]);
+    guest.assert_sound();
+    spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).says(&["--eager"]);
+}
