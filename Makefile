@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             start a guest, replace QEMU 7.2 by 10.0 under it; warm, saved and cold side by side'
+	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; crash a guest and restore it'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore'

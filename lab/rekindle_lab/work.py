@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from rekindle_lab.guests import WORK_PORT, Guest
+from rekindle_lab.guests import WORK_PORT
 
 POLL_S = 0.002
 DEADLINE_S = 1800.0
@@ -95,15 +96,31 @@ class Window:
         return float(self.count)
 
 
+class Worker(Protocol):
+    """A guest that can be told to work."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def command(self, line: str, deadline: float = ..., port: int = ...) -> str:
+        """Send a line to one of its ports and give the reply."""
+
+
 @dataclass
 class Work:
-    """The workloads of one guest. `run_dir`: Rekindle's."""
+    """The workloads of one guest. `run_dir`: Rekindle's; `console`: where its console is logged, if not there."""
 
-    guest: Guest
+    guest: Worker
     run_dir: Path
+    console: Path | None = None
 
     def __post_init__(self) -> None:
-        self._console = Console(self.run_dir / self.guest.name / "console.log")
+        self._console = Console(self.console or self.run_dir / self.guest.name / "console.log")
+
+    def look_at(self, console: Path) -> None:
+        """The guest goes on elsewhere, with another console log."""
+        self._console = Console(console)
 
     def _order(self, line: str) -> None:
         reply = self.guest.command(line, port=WORK_PORT)

@@ -84,6 +84,28 @@ def test_table_2(tmp_path):
     assert line["results equal"] == "0 of 4"
 
 
+def moved(digest):
+    out = []
+    for number, how, own in ((0, "elsewhere", "aa"), (1, "libvirt", digest)):
+        out.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
+        for which, what in (("undisturbed", "aa"), (how, own)):
+            window = {"units": 100, "digest": what}
+            out.append(Row("elsewhere", "window", 512, "compile", "tls", which, number, **window))
+    return out
+
+
+def test_work_that_went_on_elsewhere_is_compared(tmp_path):
+    first, second = analysis.moves(write(tmp_path / "r.csv", made_up() + moved("aa")))
+    assert (first["guest of"], first["results"], first["equal"]) == ("Rekindle", 2, "yes")
+    assert (second["guest of"], second["restored in ms"], second["work lost ms"]) == ("libvirt", 121, 400)
+    assert second["equal"] == "yes"
+    other = analysis.moves(write(tmp_path / "s.csv", made_up() + moved("bb")))
+    assert [line["equal"] for line in other] == ["yes", "no"]
+    found = analysis.figures(write(tmp_path / "t.csv", made_up() + moved("aa")), "t.csv")
+    alone = analysis.figures(write(tmp_path / "u.csv", made_up()), "u.csv")
+    assert [figure.value for figure in found.figures] == [figure.value for figure in alone.figures]
+
+
 def test_figure_4_adds_up(tmp_path):
     parts = analysis.steps(write(tmp_path / "r.csv", made_up()))
     assert next(iter(parts)) == ("512M", "lazy")

@@ -173,6 +173,24 @@ def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
     return lines
 
 
+def moves(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Work whose host died, and that went on in another place."""
+    rows = frame[frame["case"] == "elsewhere"]
+    lines: list[dict[str, object]] = []
+    for how, group in rows[rows["what"] == "restore"].groupby("how", sort=True):
+        windows = rows[(rows["what"] == "window") & rows["round"].isin([0 if how == "elsewhere" else 1])]
+        lines.append(
+            {
+                "guest of": "libvirt" if how == "libvirt" else "Rekindle",
+                "work lost ms": median(milliseconds(pick(group, "lost_us"))),
+                "restored in ms": median(milliseconds(pick(group, "restore_us"))),
+                "results": len(windows),
+                "equal": "yes" if windows["digest"].nunique() == 1 and len(windows) == 2 else "no",
+            }
+        )
+    return lines
+
+
 def steps(frame: pd.DataFrame) -> dict[tuple[str, str], dict[str, float]]:
     """For figure 4: medians in ms of each step, by (what was restored, how)."""
     out: dict[tuple[str, str], dict[str, float]] = {}

@@ -12,6 +12,7 @@ from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.stores import Store, forget
 from rekindle_lab.work import Window, Work
 
+from .elsewhere import elsewhere
 from .plan import Plan
 from .rows import Row
 from .stage import Restored, Stage
@@ -202,4 +203,5 @@ CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "prepared": prepared,
     "after": after,
     "stores": stores,
+    "elsewhere": elsewhere,
 }

@@ -8,8 +8,9 @@ import pandas as pd
 
 from rekindle_lab.bench.rows import read_rows
 
-HOWS = ("lazy", "prepared", "eager", "incoming")
-"""`rekindle restore`; the same into a prepared QEMU; with all memory first; QEMU's own load of a full save."""
+HOWS = ("lazy", "prepared", "eager", "incoming", "elsewhere", "libvirt")
+"""`rekindle restore`; the same into a prepared QEMU; with all memory first; QEMU's own load of a full save; in another
+run directory and network namespace; there, of a guest that libvirt had started."""
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Row:
     """One thing that was measured. Names end in the unit; host times are microseconds since 1970."""
 
     case: str
-    """`restore`, `prepared`, `after`."""
+    """`restore`, `prepared`, `after`, `stores`, `elsewhere`."""
     what: str
     """`restore`, or `window`: the rest of a piece of work."""
     memory_mib: int
@@ -45,6 +46,8 @@ class Row:
     """How far the work was at the checkpoint."""
     rest_us: int | None = None
     """From there (restored: from the guest's running again) until the work was done."""
+    lost_us: int | None = None
+    """From the guest's stop for the newest checkpoint until its host died."""
     digest: str = ""
     """Of what the work gave."""
     steps: list[dict[str, Any]] = field(default_factory=list)

@@ -43,5 +43,6 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
         tables={
             "Figure 4: from the command to the guest's running": analysis.summary(frame),
             "Table II: the second half of a piece of work after a restore": analysis.table_2(frame),
+            "A compilation whose host died, and that went on in another place": analysis.moves(frame),
         },
     )

@@ -1,0 +1,157 @@
+"""A libvirtd of an experiment's own, run by another user, with all of its directories in one folder."""
+
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab.guests import COMMAND_PORT, WORK_PORT, Image
+
+USER = "nobody"
+START_DEADLINE_S = 60.0
+_DIRECTORIES = {
+    "HOME": "home",
+    "XDG_RUNTIME_DIR": "run",
+    "XDG_CONFIG_HOME": "config",
+    "XDG_CACHE_HOME": "cache",
+    "XDG_DATA_HOME": "data",
+}
+
+
+@dataclass
+class Libvirt:
+    """A running libvirtd."""
+
+    folder: Path
+    _daemon: subprocess.Popen[bytes]
+
+    @property
+    def uri(self) -> str:
+        """What `virsh --connect` takes."""
+        return f"qemu:///session?socket={self.folder / 'run' / 'libvirt' / 'libvirt-sock'}"
+
+    def virsh(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run virsh."""
+        command = ["virsh", "--quiet", "--connect", self.uri, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if check and done.returncode != 0:
+            raise OSError(f"virsh {' '.join(arguments)}: {done.stderr.strip()}")
+        return done
+
+    def kill(self) -> None:
+        """End the daemon at once. Its guests run on, as libvirt's do."""
+        self._daemon.kill()
+        self._daemon.wait()
+
+    def owned(self, source: Path, name: str) -> Path:
+        """A copy of a file that its user may read, in the folder."""
+        copy = self.folder / name
+        subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(copy)], check=True)
+        shutil.chown(copy, USER)
+        return copy
+
+
+@contextmanager
+def daemon(folder: Path) -> Iterator[Libvirt]:
+    """A libvirtd while the body runs. The folder, which is made, must be reachable for everybody."""
+    for name in ("", *_DIRECTORIES.values()):
+        (folder / name).mkdir(mode=0o700)
+        shutil.chown(folder / name, USER)
+    who = pwd.getpwnam(USER)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            ["libvirtd", "--timeout", "3600", "--pid-file", str(folder / "libvirtd.pid")],
+            cwd=folder,
+            env={
+                "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+                **{key: str(folder / name) for key, name in _DIRECTORIES.items()},
+            },
+            user=who.pw_uid,
+            group=who.pw_gid,
+            extra_groups=[],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    libvirt = Libvirt(folder, process)
+    try:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while libvirt.virsh("uri", check=False).returncode != 0:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise OSError(f"libvirtd does not answer: {(folder / 'log').read_text()[-1000:]}")
+            time.sleep(0.1)
+        yield libvirt
+    finally:
+        libvirt.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A debian-work guest that libvirt starts, with private RAM and a user network, as virt-install would write it."""
+
+    name: str
+    memory_mib: int
+    console: Path
+    ports: dict[int, int]
+    """Forwarded ports: the guest's, this machine's."""
+
+    ADDRESS = "10.0.2.15"
+    """The guest's address."""
+
+    def command(self, line: str, deadline: float = 300.0, port: int = COMMAND_PORT) -> str:
+        """Send a line to one of its ports and give the reply."""
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", self.ports[port]), timeout=5.0) as connection:
+                    connection.settimeout(deadline)
+                    connection.sendall(line.encode() + b"\n")
+                    reply = connection.makefile("rb").readline().decode().strip()
+                # The forwarder answers before the guest does.
+                if reply:
+                    return reply
+            except OSError:
+                pass
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.name}: `{line}` was not answered within {deadline:g} s")
+            time.sleep(0.2)
+
+
+def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str) -> Domain:
+    """Start a transient domain of type qemu."""
+    files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
+    ports = {COMMAND_PORT: _free_port(), WORK_PORT: _free_port()}
+    forwards = "".join(f",hostfwd=tcp:127.0.0.1:{here}-:{there}" for there, here in ports.items())
+    console = libvirt.folder / "console.log"
+    append = (
+        f"console=ttyS0 quiet root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={Domain.ADDRESS}/24"
+    )
+    xml = f"""
+        <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+        <name>{name}</name><memory unit='MiB'>{memory_mib}</memory><vcpu>1</vcpu>
+        <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{files["vmlinuz"]}</kernel>
+        <initrd>{files["initrd"]}</initrd><cmdline>{append}</cmdline></os>
+        <features><acpi/></features><cpu mode='maximum'/><devices><emulator>{qemu}</emulator>
+        <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{files["disk.raw"]}'/>
+        <target dev='vda' bus='virtio'/><readonly/></disk>
+        <serial type='file'><source path='{console}'/></serial>
+        <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng></devices>
+        <qemu:commandline><qemu:arg value='-netdev'/><qemu:arg value='user,id=forwarded{forwards}'/>
+        <qemu:arg value='-device'/><qemu:arg value='virtio-net-pci,netdev=forwarded,id=card,addr=0x10'/>
+        </qemu:commandline></domain>"""
+    definition = libvirt.folder / "domain.xml"
+    definition.write_text(xml)
+    libvirt.virsh("create", str(definition))
+    return Domain(name, memory_mib, console, ports)
