@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab.bench.report import machine_versions, qemu_version
+from rekindle_lab.bench.report import Found, Report, machine_versions, qemu_version
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.bench.stage import Stage
 from rekindle_lab.rekindle import Rekindle
@@ -91,3 +91,24 @@ def beside(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
     """The JSON of a file beside the rows, or `default` where there is none."""
     path = raw.parent / name
     return json.loads(path.read_text()) if path.exists() else default
+
+
+def report(
+    topic: str,
+    about: dict[str, Any],
+    command: str,
+    found: Found,
+    plots: list[str],
+    tables: dict[str, list[dict[str, object]]],
+) -> Report:
+    """What is told of a run. `about`: from `take_over`; `command`: where that does not say it."""
+    return Report(
+        topic=topic,
+        command=about.get("command", command),
+        versions=about.get("versions", {}),
+        figures=found.figures,
+        left_out=[*about.get("left_out", []), *found.absent],
+        errors=about.get("errors", []),
+        plots=plots,
+        tables=tables,
+    )

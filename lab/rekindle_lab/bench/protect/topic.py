@@ -31,19 +31,11 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     frame = rows.read(raw)
     about = run.take_over(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
-    return Report(
-        topic=TOPIC,
-        command=about.get("command", command),
-        versions=about.get("versions", {}),
-        figures=found.figures,
-        left_out=[*about.get("left_out", []), *found.absent],
-        errors=about.get("errors", []),
-        plots=plots.draw(frame, out),
-        tables={
-            "Guest-stopped time of a checkpoint or save, the guest compiling": analysis.pauses(frame),
-            "Table I: size, commit and actual interval (medians)": analysis.table_1(frame),
-            "Figure 2: pause by policy and interval, the guest compiling": analysis.pauses_by_interval(frame),
-            "Figure 3: overhead and level of protection": analysis.overheads(frame),
-            "Memory written at a set rate (medians; a checkpoint a second)": analysis.written_rates(frame),
-        },
-    )
+    tables = {
+        "Guest-stopped time of a checkpoint or save, the guest compiling": analysis.pauses(frame),
+        "Table I: size, commit and actual interval (medians)": analysis.table_1(frame),
+        "Figure 2: pause by policy and interval, the guest compiling": analysis.pauses_by_interval(frame),
+        "Figure 3: overhead and level of protection": analysis.overheads(frame),
+        "Memory written at a set rate (medians; a checkpoint a second)": analysis.written_rates(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)

@@ -32,17 +32,9 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     frame = rows.read(raw)
     about = run.take_over(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
-    return Report(
-        topic=TOPIC,
-        command=about.get("command", command),
-        versions=about.get("versions", {}),
-        figures=found.figures,
-        left_out=[*about.get("left_out", []), *found.absent],
-        errors=about.get("errors", []),
-        plots=plots.draw(frame, out),
-        tables={
-            "Figure 4: from the command to the guest's running": analysis.summary(frame),
-            "Table II: the second half of a piece of work after a restore": analysis.table_2(frame),
-            "A compilation whose host died, and that went on in another place": analysis.moves(frame),
-        },
-    )
+    tables = {
+        "Figure 4: from the command to the guest's running": analysis.summary(frame),
+        "Table II: the second half of a piece of work after a restore": analysis.table_2(frame),
+        "A compilation whose host died, and that went on in another place": analysis.moves(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)

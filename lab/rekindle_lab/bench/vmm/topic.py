@@ -40,16 +40,8 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     about = run.take_over(TOPIC, raw, out, RECORDS)
     records = run.beside(raw, RECORDS, [])
     found = analysis.figures(frame, run.raw_name(TOPIC))
-    return Report(
-        topic=TOPIC,
-        command=about.get("command", command),
-        versions=about.get("versions", {}),
-        figures=found.figures,
-        left_out=[*about.get("left_out", []), *found.absent],
-        errors=about.get("errors", []),
-        plots=plots.draw(frame, records, out),
-        tables={
-            "Guest-stopped time and service gap": analysis.summary(frame),
-            "Warm against cpr-transfer (medians; ratio with its 95% interval)": analysis.versus_cpr(frame),
-        },
-    )
+    tables = {
+        "Guest-stopped time and service gap": analysis.summary(frame),
+        "Warm against cpr-transfer (medians; ratio with its 95% interval)": analysis.versus_cpr(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, records, out), tables)
