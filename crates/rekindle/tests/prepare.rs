@@ -185,7 +185,9 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     waits.process.kill().unwrap();
     assert!(waits.process.wait_end(Duration::from_secs(10)).unwrap());
     assert_eq!(spare.status("moved"), "ended");
-    assert_eq!(restore(&[])["prepared"], false);
+    let restored = restore(&[]);
+    assert_eq!(restored["prepared"], false);
+    assert!(restored["unused"].as_str().unwrap().contains("has ended"), "{restored}");
     end();
     // An image that it has open is not the one that it would open now.
     prepare(&[]);

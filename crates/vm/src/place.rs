@@ -28,6 +28,8 @@ pub struct Site<'a> {
     /// Its run directory.
     pub rundir: RunDir,
     state: Option<State>,
+    /// What waited here and has ended by itself.
+    lost: Option<Prepared>,
     lock: Lock,
 }
 
@@ -67,8 +69,13 @@ impl<'a> Site<'a> {
         {
             return Err(LifeError::NeedsRecovery { name, kind, step });
         }
-        let mut site =
-            Self { host, rundir, state: State::read(&RunDir::new(&host.root, &name)).map_err(failed)?, lock };
+        let mut site = Self {
+            host,
+            rundir,
+            state: State::read(&RunDir::new(&host.root, &name)).map_err(failed)?,
+            lost: None,
+            lock,
+        };
         if let Some(state) = &site.state {
             let waits = state.prepared.as_ref().map(|prepared| &prepared.vmm);
             for vmm in [state.vmm.as_ref(), waits].into_iter().flatten() {
@@ -79,7 +86,9 @@ impl<'a> Site<'a> {
             }
             // It ended by itself: its RAM is worth nothing without a QEMU.
             if !waits.is_some_and(Vmm::is_alive) {
+                let lost = state.prepared.clone();
                 site.clear()?;
+                site.lost = lost;
             }
         }
         Ok(site)
@@ -89,6 +98,12 @@ impl<'a> Site<'a> {
     #[must_use]
     pub fn prepared(&self) -> Option<(&State, &Prepared)> {
         self.state.as_ref().and_then(|state| Some((state, state.prepared.as_ref()?)))
+    }
+
+    /// The QEMU that waited here until it ended by itself. What was said when it was prepared still holds.
+    #[must_use]
+    pub fn lost(&self) -> Option<&Prepared> {
+        self.lost.as_ref()
     }
 
     /// End what waits here.

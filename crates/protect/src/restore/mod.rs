@@ -257,8 +257,9 @@ fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<R
 type Planned = (Plan, Option<Option<String>>);
 
 fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Result<Planned, RestoreError> {
-    let given = site.prepared().and_then(|(_, prepared)| prepared.given.clone());
-    let qemu = site.prepared().and_then(|(_, prepared)| prepared.qemu.clone());
+    let prepared = site.prepared().map(|(_, prepared)| prepared).or(site.lost());
+    let given = prepared.and_then(|prepared| prepared.given.clone());
+    let qemu = prepared.and_then(|prepared| prepared.qemu.clone());
     let given = request.definition.clone().or(given);
     let is_given = given.is_some();
     let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
@@ -267,7 +268,7 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Res
     let mut plan = site.plan(definition, qemu.as_deref(), |hardware| chosen.recipe.fit(hardware, is_given))?;
     let unused = match site.prepared() {
         Some((state, prepared)) => prepare::fits(state, prepared, &mut plan).err().map(Some),
-        None => Some(None),
+        None => Some(site.lost().and_then(|prepared| prepared.check().err())),
     };
     Ok((plan, unused))
 }
