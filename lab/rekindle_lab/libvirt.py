@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_lab.guests import COMMAND_PORT, WORK_PORT, Image
+from rekindle_lab.guests import COMMAND_PORT, Image
 
 USER = "nobody"
 START_DEADLINE_S = 60.0
@@ -91,67 +91,65 @@ def daemon(folder: Path) -> Iterator[Libvirt]:
         libvirt.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Domain:
-    """A debian-work guest that libvirt starts, with private RAM and a user network, as virt-install would write it."""
+    """A debian-work guest that libvirt starts, with private RAM and a card on a tap, as virt-install would write it."""
 
     name: str
     memory_mib: int
     console: Path
-    ports: dict[int, int]
-    """Forwarded ports: the guest's, this machine's."""
-
-    ADDRESS = "10.0.2.15"
-    """The guest's address."""
+    address: str
+    """The guest's."""
 
     def command(self, line: str, deadline: float = 300.0, port: int = COMMAND_PORT) -> str:
         """Send a line to one of its ports and give the reply."""
         end = time.monotonic() + deadline
         while True:
             try:
-                with socket.create_connection(("127.0.0.1", self.ports[port]), timeout=5.0) as connection:
+                with socket.create_connection((self.address, port), timeout=2.0) as connection:
                     connection.settimeout(deadline)
                     connection.sendall(line.encode() + b"\n")
-                    reply = connection.makefile("rb").readline().decode().strip()
-                # The forwarder answers before the guest does.
-                if reply:
-                    return reply
-            except OSError:
-                pass
-            if time.monotonic() > end:
-                raise TimeoutError(f"{self.name}: `{line}` was not answered within {deadline:g} s")
-            time.sleep(0.2)
+                    return connection.makefile("rb").readline().decode().strip()
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{self.name}: `{line}` was not answered within {deadline:g} s") from error
+            time.sleep(0.1)
 
 
-def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str) -> Domain:
-    """Start a transient domain of type qemu."""
+@contextmanager
+def tap(name: str, address: str) -> Iterator[str]:
+    """A tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
+    _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
+    try:
+        _run("ip", "address", "add", address, "dev", name)
+        _run("ip", "link", "set", name, "up")
+        yield name
+    finally:
+        _run("ip", "link", "del", name)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str, card: str, address: str) -> Domain:
+    """Start a transient domain of type qemu. `card`: its tap; `address`: the guest's, with prefix."""
     files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
-    ports = {COMMAND_PORT: _free_port(), WORK_PORT: _free_port()}
-    forwards = "".join(f",hostfwd=tcp:127.0.0.1:{here}-:{there}" for there, here in ports.items())
     console = libvirt.folder / "console.log"
-    append = (
-        f"console=ttyS0 quiet root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={Domain.ADDRESS}/24"
-    )
+    append = f"console=ttyS0 quiet root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"
     xml = f"""
-        <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
-        <name>{name}</name><memory unit='MiB'>{memory_mib}</memory><vcpu>1</vcpu>
+        <domain type='qemu'><name>{name}</name><memory unit='MiB'>{memory_mib}</memory><vcpu>1</vcpu>
         <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{files["vmlinuz"]}</kernel>
         <initrd>{files["initrd"]}</initrd><cmdline>{append}</cmdline></os>
         <features><acpi/></features><cpu mode='maximum'/><devices><emulator>{qemu}</emulator>
         <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{files["disk.raw"]}'/>
         <target dev='vda' bus='virtio'/><readonly/></disk>
         <serial type='file'><source path='{console}'/></serial>
-        <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng></devices>
-        <qemu:commandline><qemu:arg value='-netdev'/><qemu:arg value='user,id=forwarded{forwards}'/>
-        <qemu:arg value='-device'/><qemu:arg value='virtio-net-pci,netdev=forwarded,id=card,addr=0x10'/>
-        </qemu:commandline></domain>"""
+        <interface type='ethernet'><target dev='{card}' managed='no'/><model type='virtio'/></interface>
+        <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng></devices></domain>"""
     definition = libvirt.folder / "domain.xml"
     definition.write_text(xml)
     libvirt.virsh("create", str(definition))
-    return Domain(name, memory_mib, console, ports)
+    return Domain(name, memory_mib, console, address.split("/")[0])

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rekindle_lab.rekindle import Rekindle, RekindleError
@@ -41,6 +43,7 @@ class Protector:
         self._changed = threading.Condition()
         self._ended = False
         self._said: list[str] = []
+        self._peak_kib = 0
         self._process = subprocess.Popen(
             command,
             env=rekindle.environment,
@@ -58,12 +61,19 @@ class Protector:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
+                self._look()
                 with self._changed:
                     self.events.append(json.loads(line))
                     self._changed.notify_all()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+
+    def _look(self) -> None:
+        """Its peak resident memory until now; what `wait4` tells begins with what its parent had at the start."""
+        with suppress(OSError):
+            found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self._process.pid}/status").read_text())
+            self._peak_kib = int(found[1]) if found else self._peak_kib
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
@@ -92,6 +102,7 @@ class Protector:
     def stop(self) -> Used:
         """Tell it to end, and wait until it has. What it tracks stays in QEMU."""
         if self._process.returncode is None:
+            self._look()
             self._process.send_signal(signal.SIGINT)
         return self.join()
 
@@ -111,7 +122,7 @@ class Protector:
             thread.join()
         if self._process.returncode not in (0, 1):
             raise RekindleError(f"{' '.join(self._command[1:])}: {''.join(self._said)[-2000:]}")
-        return Used(int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
+        return Used(int((usage.ru_utime + usage.ru_stime) * 1e6), self._peak_kib)
 
     @property
     def returncode(self) -> int | None:

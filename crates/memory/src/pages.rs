@@ -21,6 +21,19 @@ pub fn union(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     runs
 }
 
+/// The runs, with gaps of at most `most` bytes between two of them filled.
+#[must_use]
+pub fn bridged(runs: &[Range<u64>], most: u64) -> Vec<Range<u64>> {
+    let mut all: Vec<Range<u64>> = Vec::new();
+    for run in runs {
+        match all.last_mut() {
+            Some(last) if run.start - last.end <= most => last.end = run.end,
+            _ => all.push(run.clone()),
+        }
+    }
+    all
+}
+
 /// All of `0..length` that is not in `runs`.
 #[must_use]
 pub fn complement(runs: &[Range<u64>], length: u64) -> Vec<Range<u64>> {
@@ -112,6 +125,11 @@ mod tests {
             prop_assert_eq!(intersection(&a, &b), runs(&one.intersection(&other).copied().collect()));
             let all: BTreeSet<_> = (0..40).collect();
             prop_assert_eq!(complement(&a, 40), runs(&all.difference(&one).copied().collect()));
+            let gaps = complement(&bridged(&a, 3), 40);
+            let inner = gaps.iter().filter(|gap| gap.start > 0 && gap.end < 40);
+            prop_assert!(inner.clone().all(|gap| gap.end - gap.start > 3), "{:?}", gaps);
+            prop_assert!(inner.clone().all(|gap| complement(&a, 40).contains(gap)), "{:?}", gaps);
+            prop_assert_eq!(bridged(&a, 0), a.clone());
             prop_assert_eq!(set(&a), one);
         }
     }

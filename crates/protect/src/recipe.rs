@@ -3,7 +3,7 @@
 //! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
 //! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]).
 
-use rekindle_qemu::command::{Hardware, NetBackend, Ram};
+use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
@@ -91,6 +91,7 @@ impl Recipe {
         let nets =
             |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
         same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
+        problems.extend(unfit_networks(&hardware.nets, &theirs.nets, |_| true));
         if hardware.accel != theirs.accel {
             // Registers are the same; what differs is speed, and which CPU features there can be at all.
             tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
@@ -112,15 +113,8 @@ impl Recipe {
                 net.backend.clone_from(&here.backend);
             }
         }
-        for (net, network) in nets.iter().zip(networks) {
-            if network.needs_tap && matches!(net.backend, NetBackend::User(_)) {
-                problems.push(format!(
-                    "network {}: its virtio card was on a tap and needs one again: restore with --definition FILE whose [[net]]s, \
-                     in the order of the guest's cards, say kind = \"tap\" there",
-                    net.id
-                ));
-            }
-        }
+        let needs_tap = |index: usize| networks.get(index).is_some_and(|network| network.needs_tap);
+        problems.extend(unfit_networks(&nets, &theirs.nets, needs_tap));
         if hardware.accel != theirs.accel {
             let (have, want) = (&hardware.accel, &theirs.accel);
             problems.push(format!("the guest ran under {want}, and has devices of it; here it would run under {have}"));
@@ -147,4 +141,25 @@ impl Recipe {
     pub fn only_user_networks(&self) -> bool {
         self.hardware.nets.iter().all(|net| matches!(net.backend, NetBackend::User(_)))
     }
+}
+
+/// A user network is part of the device state, and QEMU cannot load it into another kind; and a card that was on a tap may have
+/// agreed with its guest on what only a tap can do: `needs_tap`, by the place of the card.
+fn unfit_networks(here: &[Net], theirs: &[Net], needs_tap: impl Fn(usize) -> bool) -> Vec<String> {
+    let user = |net: &Net| matches!(net.backend, NetBackend::User(_));
+    let pairs = here.iter().zip(theirs).enumerate();
+    let unfit = pairs.filter_map(|(index, (here, theirs))| match (user(theirs), user(here)) {
+        (true, false) => Some(format!(
+            "network {}: it is a user network, whose connections are in the checkpoint: restore with --definition FILE whose \
+             [[net]]s, in the order of the guest's cards, say kind = \"user\" there",
+            theirs.id
+        )),
+        (false, true) if needs_tap(index) => Some(format!(
+            "network {}: its virtio card was on a tap and needs one again: restore with --definition FILE whose [[net]]s, \
+             in the order of the guest's cards, say kind = \"tap\" there",
+            theirs.id
+        )),
+        _ => None,
+    });
+    unfit.collect()
 }

@@ -24,8 +24,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 
 /// Protecting a run by itself costs as much as protecting this many pages in one go (measured: 2 µs a run, 10 to 20 ns a
-/// page; `docs/attach.md`).
-const PAGES_PER_RUN: u64 = 128;
+/// page; `docs/attach.md`). Between two runs everything is protected already.
+const BRIDGE: u64 = 128 * memory::PAGE_SIZE as u64;
 
 /// What is done before a page of the checkpoint in flight may be written: copy it. The guest waits for that.
 pub trait BeforeWrite: Send {
@@ -290,12 +290,7 @@ impl Tracker for Synchronous {
         let written = registered.written(Rearm::Unchecked)?;
         let given_back = registered.given_back()?;
         for (area, (written, given_back)) in registered.areas.iter().zip(written.iter().zip(&given_back)) {
-            let runs = pages::union(written, given_back);
-            if runs.len() as u64 * PAGES_PER_RUN > (area.used.end - area.used.start) / area.page {
-                registered.protect(area, std::slice::from_ref(&area.used), true)?;
-            } else {
-                registered.protect(area, &runs, true)?;
-            }
+            registered.protect(area, &pages::bridged(&pages::union(written, given_back), BRIDGE), true)?;
         }
         registered.dirty(&self.ram(), written, given_back)
     }

@@ -125,11 +125,11 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
 /// # Errors
 /// As for [`adopt`].
 pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
+    // Who listens is told by the kernel, before anything is asked of a process that may be no QEMU.
+    let listens = socket.map(|socket| peer::process(&qmp, socket)).transpose()?;
     let threads = cpu_threads(&mut qmp)?;
-    let (process, socket) = match socket {
-        Some(socket) => (peer::process(&qmp, socket)?, socket),
-        None => (peer::of_threads(&threads)?, Path::new(MANAGED)),
-    };
+    let process = listens.map_or_else(|| peer::of_threads(&threads), Ok)?;
+    let socket = socket.unwrap_or(Path::new(MANAGED));
     let failed = |source| AdoptError::Process { pid: process.pid, source };
     if !has_threads(process, &threads).map_err(failed)? {
         return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });

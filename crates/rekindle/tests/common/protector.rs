@@ -141,7 +141,9 @@ pub fn pager(guest: &Guest<'_>) -> Option<process::Process> {
     let all = process::with_argument_containing("pager").unwrap();
     all.into_iter().find(|process| {
         let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-        line.ends_with(&format!("\0pager\0{}\0", guest.name)) && environment(process.pid, &guest.lab.run_root())
+        line.contains("\0pager\0")
+            && line.ends_with(&format!("\0{}\0", guest.name))
+            && environment(process.pid, &guest.lab.run_root())
     })
 }
 

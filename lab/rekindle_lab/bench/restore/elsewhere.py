@@ -27,6 +27,8 @@ from .stage import Stage
 
 MEMORY_MIB = 512
 END_DEADLINE_S = 60.0
+HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
+"""Of the guest that libvirt starts."""
 
 
 def elsewhere(stage: Stage, plan: Plan) -> None:
@@ -60,7 +62,9 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         daemon = stack.enter_context(libvirt.daemon(folder))
-        domain = libvirt.create(daemon, "moves", stage.image(IMAGE), MEMORY_MIB, stage.qemu)
+        card = stack.enter_context(libvirt.tap(f"rkl{os.getpid() % 100000}", HOST_ADDRESS))
+        image = stage.image(IMAGE)
+        domain = libvirt.create(daemon, "moves", image, MEMORY_MIB, stage.qemu, card, GUEST_ADDRESS)
         pid = int((folder / "run/libvirt/qemu/run/moves.pid").read_text())
         stack.callback(_end, [pid])
         domain.command("uptime")
@@ -70,7 +74,7 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
         definition.write_text(
             f'name = "moves"\nmemory = "{MEMORY_MIB}M"\nqemu = "{stage.qemu}"\n[ram]\ndir = "{ram}"\n'
             f'[boot]\nkernel = "{folder / "vmlinuz"}"\n'
-            f'[[net]]\nkind = "tap"\nnetns = "{other}"\naddress = "10.0.2.2/24"\n'
+            f'[[net]]\nkind = "tap"\nnetns = "{other}"\naddress = "{HOST_ADDRESS}"\n'
         )
         work = Work(domain, stage.rekindle.run_dir, domain.console)
 
@@ -80,7 +84,7 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
 
         _move(stage, plan, work, there, definition, "libvirt", host)
         # In its new namespace.
-        with netns.connect(other, domain.ADDRESS, COMMAND_PORT, 60.0) as connection:
+        with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
             answer = connection.recv(4096).decode()
         there.stop("moves")
