@@ -91,7 +91,11 @@ impl Recipe {
         let nets =
             |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
         same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
-        problems.extend(unfit_networks(&hardware.nets, &theirs.nets, |_| true));
+        let kinds = theirs.nets.iter().map(|net| match net.backend {
+            NetBackend::User(_) => Kind::User,
+            NetBackend::Tap(_) => Kind::Tap,
+        });
+        problems.extend(unfit_networks(&hardware.nets, kinds));
         if hardware.accel != theirs.accel {
             // Registers are the same; what differs is speed, and which CPU features there can be at all.
             tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
@@ -113,8 +117,12 @@ impl Recipe {
                 net.backend.clone_from(&here.backend);
             }
         }
-        let needs_tap = |index: usize| networks.get(index).is_some_and(|network| network.needs_tap);
-        problems.extend(unfit_networks(&nets, &theirs.nets, needs_tap));
+        let kinds = networks.iter().map(|network| match network {
+            network if network.kind == "user" => Kind::User,
+            network if network.needs_tap => Kind::Tap,
+            _ => Kind::Any,
+        });
+        problems.extend(unfit_networks(&nets, kinds));
         if hardware.accel != theirs.accel {
             let (have, want) = (&hardware.accel, &theirs.accel);
             problems.push(format!("the guest ran under {want}, and has devices of it; here it would run under {have}"));
@@ -143,23 +151,30 @@ impl Recipe {
     }
 }
 
-/// A user network is part of the device state, and QEMU cannot load it into another kind; and a card that was on a tap may have
-/// agreed with its guest on what only a tap can do: `needs_tap`, by the place of the card.
-fn unfit_networks(here: &[Net], theirs: &[Net], needs_tap: impl Fn(usize) -> bool) -> Vec<String> {
-    let user = |net: &Net| matches!(net.backend, NetBackend::User(_));
-    let pairs = here.iter().zip(theirs).enumerate();
-    let unfit = pairs.filter_map(|(index, (here, theirs))| match (user(theirs), user(here)) {
-        (true, false) => Some(format!(
-            "network {}: it is a user network, whose connections are in the checkpoint: restore with --definition FILE whose \
-             [[net]]s, in the order of the guest's cards, say kind = \"user\" there",
-            theirs.id
-        )),
-        (false, true) if needs_tap(index) => Some(format!(
-            "network {}: its virtio card was on a tap and needs one again: restore with --definition FILE whose [[net]]s, \
-             in the order of the guest's cards, say kind = \"tap\" there",
-            theirs.id
-        )),
-        _ => None,
+/// What a card must be connected to again.
+enum Kind {
+    /// A user network: it is part of the device state, which QEMU cannot load into another kind.
+    User,
+    /// A tap: card and guest have agreed on what only a tap can do.
+    Tap,
+    Any,
+}
+
+/// `wanted`: for each card, in order.
+fn unfit_networks(here: &[Net], wanted: impl Iterator<Item = Kind>) -> Vec<String> {
+    let unfit = here.iter().zip(wanted).filter_map(|(net, wanted)| {
+        let (why, kind) = match (wanted, &net.backend) {
+            (Kind::User, NetBackend::Tap(_)) => {
+                ("it is a user network, whose connections are in the checkpoint", "user")
+            }
+            (Kind::Tap, NetBackend::User(_)) => ("its virtio card was on a tap and needs one again", "tap"),
+            _ => return None,
+        };
+        Some(format!(
+            "network {}: {why}: restore with --definition FILE whose [[net]]s, in the order of the guest's cards, say \
+             kind = \"{kind}\" there",
+            net.id
+        ))
     });
     unfit.collect()
 }

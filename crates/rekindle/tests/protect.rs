@@ -355,6 +355,16 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).says(&["not a store of Rekindle"]);
     other.rekindle(&["stop", "--now"]).ok();
     crash(&guest);
+    let definition = fs::read_to_string(lab.path("written.toml")).unwrap();
+    let on_tap = |line: &&str| ["netns = ", "address = ", "ifname = "].iter().any(|key| line.starts_with(key));
+    let lines = definition.lines().filter(|line| !on_tap(line));
+    let here = lab.path("here.toml");
+    fs::write(&here, lines.collect::<Vec<_>>().join("\n").replace("kind = \"tap\"", "kind = \"user\"")).unwrap();
+    lab.rekindle(["restore", "written", "--store", path, "--definition", here.to_str().unwrap()]).status(1).says(&[
+        "network net0",
+        "needs one again",
+        "kind = \"tap\"",
+    ]);
     fs::remove_file(&disk).unwrap();
     lab.rekindle(["restore", "written", "--store", path]).status(1).says(&["disk.raw"]);
     lab.assert_empty();
