@@ -134,3 +134,5 @@ def test_what_a_quick_run_leaves_out_is_named():
     assert "restores at 2G: all" in text
     assert "restores at 8G: eager, incoming" in text
     assert "restores from: slow, tls" in text
+    assert "length of a piece of work: compile 40 of 676" in text
+    assert "second halves of transcode: 0 of 4" in text

@@ -13,7 +13,7 @@ from rekindle_lab.stores import Store, forget
 from rekindle_lab.work import Window, Work
 
 from .elsewhere import elsewhere
-from .plan import Plan
+from .plan import Piece, Plan
 from .rows import Row
 from .stage import Restored, Stage
 
@@ -143,15 +143,15 @@ def after(stage: Stage, plan: Plan) -> None:
     """Table II: the second half of a piece of work after a restore, against the same of an undisturbed one, in turn."""
     with stage.working("after", MEMORY_MIB, 12) as (guest, work):
         for workload, pairs in plan.after.items():
-            count = plan.units.of(workload)
-            work.run(workload, count)  # so that the guest has it all in its page cache
+            piece = plan.pieces[workload]
+            work.run(workload, piece.count, piece.first)  # so that the guest has it all in its page cache
             for number in range(pairs):
                 stage.say(f"after: {workload}: pair {number + 1} of {pairs}")
-                whole = work.run(workload, count)
-                _cut(stage, guest, work, workload, whole, number)
+                whole = work.run(workload, piece.count, piece.first)
+                _cut(stage, guest, work, workload, piece, whole, number)
 
 
-def _cut(stage: Stage, guest: Guest, work: Work, workload: str, whole: Window, number: int) -> None:
+def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, number: int) -> None:
     """Crash and restore in the middle of the work. `whole`: the same work, undisturbed."""
     store = stage.store("disk").within(f"after-{workload}")
     common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": number}
@@ -161,7 +161,7 @@ def _cut(stage: Stage, guest: Guest, work: Work, workload: str, whole: Window, n
     with protected(stage.rekindle, guest.name, store, "2s") as protector:
 
         def half(window: Window) -> None:
-            if restored or window.marks[-1][1] < window.count / 2 or len(protector.of("checkpoint")) < 2:
+            if restored or window.marks[-1][1] < piece.cut or len(protector.of("checkpoint")) < 2:
                 return
             protector.stop()
             stopped.append(protector.of("checkpoint")[-1]["stopped_host_us"])
@@ -169,7 +169,7 @@ def _cut(stage: Stage, guest: Guest, work: Work, workload: str, whole: Window, n
             store.forget()
             restored.append(stage.restore(guest.name, store))
 
-        window = work.run(workload, whole.count, at=half)
+        window = work.run(workload, piece.count, piece.first, at=half)
     if not restored:
         raise RekindleError(f"{workload}: was done before it could be cut; it needs more units")
     filled = stage.wait_filled(guest.name, restored[0].resumed_host_us)
