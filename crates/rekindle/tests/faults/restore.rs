@@ -108,7 +108,9 @@ impl Case<'_> {
             }
             Nothing => {
                 killed(&done);
-                assert_eq!(guest.status(), "running", "{done}");
+                // QEMU itself may wait for a page, which nobody brings any more.
+                let status = guest.status();
+                assert!(["running", "silent"].contains(&status.as_str()), "{status}: {done}");
                 guest.rekindle(&["recover"]).ok();
                 self.runs();
             }
