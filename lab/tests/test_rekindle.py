@@ -8,7 +8,8 @@ from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_
 
 def fake(tmp_path, script):
     path = tmp_path / "rekindle"
-    path.write_text(f"#!/bin/bash\n{script}\n")
+    # Not bash: it may take a SIGINT that comes while a command runs for that command's.
+    path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return Rekindle(path, tmp_path / "run")
 
