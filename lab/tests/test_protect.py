@@ -1,14 +1,15 @@
 import json
+from functools import partial
 
 import pytest
 import typer
+from made_up import write_rows
 from typer.testing import CliRunner
 
 from rekindle_lab.bench.__main__ import main
 from rekindle_lab.bench.protect import CASES, analysis, rows
 from rekindle_lab.bench.protect.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.protect.rows import Row
-from rekindle_lab.bench.rows import RowFile
 
 app = typer.Typer()
 app.command()(main)
@@ -84,12 +85,7 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
     return out
 
 
-def write(path, made):
-    file = RowFile(path, Row)
-    for row in made:
-        file.append(row)
-    file.close()
-    return rows.read(path)
+write = partial(write_rows, rows)
 
 
 def figures_of(tmp_path, **changes):

@@ -1,15 +1,15 @@
 import json
+from functools import partial
 
 import pytest
 import typer
-from made_up import steps
+from made_up import steps, write_rows
 from typer.testing import CliRunner
 
 from rekindle_lab.bench.__main__ import main
 from rekindle_lab.bench.restore import analysis, rows
 from rekindle_lab.bench.restore.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.restore.rows import Row
-from rekindle_lab.bench.rows import RowFile
 
 app = typer.Typer()
 app.command()(main)
@@ -43,12 +43,7 @@ def made_up(slower=1.03, digest="aa"):
     return out
 
 
-def write(path, made):
-    file = RowFile(path, Row)
-    for row in made:
-        file.append(row)
-    file.close()
-    return rows.read(path)
+write = partial(write_rows, rows)
 
 
 def test_known_rows_give_known_figures(tmp_path):

@@ -1,13 +1,13 @@
 import json
+from functools import partial
 
 import pytest
 import typer
-from made_up import START_US, record, steps
+from made_up import START_US, record, steps, write_rows
 from typer.testing import CliRunner
 
 from rekindle_lab.bench.__main__ import main
 from rekindle_lab.bench.report import Bar
-from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.bench.vmm import analysis, rows
 from rekindle_lab.bench.vmm.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.vmm.rows import Row
@@ -69,12 +69,7 @@ def made_up(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
     return out
 
 
-def write(path, made):
-    file = RowFile(path, Row)
-    for row in made:
-        file.append(row)
-    file.close()
-    return rows.read(path)
+write = partial(write_rows, rows)
 
 
 def figures_of(tmp_path, **changes):
