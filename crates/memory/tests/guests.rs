@@ -26,6 +26,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+/// Bytes that the guest has to have written between two stops.
+const ENOUGH: u64 = 1 << 20;
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 
 fn binaries() -> [&'static Path; 2] {
@@ -168,7 +170,7 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
         for round in 0..8 {
             assert_same(&ram, &copies, &everything(&ram), &format!("{} {kind:?}, round {round}", binary.display()));
             pause(&mut qmp, false);
-            thread::sleep(Duration::from_millis(100));
+            wait_for(|| qemu.said(), || (tracker.look().unwrap().bytes() > ENOUGH).then_some(()));
             pause(&mut qmp, true);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
@@ -207,7 +209,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         let mut tracker = attached.unwrap();
         for round in 0..6 {
             pause(&mut qmp, false);
-            thread::sleep(Duration::from_millis(100));
+            wait_for(|| qemu.said(), || (tracker.look().unwrap().bytes() > ENOUGH).then_some(()));
             pause(&mut qmp, true);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
@@ -318,6 +320,7 @@ fn pages_that_the_disk_brings_past_the_processor_are_told() {
             let before = sums();
             for round in 0..30 {
                 pause(&mut qmp, false);
+                // No condition: the stops are to come at different moments of the guest's reads.
                 thread::sleep(Duration::from_millis(10 + 7 * (round % 5)));
                 pause(&mut qmp, true);
                 let mut stopped = Stopped::check(&mut qmp).unwrap();
