@@ -137,6 +137,30 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
     assert!(killed > 0, "the pager was never killed while it had something to do");
 }
 
+/// The bound of HydraVM's saving on this side: 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+#[test]
+fn a_protector_takes_no_second_copy_of_the_guest() {
+    let lab = Lab::new();
+    let guest = lab.vm("lean").memory("512M").boot(&[]);
+    guest.touch("384M");
+    guest.ask("dirty 10 64 random");
+    for policy in ["precopy", "basic", "cow"] {
+        let store = store(&lab, policy);
+        let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--policy", policy]);
+        let full = protector.wait("checkpoint");
+        assert!(full["dirty_bytes"].as_u64().unwrap() > 384 << 20, "{full}");
+        // In flight is what was copied and is not in the store yet; the rest of a full checkpoint is read a part at a time.
+        let in_flight = |checkpoint: &Value| {
+            let pages = checkpoint["copied_for_writes"].as_u64().unwrap();
+            checkpoint["copied_stopped_bytes"].as_u64().unwrap() + pages * 4096
+        };
+        let most = (0..5).map(|_| in_flight(&protector.wait("checkpoint"))).fold(in_flight(&full), u64::max);
+        let (memory, bound) = (protector.most_memory(), 64_000_000 + 16 * ((512 << 20) / 4096) + most);
+        eprintln!("{policy}: at most {memory} bytes of memory, {most} of them in flight");
+        assert!(memory < bound, "{policy}: {memory} of {bound} bytes");
+    }
+}
+
 #[test]
 fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
     let lab = Lab::new();
