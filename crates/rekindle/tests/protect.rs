@@ -10,8 +10,8 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 #[test]
@@ -253,23 +253,92 @@ fn certificates(directory: &Path) {
     }
 }
 
-#[test]
-fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
-    let lab = Lab::new();
+/// `rekindle store serve`, killed with this.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    /// `listen`: the address; port 0 for any.
+    fn start(lab: &Lab, tls: &Path, listen: &str) -> Self {
+        let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
+        let mut serve = lab.command(["store", "serve", "--listen", listen, "--dir", &file("stores")]);
+        serve.args(["--cert", &file("server.pem"), "--key", &file("server.key"), "--client-ca", &file("ca.pem")]);
+        let mut child = serve.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.split_whitespace().find(|word| word.contains("127.0.0.1:")).expect("an address");
+        let address = address.trim_matches(|c: char| !c.is_ascii_digit()).to_owned();
+        Self { child, address }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Certificates in a directory of the lab, and what a client says of its own.
+fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
     let tls = lab.path("tls");
     fs::create_dir(&tls).unwrap();
     certificates(&tls);
-    let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
-    let mut serve = lab.command(["store", "serve", "--listen", "127.0.0.1:0", "--dir", &file("stores")]);
-    serve.args(["--cert", &file("server.pem"), "--key", &file("server.key"), "--client-ca", &file("ca.pem")]);
-    let mut server = serve.stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let address = line.split_whitespace().find(|word| word.contains("127.0.0.1:")).expect("an address");
-    let address = address.trim_matches(|c: char| !c.is_ascii_digit());
-    let url = format!("tls://{address}/far");
-    let (cert, key, ca) = (file("client.pem"), file("client.key"), file("ca.pem"));
-    let identity = ["--cert", &cert, "--key", &key, "--ca", &ca];
+    let flags = [("--cert", "client.pem"), ("--key", "client.key"), ("--ca", "ca.pem")];
+    let words = flags.iter().flat_map(|(flag, name)| [(*flag).to_owned(), tls.join(name).to_str().unwrap().to_owned()]);
+    let words = words.collect();
+    (tls, words)
+}
+
+#[test]
+fn a_guest_waits_while_its_store_is_gone() {
+    let lab = Lab::new();
+    let (tls, identity) = identity(&lab);
+    let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
+    let mut server = Server::start(&lab, &tls, "127.0.0.1:0");
+    let address = server.address.clone();
+    let url = PathBuf::from(format!("tls://{address}/gone"));
+    let guest = lab.vm("gone").memory("384M").boot(&[]);
+    guest.touch("256M");
+    let boot = guest.boot_id();
+    let protect = [&["--every", "100ms", "--count", "1"], &identity[..]].concat();
+    let mut protector = Protector::start(&guest, &lab, &url, &protect);
+    assert!(protector.child.wait().unwrap().success());
+    let mut waited = false;
+    for _ in 0..5 {
+        crash(&guest);
+        restore(&guest, &url, &identity);
+        drop(server);
+        // It may have brought everything by now: then once more.
+        waited = guest.file("fill.json").exists();
+        if waited {
+            let log = guest.file("pager.log");
+            let says = || fs::read_to_string(&log).unwrap_or_default().contains("whoever needs it waits").then_some(());
+            wait_for("the pager to say that it waits", DEADLINE, says);
+            assert!(guest.file("fill.json").exists(), "nothing that is missing is taken for zero");
+        }
+        server = Server::start(&lab, &tls, &address);
+        guest.verify();
+        assert_eq!(guest.boot_id(), boot);
+        wait_filled(&guest);
+        guest.verify();
+        guest.assert_sound();
+        if waited {
+            break;
+        }
+    }
+    assert!(waited, "the store was never gone while something was missing");
+}
+
+#[test]
+fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
+    let lab = Lab::new();
+    let (tls, identity) = identity(&lab);
+    let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
+    let server = Server::start(&lab, &tls, "127.0.0.1:0");
+    let url = format!("tls://{}/far", server.address);
 
     let guest = lab.vm("far").memory("192M").boot(&[]);
     guest.touch("64M");
@@ -295,8 +364,6 @@ fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
     let mut stop = lab.command(["stop", "far", "--now"]);
     stop.env("REKINDLE_RUN_DIR", &elsewhere);
     lab.finish(stop).ok();
-    server.kill().unwrap();
-    server.wait().unwrap();
 }
 
 #[test]
