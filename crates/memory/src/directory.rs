@@ -128,11 +128,14 @@ impl RamDirectory {
         Ok(own)
     }
 
-    /// Take Rekindle's own tmpfs at `path` away if no RAM file is in it. Best effort: in use is no error.
+    /// Take Rekindle's own tmpfs at `path` away if no RAM file is in it. Best effort: to fail is no error.
+    ///
+    /// A pager or a protector may see a moment later than we that its QEMU has ended, and has its RAM mapped until then.
+    /// Nothing has a name there any more, so that is no reason to leave it: the kernel takes it apart when they let go.
     pub fn release_own_tmpfs(path: &Path) {
         let Ok(_lock) = lock_above(path) else { return };
         let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
-        if empty && unmount(path, UnmountFlags::empty()).is_ok() {
+        if empty && unmount(path, UnmountFlags::DETACH).is_ok() {
             let _ = fs::remove_dir(path);
         }
     }
@@ -476,8 +479,12 @@ mod tests {
         ram.create("x", 1 << 20).unwrap();
         RamDirectory::release_own_tmpfs(&path);
         assert!(path.join("x.ram").exists(), "one that is in use stays");
-        unmount(&path, UnmountFlags::empty()).unwrap();
-        assert!(!path.join("x.ram").exists());
+        // A pager that has not seen yet that the VM is gone has it open.
+        let held = File::open(path.join("x.ram")).unwrap();
+        fs::remove_file(path.join("x.ram")).unwrap();
+        RamDirectory::release_own_tmpfs(&path);
+        assert!(!path.exists());
+        assert_eq!(held.metadata().unwrap().len(), 1 << 20);
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
         assert!(!mounts.contains(path.to_str().unwrap()), "mounted once, unmounted once");
     }
