@@ -1,4 +1,4 @@
-//! Hints about the writing of files.
+//! What files can do beyond reading and writing: hints, locks of single bytes, what `O_DIRECT` needs.
 
 use rustix::fd::{AsFd, AsRawFd};
 use std::io;
@@ -17,10 +17,114 @@ pub fn start_writeback(file: impl AsFd, offset: u64, len: u64) -> io::Result<()>
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Give the room of `len` bytes of a file from `offset` on back; they read as zero then.
+///
+/// # Errors
+/// The system's.
+pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
+}
+
+/// A lock of a byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lock {
+    /// Others may have it too.
+    Shared,
+    /// Nobody else may.
+    Exclusive,
+}
+
+fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock> {
+    let start = i64::try_from(byte).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
+}
+
+/// Lock one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: somebody else
+/// has it.
+///
+/// # Errors
+/// The system's.
+pub fn lock_byte(file: impl AsFd, byte: u64, lock: Lock) -> io::Result<bool> {
+    let kind = match lock {
+        Lock::Shared => libc::F_RDLCK,
+        Lock::Exclusive => libc::F_WRLCK,
+    };
+    let wanted = byte_lock(kind, byte)?;
+    // SAFETY: the descriptor is open, because it is borrowed; the call only reads the structure.
+    let done = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+    match (done == 0).then_some(()).ok_or_else(io::Error::last_os_error) {
+        Ok(()) => Ok(true),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Whether anybody else has locked one byte of an open file, in either way.
+///
+/// # Errors
+/// The system's.
+pub fn is_locked(file: impl AsFd, byte: u64) -> io::Result<bool> {
+    let mut asked = byte_lock(libc::F_WRLCK, byte)?;
+    // SAFETY: the descriptor is open, because it is borrowed; the call writes the structure, which is ours.
+    let done = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) };
+    if done == 0 { Ok(asked.l_type != libc::F_UNLCK as i16) } else { Err(io::Error::last_os_error()) }
+}
+
+mod raw {
+    #![allow(missing_docs, reason = "generated")]
+    nix::ioctl_read!(blkgetsize64, 0x12, 114, usize);
+}
+
+/// Bytes of a block device.
+///
+/// # Errors
+/// The system's; `ENOTTY` for what is none.
+pub fn device_bytes(file: impl AsFd) -> io::Result<u64> {
+    // Its type is declared as that of a pointer, and 64 bits are written.
+    let mut bytes: usize = 0;
+    const { assert!(size_of::<usize>() == 8) };
+    // SAFETY: the descriptor is open, because it is borrowed; 64 bits are written into a variable of ours.
+    unsafe { raw::blkgetsize64(file.as_fd().as_raw_fd(), &raw mut bytes) }?;
+    Ok(bytes as u64)
+}
+
+/// What offset, length and memory of an operation with `O_DIRECT` have to be multiples of (`STATX_DIOALIGN`, Linux 6.1). `None` where
+/// it is not told.
+#[must_use]
+pub fn direct_alignment(file: impl AsFd) -> Option<u32> {
+    // SAFETY: all zeroes are a value of this structure of numbers.
+    let mut told: libc::statx = unsafe { std::mem::zeroed() };
+    let fd = file.as_fd().as_raw_fd();
+    // SAFETY: the descriptor is open, because it is borrowed; the path is an empty string; the structure is ours.
+    let done = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut told) };
+    let is_told = done == 0 && told.stx_mask & libc::STATX_DIOALIGN != 0;
+    let alignment = told.stx_dio_mem_align.max(told.stx_dio_offset_align);
+    (is_told && alignment.is_power_of_two()).then_some(alignment)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::io::Write;
+
+    #[test]
+    fn a_locked_byte_is_seen_by_others_only() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let other = file.reopen().unwrap();
+        assert!(lock_byte(&file, 100, Lock::Shared).unwrap());
+        assert!(!is_locked(&file, 100).unwrap(), "one's own");
+        assert!(is_locked(&other, 100).unwrap() && !is_locked(&other, 101).unwrap());
+        assert!(lock_byte(&other, 100, Lock::Shared).unwrap());
+        assert!(!lock_byte(&other, 100, Lock::Exclusive).unwrap());
+        drop(file);
+        assert!(lock_byte(&other, 100, Lock::Exclusive).unwrap());
+    }
+
+    #[test]
+    fn a_file_is_no_block_device() {
+        assert_eq!(device_bytes(tempfile::tempfile().unwrap()).unwrap_err().raw_os_error(), Some(libc::ENOTTY));
+    }
 
     #[test]
     fn a_file_takes_the_hint_and_a_pipe_does_not() {

@@ -5,7 +5,7 @@
 //! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
-//! hints about files ([`file`]) and who runs first ([`sched`]).
+//! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]) and who runs first ([`sched`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -27,4 +27,5 @@ pub mod spawn;
 pub mod tap;
 #[cfg(test)]
 mod testing;
+pub mod uring;
 pub mod userfault;

@@ -3,7 +3,7 @@
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use rekindle_protect::policy::Policy;
 use rekindle_store::StoreUrl;
-use rekindle_vm::definition::{Name, Span};
+use rekindle_vm::definition::{Bytes, Name, Span};
 use std::path::PathBuf;
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
@@ -84,6 +84,9 @@ pub enum Command {
     /// Look after fail-over images: what `rekindle protect` writes and `rekindle restore` reads.
     #[command(subcommand)]
     Store(Store),
+    /// Serve a guest's disk, and keep its cache warm over a reboot.
+    #[command(subcommand)]
+    Disk(Disk),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Tell what this host lacks, and the mend.
@@ -139,6 +142,88 @@ pub enum Store {
     /// Needs: a certificate, and the authority that has signed those of the clients.
     /// On success: serves until it is interrupted.
     Serve(StoreServe),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Disk {
+    /// Serve a raw image or a block device to a QEMU, by vhost-user.
+    ///
+    /// QEMU is given it by: -chardev socket,id=d,path=SOCKET,reconnect=1 -device vhost-user-blk-pci,chardev=d, and memory that is
+    /// shared (memory-backend-file or memory-backend-memfd with share=on).
+    ///
+    /// Needs: an image that nobody else has open; io_uring.
+    /// On success: serves until it is interrupted or told to end; what the guest has flushed is on the disk.
+    /// On failure: exit status 1; the image is as it was.
+    Serve(DiskServe),
+    /// Tell what a server does, and what it knows of its guest's cache.
+    Status(DiskAt),
+    /// Hold a disk to a rate, or do not any more.
+    Limit(DiskLimit),
+    /// The image has become longer: let the guest see it when it looks again.
+    Resize(DiskAt),
+    /// The guest has ended: use its memory as a cache for the next one.
+    ///
+    /// Needs: that no QEMU uses the disk just now.
+    /// On success: blocks that the guest still had are served from there, if they are what is on the disk.
+    /// On failure: the next guest reads everything from the disk.
+    Keep(DiskAt),
+    /// Use the former guest's memory no more, and give it back.
+    Drop(DiskAt),
+    /// End a server.
+    End(DiskAt),
+}
+
+#[derive(Debug, Args)]
+pub struct DiskServe {
+    /// The image: a raw file or a block device.
+    pub image: PathBuf,
+    /// The socket for QEMU.
+    #[arg(long, value_name = "PATH")]
+    pub socket: PathBuf,
+    /// The socket for the other commands here [default: the one for QEMU, with .control behind it].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+    /// Refuse writes.
+    #[arg(long)]
+    pub readonly: bool,
+    /// The serial number that the guest sees, at most 20 bytes.
+    #[arg(long, default_value = "")]
+    pub serial: String,
+    /// Queues that the guest may have.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub queues: u16,
+    /// Through the host's page cache.
+    #[arg(long)]
+    pub buffered: bool,
+    /// Do not remember where blocks are: a reboot finds a cold cache.
+    #[arg(long)]
+    pub no_map: bool,
+    #[command(flatten)]
+    pub rate: DiskRate,
+}
+
+#[derive(Debug, Args)]
+pub struct DiskRate {
+    /// Bytes in a second, e.g. 90M [default: no limit].
+    #[arg(long, value_name = "BYTES")]
+    pub bps: Option<Bytes>,
+    /// Requests in a second [default: no limit].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub iops: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub struct DiskAt {
+    /// The server's control socket.
+    pub control: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct DiskLimit {
+    #[command(flatten)]
+    pub at: DiskAt,
+    #[command(flatten)]
+    pub rate: DiskRate,
 }
 
 /// Who we are to a server.

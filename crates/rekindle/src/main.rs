@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Restore(arguments) => commands::restore::restore(&output, &arguments),
         Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
+        Command::Disk(disk) => commands::disk::run(&output, disk),
         Command::Store(Store::Ls(arguments)) => commands::store::list(&output, &arguments),
         Command::Store(Store::Verify(arguments)) => commands::store::verify(&output, &arguments),
         Command::Store(Store::Compact(arguments)) => commands::store::compact(&output, &arguments),

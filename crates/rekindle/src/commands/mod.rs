@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 pub mod attach;
 pub mod console;
+pub mod disk;
 pub mod doctor;
 pub mod generate;
 pub mod probe;

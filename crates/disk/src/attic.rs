@@ -1,0 +1,255 @@
+//! The attic: the memory of the guest's former life, as a cache of its disk (CacheMind, section 3.1).
+//!
+//! Nobody runs in it any more. A block is given out only if the frame that got it last still has the digest of what is on the disk: what
+//! the guest had changed, used again or damaged before it ended has another one (section 3.2, without protecting any page). What was
+//! given out is given back to the host at once, so that attic and new memory together are no more than the guest is long.
+
+use crate::block::{BLOCK, Block};
+use crate::digest::{Digest, Digester};
+use crate::map::{BlockMap, Frame};
+use crate::memory::Memory;
+use rekindle_kernel::file;
+use std::io;
+use std::sync::Arc;
+use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+
+/// Frames that are given back together.
+const TOGETHER: usize = 64;
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct Attic {
+    memory: Arc<Memory>,
+    map: BlockMap,
+    digester: Digester,
+    /// Not needed any more, and still there.
+    done: Vec<Frame>,
+    told: Told,
+}
+
+/// What became of its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct Told {
+    /// Given to the guest.
+    pub served: u64,
+    /// They had another digest: changed, used again or damaged.
+    pub refused: u64,
+    /// The disk got another content meanwhile.
+    pub overwritten: u64,
+    /// Given up for want of room.
+    pub dropped: u64,
+}
+
+impl Attic {
+    /// Of a guest that has ended: its memory, and what was in it.
+    #[must_use]
+    pub fn new(memory: Arc<Memory>, map: BlockMap, digester: Digester) -> Self {
+        Self { memory, map, digester, done: Vec::new(), told: Told::default() }
+    }
+
+    /// Blocks that it may have.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
+    /// What became of the others.
+    #[must_use]
+    pub fn told(&self) -> Told {
+        self.told
+    }
+
+    /// Whether it may have a block.
+    #[must_use]
+    pub fn may_have(&self, block: u64) -> bool {
+        self.map.get(block).is_some()
+    }
+
+    /// Take a block out, if it is what is on the disk; its digest. Either way it is not here any more.
+    pub fn take(&mut self, block: u64, into: &mut Block) -> Option<Digest> {
+        let (frame, digest) = self.map.get(block)?;
+        let is_there = self.memory.read(u64::from(frame) * BLOCK as u64, into).is_some();
+        // What is digested is the copy that the guest gets.
+        let is_right = is_there && self.digester.of(into) == digest;
+        if is_right {
+            self.told.served += 1;
+        } else {
+            self.told.refused += 1;
+        }
+        self.forget(block, frame);
+        is_right.then_some(digest)
+    }
+
+    /// The disk gets another content as `block`.
+    pub fn changed(&mut self, block: u64) {
+        if let Some((frame, _)) = self.map.get(block) {
+            self.told.overwritten += 1;
+            self.forget(block, frame);
+        }
+    }
+
+    fn forget(&mut self, block: u64, frame: Frame) {
+        self.map.changed(block);
+        self.done.push(frame);
+        if self.done.len() >= TOGETHER {
+            self.give_back();
+        }
+    }
+
+    /// Give back what is not needed any more. What cannot be given back stays; it is not used.
+    pub fn give_back(&mut self) {
+        let mut done = std::mem::take(&mut self.done);
+        done.sort_unstable();
+        for run in done.chunk_by(|one, next| one + 1 == *next) {
+            let Some(first) = run.first() else { continue };
+            if let Err(e) = self.punch(*first, run.len() as u64) {
+                tracing::debug!("{} frames of the attic from {first} on are not given back: {e}", run.len());
+            }
+        }
+    }
+
+    /// Drop blocks until at most `frames` frames are kept: some of each part of the memory, since which will be wanted is not
+    /// known.
+    pub fn shrink(&mut self, frames: usize) {
+        let have = self.map.len();
+        if have <= frames {
+            return;
+        }
+        let mut drop = have - frames;
+        let held: Vec<_> = self.map.held().collect();
+        let every = have as f64 / drop as f64;
+        let mut next = 0.0;
+        for (n, (frame, block)) in held.into_iter().enumerate() {
+            if drop > 0 && n as f64 >= next {
+                self.told.dropped += 1;
+                self.forget(block, frame);
+                (drop, next) = (drop - 1, next + every);
+            }
+        }
+        self.give_back();
+    }
+
+    /// Give back every frame that holds no block: most of the former memory, where the guest did not cache much.
+    ///
+    /// # Errors
+    /// The system's; the rest stays.
+    pub fn sweep(&mut self) -> io::Result<()> {
+        let mut kept = self.map.held().map(|(frame, _)| frame).peekable();
+        let memory = Arc::clone(&self.memory);
+        for region in memory.map.iter() {
+            let first = (region.start_addr().raw_value() / BLOCK as u64) as Frame;
+            let end = first + (region.len() / BLOCK as u64) as Frame;
+            let mut at = first;
+            while at < end {
+                while kept.next_if(|frame| *frame < at).is_some() {}
+                let next = kept.next_if(|frame| *frame < end).unwrap_or(end);
+                if next > at {
+                    self.punch(at, u64::from(next - at))?;
+                }
+                at = next + 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn punch(&self, frame: Frame, frames: u64) -> io::Result<()> {
+        let address = GuestAddress(u64::from(frame) * BLOCK as u64);
+        let region = self.memory.map.find_region(address);
+        let Some((region, file)) = region.and_then(|region| Some((region, region.file_offset()?))) else {
+            return Ok(());
+        };
+        let within = address.raw_value() - region.start_addr().raw_value();
+        file::punch_hole(file.file(), file.start() + within, frames * BLOCK as u64)
+    }
+}
+
+impl Drop for Attic {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::memory::Region;
+    use std::fs::File;
+    use std::os::unix::fs::MetadataExt;
+
+    const PAGES: u64 = 256;
+
+    /// A guest with PAGES frames, of which each fourth holds a block: 1000 + its number.
+    fn former() -> (Attic, Arc<Memory>, File) {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(PAGES * BLOCK as u64).unwrap();
+        let region = Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0 };
+        let memory = Arc::new(Memory::map(vec![region]).unwrap());
+        let (mut map, digester) = (BlockMap::new(memory.frames()), Digester::new().unwrap());
+        for frame in 0..PAGES {
+            memory.write(frame * BLOCK as u64, &content(frame)).unwrap();
+            if frame % 4 == 0 {
+                map.moved(1000 + frame, frame as Frame, digester.of(&content(frame)));
+            }
+        }
+        (Attic::new(Arc::clone(&memory), map, digester), memory, file)
+    }
+
+    fn content(frame: u64) -> Block {
+        [frame as u8 ^ 0x5a; BLOCK]
+    }
+
+    fn there(file: &File) -> u64 {
+        file.metadata().unwrap().blocks() * 512 / BLOCK as u64
+    }
+
+    #[test]
+    fn a_block_is_given_once_and_its_frame_goes_back() {
+        let (mut attic, _memory, file) = former();
+        let mut block = [0; BLOCK];
+        assert_eq!(attic.take(1001, &mut block), None, "it never had it");
+        assert!(attic.take(1004, &mut block).is_some());
+        assert_eq!(block, content(4));
+        assert_eq!(attic.take(1004, &mut block), None, "a second time");
+        attic.give_back();
+        assert_eq!((attic.len(), there(&file)), (63, PAGES - 1));
+        assert_eq!(attic.told(), Told { served: 1, ..Told::default() });
+    }
+
+    #[test]
+    fn what_is_not_as_the_disk_is_is_not_given() {
+        let (mut attic, memory, _file) = former();
+        let mut block = [0; BLOCK];
+        // A single bit, somewhere.
+        memory.write(8 * 4096 + 2000, &[content(8)[0] ^ 0x10]).unwrap();
+        assert_eq!(attic.take(1008, &mut block), None);
+        attic.changed(1012);
+        attic.changed(5);
+        assert_eq!(attic.take(1012, &mut block), None, "the disk has another one now");
+        assert_eq!(attic.told(), Told { refused: 1, overwritten: 1, ..Told::default() });
+    }
+
+    #[test]
+    fn it_shrinks_evenly_and_nothing_but_blocks_is_kept() {
+        let (mut attic, _memory, file) = former();
+        attic.sweep().unwrap();
+        assert_eq!(there(&file), 64, "each fourth frame");
+        attic.shrink(16);
+        assert_eq!((attic.len(), there(&file), attic.told().dropped), (16, 16, 48));
+        let left: Vec<_> = attic.map.held().map(|(frame, _)| frame).collect();
+        assert!(left.iter().any(|frame| *frame < 64) && left.iter().any(|frame| *frame > 192), "{left:?}");
+        let mut block = [0; BLOCK];
+        for frame in left {
+            assert!(attic.take(1000 + u64::from(frame), &mut block).is_some());
+            assert_eq!(block, content(frame.into()));
+        }
+        drop(attic);
+        assert_eq!(there(&file), 0);
+    }
+}

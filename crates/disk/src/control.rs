@@ -1,0 +1,187 @@
+//! What a disk's server is asked for beside its guest: one JSON object a line, each answered by one.
+//!
+//! ```text
+//! > {"command": "status"}
+//! < {"return": {"bytes": 1073741824, "active": true, ...}}
+//! > {"command": "limit", "bps": 90000000, "iops": 120}
+//! < {"return": null}
+//! > {"command": "keep"}
+//! < {"error": "its guest still runs"}
+//! ```
+
+use crate::engine::Handle;
+use crate::engine::command::{Command, Refused, Status};
+use crate::limit::Limits;
+use crate::map::Frame;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long an answer may take: a server that is asked to stop waits for its disk.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes of a question at most.
+const LONGEST: u64 = 1 << 16;
+
+/// A question.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Ask {
+    /// What it does.
+    Status {},
+    /// Other limits.
+    Limit {
+        /// Bytes in a second.
+        bps: Option<u64>,
+        /// Requests in a second.
+        iops: Option<u64>,
+    },
+    /// The image has grown; the answer is its length.
+    Resize {},
+    /// The guest has ended: its memory becomes the next one's attic. The answer is how many blocks it may have.
+    Keep {},
+    /// There is to be no attic.
+    Drop {},
+    /// Note which frames of the guest are written, or do not.
+    Note {
+        /// Whether.
+        wanted: bool,
+    },
+    /// The frames that were written since they were last asked for.
+    Collect {},
+    /// End.
+    End {},
+}
+
+/// Answer one question.
+pub(crate) fn answer(engine: &Handle, line: &str) -> Value {
+    let asked: Ask = match serde_json::from_str(line) {
+        Ok(asked) => asked,
+        Err(e) => return json!({ "error": format!("not a question to a disk: {e}") }),
+    };
+    let answered = match asked {
+        Ask::Status {} => value(engine.ask(Command::Status)),
+        Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
+        Ask::Resize {} => value(engine.ask(Command::Measure)),
+        Ask::Keep {} => value(engine.ask(Command::Keep)),
+        Ask::Drop {} => value(engine.ask(Command::Drop)),
+        Ask::Note { wanted } => value(engine.ask(|to| Command::Note(wanted, to))),
+        Ask::Collect {} => value(engine.ask(Command::Collect)),
+        Ask::End {} => value(engine.ask(Command::End)),
+    };
+    match answered {
+        Ok(value) => json!({ "return": value }),
+        Err(Refused(why)) => json!({ "error": why }),
+    }
+}
+
+fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
+    answer.and_then(|value| serde_json::to_value(value).map_err(|e| Refused(e.to_string())))
+}
+
+/// Answer all questions of one connection.
+pub(crate) fn serve(engine: &Handle, stream: &UnixStream) -> io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    loop {
+        let mut line = String::new();
+        let read = io::Read::take(&mut reader, LONGEST).read_line(&mut line)?;
+        if read == 0 {
+            return Ok(());
+        }
+        let mut answer = serde_json::to_vec(&answer(engine, &line))?;
+        answer.push(b'\n');
+        (&*stream).write_all(&answer)?;
+    }
+}
+
+/// Why a server does not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// Nobody is there.
+    #[error("{}: no disk server answers", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It will not.
+    #[error("{}: {why}", path.display())]
+    Refused {
+        /// The socket.
+        path: PathBuf,
+        /// Its words.
+        why: String,
+    },
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+pub struct Control {
+    path: PathBuf,
+    stream: BufReader<UnixStream>,
+}
+
+impl Control {
+    /// Connect to the control socket at `path`.
+    ///
+    /// # Errors
+    /// [`ControlError::Connect`].
+    pub fn connect(path: &Path) -> Result<Self, ControlError> {
+        let connected = UnixStream::connect(path).and_then(|stream| {
+            stream.set_read_timeout(Some(PATIENCE))?;
+            Ok(stream)
+        });
+        let failed = |source| ControlError::Connect { path: path.to_owned(), source };
+        Ok(Self { path: path.to_owned(), stream: BufReader::new(connected.map_err(failed)?) })
+    }
+
+    /// Ask.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn ask<T: DeserializeOwned>(&mut self, ask: &Ask) -> Result<T, ControlError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            #[serde(rename = "return")]
+            value: Option<Value>,
+            error: Option<String>,
+        }
+        let path = self.path.clone();
+        let failed = move |source| ControlError::Connect { path, source };
+        let mut line = serde_json::to_vec(ask).map_err(io::Error::other).map_err(failed.clone())?;
+        line.push(b'\n');
+        let mut text = String::new();
+        let sent = self.stream.get_mut().write_all(&line).and_then(|()| self.stream.read_line(&mut text));
+        if sent.map_err(failed.clone())? == 0 {
+            return Err(failed(io::ErrorKind::UnexpectedEof.into()));
+        }
+        let answer: Answer = serde_json::from_str(&text).map_err(io::Error::other).map_err(failed.clone())?;
+        match answer.error {
+            Some(why) => Err(ControlError::Refused { path: self.path.clone(), why }),
+            None => {
+                serde_json::from_value(answer.value.unwrap_or(Value::Null)).map_err(|e| failed(io::Error::other(e)))
+            }
+        }
+    }
+
+    /// What the server does.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn status(&mut self) -> Result<Status, ControlError> {
+        self.ask(&Ask::Status {})
+    }
+
+    /// The frames that it has written since.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn collect(&mut self) -> Result<Vec<Frame>, ControlError> {
+        self.ask(&Ask::Collect {})
+    }
+}

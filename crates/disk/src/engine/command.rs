@@ -1,0 +1,100 @@
+//! What others ask the engine for.
+
+use crate::attic::Told;
+use crate::limit::Limits;
+use crate::map::Frame;
+use crate::memory::Memory;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+/// A front end's connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Session(pub u32);
+
+/// Why something is not done.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refused(pub String);
+
+type Answer<T> = Sender<Result<T, Refused>>;
+
+/// A queue as its front end has set it up: where its rings are in the guest, and where it goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Rings {
+    /// Entries.
+    pub size: u16,
+    /// Descriptors.
+    pub descriptors: u64,
+    /// Available ring.
+    pub available: u64,
+    /// Used ring.
+    pub used: u64,
+    /// Where the available ring is gone on with.
+    pub next: u16,
+    /// The guest says at which index it wants to be told (`VIRTIO_RING_F_EVENT_IDX`).
+    pub event_idx: bool,
+}
+
+/// A queue's descriptors.
+#[derive(Debug)]
+pub struct Ends {
+    /// Read when the guest has put something into the available ring.
+    pub kick: OwnedFd,
+    /// Written when something is in the used ring.
+    pub call: Option<File>,
+}
+
+/// What the engine is doing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// Whether a front end's queues run.
+    pub active: bool,
+    /// Requests under way.
+    pub under_way: usize,
+    /// Blocks whose place is known.
+    pub mapped: usize,
+    /// Bytes that knowing that takes.
+    pub map_bytes: usize,
+    /// Blocks in the attic, and what became of others.
+    pub attic: Option<(usize, Told)>,
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub enum Command {
+    /// A front end has connected.
+    Join(Session),
+    /// It has gone.
+    Leave(Session),
+    /// Its memory.
+    Memory(Session, Arc<Memory>, Answer<()>),
+    /// The requests that are under way, as memory that QEMU holds.
+    Inflight(Session, crate::inflight::Inflight, Answer<()>),
+    /// Serve a queue. Refused while another front end's queues run.
+    Start(Session, u16, Rings, Ends, Answer<()>),
+    /// Who is told of used descriptors.
+    Call(Session, u16, Option<File>, Answer<()>),
+    /// Serve a queue no more. Answered when nothing of it is under way: where the available ring is to be gone on with.
+    Stop(Session, u16, Answer<u16>),
+    /// Other limits.
+    Limit(Limits, Answer<()>),
+    /// The image has grown: how long it is now.
+    Measure(Answer<u64>),
+    /// The guest has ended: its memory becomes the attic of the next one.
+    Keep(Answer<usize>),
+    /// There is to be no attic any more.
+    Drop(Answer<()>),
+    /// Note which frames are written, or do not.
+    Note(bool, Answer<()>),
+    /// The frames that were written since.
+    Collect(Answer<Vec<Frame>>),
+    /// What it does.
+    Status(Answer<Status>),
+    /// End when nothing is under way any more.
+    End(Answer<()>),
+}

@@ -1,0 +1,256 @@
+//! A front end: its memory and its queues.
+
+use super::command::{Ends, Refused, Rings, Session};
+use super::{Engine, Token};
+use crate::inflight::Inflight;
+use crate::map::BlockMap;
+use crate::memory::Memory;
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::num::Wrapping;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::GuestAddress;
+
+/// Entries of a queue at most (virtio 1.2, 2.7).
+pub(crate) const MOST_ENTRIES: u16 = 1024;
+/// Requests that are taken out of the rings at a time.
+const MOST_JOBS: usize = 1024;
+
+/// A queue that is served.
+pub(super) struct Line {
+    queue: Queue,
+    kick: Arc<OwnedFd>,
+    call: Option<File>,
+    /// Taken by a server before, and not done.
+    again: VecDeque<u16>,
+    /// No new requests are taken.
+    stopping: bool,
+}
+
+/// See [the module](self).
+#[derive(Default)]
+pub(super) struct Front {
+    pub memory: Option<Arc<Memory>>,
+    pub lines: BTreeMap<u16, Line>,
+    inflight: Option<Inflight>,
+}
+
+impl Engine {
+    pub(super) fn join(&mut self, session: Session) {
+        self.fronts.insert(session, Front::default());
+    }
+
+    /// What it has under way goes on; nobody is told of it.
+    pub(super) fn leave(&mut self, session: Session) {
+        let front = self.fronts.remove(&session);
+        for number in front.iter().flat_map(|front| front.lines.keys()) {
+            self.ring.cancel(Token::Kick(session, *number).pack());
+        }
+        self.stopping.retain(|(of, _, _)| *of != session);
+        if self.active == Some(session) {
+            self.active = None;
+        }
+    }
+
+    fn front(&mut self, session: Session) -> Result<&mut Front, Refused> {
+        self.fronts.get_mut(&session).ok_or_else(|| Refused("there is no such front end".into()))
+    }
+
+    pub(super) fn set_memory(&mut self, session: Session, memory: Arc<Memory>) -> Result<(), Refused> {
+        let front = self.front(session)?;
+        if !front.lines.is_empty() {
+            return Err(Refused("its queues run, and would lose their memory".into()));
+        }
+        front.memory = Some(memory);
+        Ok(())
+    }
+
+    pub(super) fn set_inflight(&mut self, session: Session, inflight: Inflight) -> Result<(), Refused> {
+        self.front(session)?.inflight = Some(inflight);
+        Ok(())
+    }
+
+    pub(super) fn set_call(&mut self, session: Session, queue: u16, call: Option<File>) -> Result<(), Refused> {
+        if let Some(line) = self.front(session)?.lines.get_mut(&queue) {
+            line.call = call;
+        }
+        Ok(())
+    }
+
+    /// Serve a queue.
+    pub(super) fn start_line(
+        &mut self,
+        session: Session,
+        number: u16,
+        rings: Rings,
+        ends: Ends,
+    ) -> Result<(), Refused> {
+        if let Some(other) = self.active.filter(|active| *active != session)
+            && self.fronts.get(&other).is_some_and(|front| !front.lines.is_empty())
+        {
+            return Err(Refused("another front end's queues run: stop that guest first".into()));
+        }
+        let front = self.fronts.get_mut(&session).ok_or_else(|| Refused("there is no such front end".into()))?;
+        let memory = front.memory.clone().ok_or_else(|| Refused("it has no memory".into()))?;
+        let odd = |what: &str| Refused(format!("queue {number}: {what}"));
+        let mut queue = Queue::new(MOST_ENTRIES).map_err(|e| odd(&e.to_string()))?;
+        let address = GuestAddress;
+        let set = queue
+            .try_set_size(rings.size)
+            .and_then(|()| queue.try_set_desc_table_address(address(rings.descriptors)))
+            .and_then(|()| queue.try_set_avail_ring_address(address(rings.available)))
+            .and_then(|()| queue.try_set_used_ring_address(address(rings.used)));
+        set.map_err(|e| odd(&e.to_string()))?;
+        queue.set_event_idx(rings.event_idx);
+        queue.set_ready(true);
+        if !queue.is_valid(&memory.map) {
+            return Err(odd("its rings are not in the guest's memory"));
+        }
+        let Wrapping(used) = queue.used_idx(&memory.map, Ordering::Acquire).map_err(|e| odd(&e.to_string()))?;
+        let again = match &mut front.inflight {
+            Some(inflight) => inflight.left(number, used).map_err(|e| odd(&e.to_string()))?,
+            None => Vec::new(),
+        };
+        queue.set_next_used(used);
+        // What was taken before is done again; the ring is gone on with behind it.
+        queue.set_next_avail(if again.is_empty() { rings.next } else { used.wrapping_add(again.len() as u16) });
+        let kick = Arc::new(ends.kick);
+        let line = Line { queue, kick: Arc::clone(&kick), call: ends.call, again: again.into(), stopping: false };
+        front.lines.insert(number, line);
+        self.active = Some(session);
+        self.begin_map(&memory);
+        self.listen(&kick, Token::Kick(session, number));
+        self.take(session, number);
+        Ok(())
+    }
+
+    /// The map is of one guest's memory. Where it is the same memory, it is gone on with: a VMM restart, or a table of it that is cut
+    /// otherwise, as firmware and kernel do.
+    fn begin_map(&mut self, memory: &Arc<Memory>) {
+        if !self.settings.map {
+            return;
+        }
+        let is_same = self.map.as_ref().is_some_and(|(_, before)| before.is_same(memory));
+        match &mut self.map {
+            Some((_, before)) if is_same => *before = Arc::clone(memory),
+            _ => self.map = Some((BlockMap::new(memory.frames()), Arc::clone(memory))),
+        }
+    }
+
+    /// Take no more out of a queue. It is answered when nothing of it is under way: [`Engine::answer_stopped`].
+    pub(super) fn stop_line(
+        &mut self,
+        session: Session,
+        number: u16,
+        answer: std::sync::mpsc::Sender<Result<u16, Refused>>,
+    ) {
+        let line = self.fronts.get_mut(&session).and_then(|front| front.lines.get_mut(&number));
+        match line {
+            Some(line) => {
+                line.stopping = true;
+                self.stopping.push((session, number, answer));
+            }
+            None => drop(answer.send(Err(Refused(format!("queue {number} does not run"))))),
+        }
+    }
+
+    pub(super) fn answer_stopped(&mut self) {
+        let is_busy = |jobs: &slab::Slab<super::Job>, session, number| {
+            jobs.iter().any(|(_, job)| job.session == session && job.queue == number)
+        };
+        let (busy, idle): (Vec<_>, Vec<_>) = std::mem::take(&mut self.stopping)
+            .into_iter()
+            .partition(|(session, number, _)| is_busy(&self.jobs, *session, *number));
+        self.stopping = busy;
+        for (session, number, answer) in idle {
+            let line = self.fronts.get_mut(&session).and_then(|front| front.lines.remove(&number));
+            self.ring.cancel(Token::Kick(session, number).pack());
+            // What was to be done again and was not begun is in the in-flight memory still; the ring before it is done.
+            let next = line.map(|line| line.queue.next_avail());
+            let _ = answer.send(next.ok_or_else(|| Refused(format!("queue {number} does not run"))));
+        }
+    }
+
+    pub(super) fn kicked(&mut self, session: Session, number: u16) {
+        let line = self.fronts.get(&session).and_then(|front| front.lines.get(&number));
+        let Some(kick) = line.map(|line| Arc::clone(&line.kick)) else { return };
+        let _ = rustix::io::read(&kick, &mut [0; 8]);
+        self.listen(&kick, Token::Kick(session, number));
+        self.take(session, number);
+    }
+
+    /// Take requests out of all queues: there is room for some again.
+    pub(super) fn take_all(&mut self) {
+        let Some(session) = self.active else { return };
+        let numbers: Vec<u16> =
+            self.fronts.get(&session).map_or(Vec::new(), |front| front.lines.keys().copied().collect());
+        numbers.into_iter().for_each(|number| self.take(session, number));
+    }
+
+    /// Take what is in the available ring.
+    fn take(&mut self, session: Session, number: u16) {
+        // What a front end before has under way may still write the disk: nothing may overtake it.
+        if self.ended || self.jobs.iter().any(|(_, job)| job.session != session) {
+            return;
+        }
+        while self.jobs.len() < MOST_JOBS {
+            let Some(front) = self.fronts.get_mut(&session) else { return };
+            let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
+            if line.stopping {
+                return;
+            }
+            if let Some(head) = line.again.pop_front() {
+                self.begin(session, number, head, &memory, false);
+                continue;
+            }
+            let _ = line.queue.disable_notification(&memory.map);
+            let head = line.queue.pop_descriptor_chain(&memory.map).map(|chain| chain.head_index());
+            match head {
+                Some(head) => self.begin(session, number, head, &memory, true),
+                // Something may have come in between.
+                None => match line.queue.enable_notification(&memory.map) {
+                    Ok(true) => {}
+                    _ => return,
+                },
+            }
+        }
+    }
+
+    /// Where the descriptors of a queue are, and how many.
+    pub(super) fn table(&self, session: Session, number: u16) -> Option<(u64, u16)> {
+        let line = self.fronts.get(&session)?.lines.get(&number)?;
+        Some((line.queue.desc_table(), line.queue.size()))
+    }
+
+    pub(super) fn note_taken(&mut self, session: Session, number: u16, head: u16) {
+        let inflight = self.fronts.get_mut(&session).and_then(|front| front.inflight.as_mut());
+        if let Some(Err(e)) = inflight.map(|inflight| inflight.taken(number, head)) {
+            tracing::warn!("a request is not noted as under way: {e}");
+        }
+    }
+
+    /// Put a chain into the used ring, and tell the guest if it wants to know.
+    pub(super) fn tell(&mut self, session: Session, number: u16, head: u16, written: u32) {
+        let Some(front) = self.fronts.get_mut(&session) else { return };
+        let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.as_ref()) else { return };
+        let mut inflight = front.inflight.as_mut();
+        let noted = inflight.as_mut().map_or(Ok(()), |inflight| inflight.telling(number, head));
+        if let Err(e) = line.queue.add_used(&memory.map, head, written) {
+            tracing::warn!("queue {number}: a request cannot be answered: {e}");
+            return;
+        }
+        let used = line.queue.next_used();
+        let noted = noted.and_then(|()| inflight.map_or(Ok(()), |inflight| inflight.told(number, head, used)));
+        if let Err(e) = noted {
+            tracing::warn!("a request is not noted as done: {e}");
+        }
+        if line.queue.needs_notification(&memory.map).unwrap_or(true)
+            && let Some(call) = &line.call
+        {
+            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+        }
+    }
+}

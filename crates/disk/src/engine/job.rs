@@ -1,0 +1,551 @@
+//! One request, from the available to the used ring.
+
+use super::command::{Command, Refused, Session, Status as Told};
+use super::{CHUNK, DEPTH, Engine, Token};
+use crate::attic::Attic;
+use crate::block::{BLOCK, Block, touched, whole};
+use crate::chain::walk;
+use crate::limit::Throttle;
+use crate::map::Frame;
+use crate::memory::Memory;
+use crate::request::{self, Disk, IDENTITY, Kind, Range, Request, Segment, Status};
+use rekindle_kernel::uring::{Buffer, Operation};
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes that are under way at a time, at most; one part always goes.
+const MOST_BYTES: usize = 64 << 20;
+/// Places in the ring that are kept for who waits for kicks.
+const KEPT: usize = 40;
+
+/// What is to be done with a part of the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Read,
+    Write,
+    Sync,
+    /// Give the room back; the guest does not mind what is there then.
+    Discard,
+    /// Zeroes, as a hole or as room that is kept.
+    Zero {
+        hole: bool,
+    },
+    /// Zeroes, written out: the file system knows neither.
+    ZeroByWriting,
+}
+
+/// A part of a request.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    work: Work,
+    /// Byte of the disk.
+    at: u64,
+    bytes: u64,
+    /// Where it begins in the request's data.
+    offset: u64,
+}
+
+/// See [the module](self).
+pub(super) struct Job {
+    pub session: Session,
+    pub queue: u16,
+    head: u16,
+    memory: Arc<Memory>,
+    request: Request,
+    parts: Vec<Part>,
+    left: usize,
+    status: Status,
+    /// It has been let through by the rate.
+    admitted: bool,
+    /// Another request that is under way at the same time touches the same blocks and one of them writes: what is on the disk
+    /// afterwards is not known.
+    stale: bool,
+}
+
+impl Job {
+    fn touches(&self, range: Range) -> bool {
+        let (mine, other) = (|part: &Part| touched(part.at, part.bytes), touched(range.at, range.bytes));
+        self.parts.iter().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
+    }
+
+    fn changes_disk(&self) -> bool {
+        self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
+    }
+
+    /// The frame that a whole block at `offset` in the data is in, if it is one.
+    fn frame(&self, offset: u64) -> Option<Frame> {
+        let mut at = 0;
+        for segment in &self.request.data {
+            if offset < at + segment.len {
+                let address = segment.address + (offset - at);
+                let fits = offset + BLOCK as u64 <= at + segment.len && address.is_multiple_of(BLOCK as u64);
+                return fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten();
+            }
+            at += segment.len;
+        }
+        None
+    }
+}
+
+/// Move bytes between a buffer and the part of the guest's memory that begins at `offset` of what segments name.
+fn along(
+    segments: &[Segment],
+    offset: u64,
+    bytes: usize,
+    mut each: impl FnMut(u64, usize, usize) -> Option<()>,
+) -> Option<()> {
+    let (mut skip, mut done) = (offset, 0);
+    for segment in segments {
+        if done == bytes {
+            break;
+        }
+        if skip >= segment.len {
+            skip -= segment.len;
+            continue;
+        }
+        let take = usize::try_from(segment.len - skip).unwrap_or(usize::MAX).min(bytes - done);
+        each(segment.address.checked_add(skip)?, done, take)?;
+        (skip, done) = (0, done + take);
+    }
+    (done == bytes).then_some(())
+}
+
+impl Engine {
+    /// Begin a request. `is_new`: it has not been taken before.
+    pub(super) fn begin(&mut self, session: Session, queue: u16, head: u16, memory: &Arc<Memory>, is_new: bool) {
+        if is_new {
+            self.note_taken(session, queue, head);
+        }
+        let Some((table, size)) = self.table(session, queue) else { return };
+        let disk = Disk { capacity: self.capacity, readonly: self.image.how.readonly };
+        let read = |at: u64, into: &mut [u8]| memory.read(at, into);
+        let request = match walk(read, table, size, head) {
+            Ok(segments) => request::parse(segments.into_iter(), read, disk).ok(),
+            Err(e) => {
+                tracing::warn!("queue {queue}: a chain of descriptors leads nowhere: {e}");
+                None
+            }
+        };
+        let Some(request) = request else {
+            // There is no place for an answer; the guest gets its descriptors back.
+            self.tell(session, queue, head, 0);
+            return;
+        };
+        let memory = Arc::clone(memory);
+        let (parts, left, status) = (Vec::new(), 0, Status::Ok);
+        let job = Job { session, queue, head, memory, request, parts, left, status, admitted: false, stale: false };
+        let number = self.jobs.insert(job);
+        self.plan(number);
+        let Some(job) = self.jobs.get_mut(number) else { return };
+        job.left = job.parts.len();
+        if job.left == 0 {
+            self.finish(number);
+        } else {
+            self.waiting.extend((0..job.parts.len() as u32).map(|part| (number, part)));
+        }
+    }
+
+    /// Find out what is to be done for a job, and do what needs no disk.
+    fn plan(&mut self, number: usize) {
+        let Some(job) = self.jobs.get(number) else { return };
+        let parts = match &job.request.what {
+            Err(status) => {
+                let status = *status;
+                return self.fail(number, status);
+            }
+            Ok(Kind::Identity) => {
+                let mut serial = [0; IDENTITY];
+                for (place, byte) in serial.iter_mut().zip(self.settings.serial.bytes()) {
+                    *place = byte;
+                }
+                let len = IDENTITY.min(job.request.written.saturating_sub(1) as usize);
+                let write = |at, from: usize, len| job.memory.write(at, serial.get(from..from + len)?);
+                if along(&job.request.data, 0, len, write).is_none() {
+                    self.fail(number, Status::Failed);
+                }
+                return;
+            }
+            Ok(Kind::Flush) => vec![Part { work: Work::Sync, at: 0, bytes: 0, offset: 0 }],
+            Ok(Kind::Read(range)) => {
+                let range = *range;
+                return self.plan_read(number, range);
+            }
+            Ok(Kind::Write(range)) => cut(Work::Write, *range, 0),
+            Ok(Kind::Discard(ranges)) => {
+                let part = |range: &Range| Part { work: Work::Discard, at: range.at, bytes: range.bytes, offset: 0 };
+                ranges.iter().filter(|range| range.bytes > 0).map(part).collect()
+            }
+            Ok(Kind::Zeroes(ranges)) => {
+                let part = |(range, hole): &(Range, bool)| Part {
+                    work: Work::Zero { hole: *hole },
+                    at: range.at,
+                    bytes: range.bytes,
+                    offset: 0,
+                };
+                ranges.iter().filter(|(range, _)| range.bytes > 0).map(part).collect()
+            }
+        };
+        self.change(number, &parts);
+        if let Some(job) = self.jobs.get_mut(number) {
+            job.parts = parts;
+        }
+    }
+
+    /// What is on the disk there is about to become something else.
+    fn change(&mut self, number: usize, parts: &[Part]) {
+        let mut stale = false;
+        for part in parts.iter().filter(|part| part.work != Work::Sync) {
+            for block in touched(part.at, part.bytes) {
+                if let Some((map, _)) = &mut self.map {
+                    map.changed(block);
+                }
+                if let Some(attic) = &mut self.attic {
+                    attic.changed(block);
+                }
+            }
+            if self.map.is_some() {
+                let range = Range { at: part.at, bytes: part.bytes };
+                for (_, other) in self.jobs.iter_mut().filter(|(of, other)| *of != number && other.touches(range)) {
+                    (other.stale, stale) = (true, true);
+                }
+            }
+        }
+        if let Some(job) = self.jobs.get_mut(number) {
+            job.stale |= stale;
+        }
+    }
+
+    /// Blocks that are in the attic are given from there; the rest is read.
+    fn plan_read(&mut self, number: usize, range: Range) {
+        let Some(job) = self.jobs.get(number) else { return };
+        let is_written = self.map.is_some()
+            && self.jobs.iter().any(|(of, other)| of != number && other.changes_disk() && other.touches(range));
+        let mut found = Vec::new();
+        if let Some(attic) = self.attic.as_mut().filter(|_| !is_written) {
+            let mut block: Block = [0; BLOCK];
+            for (of, offset) in whole(range.at, range.bytes) {
+                if let Some(digest) = attic.take(of, &mut block)
+                    && along(&job.request.data, offset as u64, BLOCK, |at, from, len| {
+                        job.memory.write(at, block.get(from..from + len)?)
+                    })
+                    .is_some()
+                {
+                    found.push((of, offset as u64, job.frame(offset as u64), digest));
+                }
+            }
+        }
+        let mut parts = Vec::new();
+        let mut at = 0;
+        for (of, offset, frame, digest) in found {
+            if offset > at {
+                parts.extend(cut(Work::Read, Range { at: range.at + at, bytes: offset - at }, at));
+            }
+            at = offset + BLOCK as u64;
+            if let (Some((map, _)), Some(frame)) = (&mut self.map, frame) {
+                map.moved(of, frame, digest);
+            }
+        }
+        if at < range.bytes {
+            parts.extend(cut(Work::Read, Range { at: range.at + at, bytes: range.bytes - at }, at));
+        }
+        if let Some(job) = self.jobs.get_mut(number) {
+            (job.parts, job.stale) = (parts, is_written);
+        }
+    }
+
+    fn fail(&mut self, number: usize, status: Status) {
+        if let Some(job) = self.jobs.get_mut(number) {
+            job.status = status;
+        }
+    }
+
+    /// Begin parts, as far as there is room and the rate allows.
+    pub(super) fn begin_waiting(&mut self) {
+        self.due = None;
+        while let Some(&(number, part)) = self.waiting.front() {
+            let room = (DEPTH as usize).saturating_sub(self.ring.under_way()) > KEPT;
+            let Some(job) = self.jobs.get_mut(number) else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let Some(work) = job.parts.get(part as usize).copied() else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let moves = matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting);
+            let is_full = moves && self.moving > 0 && self.moving + work.bytes as usize > MOST_BYTES;
+            if !room || is_full {
+                break;
+            }
+            if !job.admitted && moves {
+                let bytes = job.parts.iter().map(|part| part.bytes).sum();
+                if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
+                    self.due = Some(Instant::now() + wait);
+                    break;
+                }
+                job.admitted = true;
+            }
+            self.waiting.pop_front();
+            self.begin_part(number, part, work);
+        }
+    }
+
+    fn begin_part(&mut self, number: usize, part: u32, Part { work, at, bytes, offset }: Part) {
+        let len = bytes as usize;
+        let operation = match work {
+            Work::Sync => Operation::Sync,
+            Work::Discard | Work::Zero { hole: true } => {
+                Operation::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
+            }
+            Work::Zero { hole: false } => {
+                Operation::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
+            }
+            Work::Read => Operation::Read { at, len, buffer: self.buffer(len) },
+            Work::ZeroByWriting => {
+                let mut buffer = self.buffer(len);
+                buffer.fill(0);
+                Operation::Write { at, len, buffer }
+            }
+            Work::Write => {
+                let mut buffer = self.buffer(len);
+                let Some(job) = self.jobs.get(number) else { return };
+                let read = |at, from: usize, len| job.memory.read(at, buffer.get_mut(from..from + len)?);
+                if along(&job.request.data, offset, len, read).is_none() {
+                    return self.part_done(number, Status::Failed);
+                }
+                Operation::Write { at, len, buffer }
+            }
+        };
+        if let Operation::Read { len, .. } | Operation::Write { len, .. } = &operation {
+            self.moving += len;
+        }
+        if self.operation(operation, Token::Part(number as u32, part)).is_err() {
+            // There is room: it was looked for.
+            self.part_done(number, Status::Failed);
+        }
+    }
+
+    pub(super) fn part_ended(&mut self, number: usize, part: u32, result: io::Result<usize>, buffer: Option<Buffer>) {
+        let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
+        if buffer.is_some() {
+            self.moving = self.moving.saturating_sub(work.bytes as usize);
+        }
+        let status = match result {
+            Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
+                tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
+                Status::Failed
+            }
+            Ok(_) => self.moved(number, work, buffer.as_deref()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
+                self.waiting.push_back((number, part));
+                self.put_back(buffer);
+                return;
+            }
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => Status::Ok,
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && matches!(work.work, Work::Zero { .. }) => {
+                return self.zero_by_writing(number, part, work);
+            }
+            Err(e) => {
+                tracing::warn!(
+                    "{}: {:?} of {} bytes at {}: {e}",
+                    self.image.path.display(),
+                    work.work,
+                    work.bytes,
+                    work.at
+                );
+                Status::Failed
+            }
+        };
+        self.put_back(buffer);
+        self.part_done(number, status);
+    }
+
+    /// A file system that cannot make zeroes is given them.
+    fn zero_by_writing(&mut self, number: usize, part: u32, work: Part) {
+        let Some(job) = self.jobs.get_mut(number) else { return };
+        let mut parts = cut(Work::ZeroByWriting, Range { at: work.at, bytes: work.bytes }, 0).into_iter();
+        let (Some(place), Some(first)) = (job.parts.get_mut(part as usize), parts.next()) else { return };
+        *place = first;
+        self.waiting.push_back((number, part));
+        for more in parts {
+            job.parts.push(more);
+            job.left += 1;
+            self.waiting.push_back((number, job.parts.len() as u32 - 1));
+        }
+    }
+
+    /// What was moved is passed on, and noted.
+    fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
+        let (Some(job), Some(bytes)) = (self.jobs.get(number), buffer) else { return Status::Ok };
+        if part.work == Work::Read {
+            let len = part.bytes as usize;
+            let write = |at, from: usize, len| job.memory.write(at, bytes.get(from..from + len)?);
+            if along(&job.request.data, part.offset, len, write).is_none() {
+                return Status::Failed;
+            }
+        }
+        if let Some((map, memory)) = &mut self.map
+            && matches!(part.work, Work::Read | Work::Write)
+        {
+            let is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
+            for (block, offset) in whole(part.at, part.bytes) {
+                let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
+                match (job.frame(part.offset + offset as u64), content) {
+                    (Some(frame), Some(content)) if is_ours => map.moved(block, frame, self.digester.of(content)),
+                    _ if part.work == Work::Write => map.changed(block),
+                    _ => {}
+                }
+            }
+        }
+        Status::Ok
+    }
+
+    fn part_done(&mut self, number: usize, status: Status) {
+        let Some(job) = self.jobs.get_mut(number) else { return };
+        if status != Status::Ok {
+            job.status = status;
+        }
+        job.left = job.left.saturating_sub(1);
+        if job.left == 0 {
+            self.finish(number);
+        }
+    }
+
+    /// Answer.
+    fn finish(&mut self, number: usize) {
+        let Some(job) = self.jobs.try_remove(number) else { return };
+        if job.status != Status::Ok
+            && let Some((map, _)) = &mut self.map
+        {
+            // What a write that failed has left there is not known.
+            job.parts.iter().flat_map(|part| touched(part.at, part.bytes)).for_each(|block| map.changed(block));
+        }
+        let written = if job.status == Status::Ok { job.request.written } else { 1 };
+        let answered = job.memory.write(job.request.status, &[job.status as u8]);
+        self.tell(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
+        self.has_room = true;
+    }
+
+    /// Do what was asked for.
+    pub(super) fn serve_commands(&mut self) {
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Join(session) => self.join(session),
+                Command::Leave(session) => self.leave(session),
+                Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
+                Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
+                Command::Start(session, queue, rings, ends, answer) => {
+                    drop(answer.send(self.start_line(session, queue, rings, ends)));
+                }
+                Command::Call(session, queue, call, answer) => drop(answer.send(self.set_call(session, queue, call))),
+                Command::Stop(session, queue, answer) => self.stop_line(session, queue, answer),
+                Command::Limit(limits, answer) => {
+                    self.settings.limits = limits;
+                    self.throttle = Throttle::new(limits, Instant::now());
+                    let _ = answer.send(Ok(()));
+                }
+                Command::Measure(answer) => {
+                    let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()));
+                    self.capacity = *measured.as_ref().unwrap_or(&self.capacity);
+                    let _ = answer.send(measured);
+                }
+                Command::Keep(answer) => drop(answer.send(self.keep())),
+                Command::Drop(answer) => {
+                    self.attic = None;
+                    let _ = answer.send(Ok(()));
+                }
+                Command::Note(wanted, answer) => {
+                    if let Some(memory) = self.active_memory() {
+                        memory.note(wanted);
+                    }
+                    let _ = answer.send(Ok(()));
+                }
+                Command::Collect(answer) => {
+                    let found = self.active_memory().map(|memory| memory.collect());
+                    let _ = answer.send(Ok(found.unwrap_or_default()));
+                }
+                Command::Status(answer) => drop(answer.send(Ok(self.status()))),
+                Command::End(answer) => {
+                    self.ended = true;
+                    let _ = answer.send(Ok(()));
+                }
+            }
+        }
+    }
+
+    fn active_memory(&self) -> Option<Arc<Memory>> {
+        self.fronts.get(&self.active?)?.memory.clone()
+    }
+
+    /// The memory of the guest that has ended becomes the attic of the next one.
+    fn keep(&mut self) -> Result<usize, Refused> {
+        if self.jobs.iter().next().is_some() || self.fronts.values().any(|front| !front.lines.is_empty()) {
+            return Err(Refused("its guest still runs".into()));
+        }
+        let Some((map, memory)) = self.map.take() else { return Ok(0) };
+        let attic = Attic::new(memory, map, self.digester);
+        let blocks = attic.len();
+        self.attic = (blocks > 0).then_some(attic);
+        self.swept = false;
+        Ok(blocks)
+    }
+
+    fn status(&self) -> Told {
+        Told {
+            bytes: self.capacity,
+            active: self.active.is_some(),
+            under_way: self.jobs.len(),
+            mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
+            map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
+            attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
+        }
+    }
+}
+
+/// Parts that are short enough to be moved at once.
+fn cut(work: Work, range: Range, offset: u64) -> Vec<Part> {
+    let part = |done: u64| Part {
+        work,
+        at: range.at + done,
+        bytes: (range.bytes - done).min(CHUNK as u64),
+        offset: offset + done,
+    };
+    (0..range.bytes).step_by(CHUNK).map(part).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_range_is_cut_and_nothing_is_lost() {
+        let parts = cut(Work::Read, Range { at: 512, bytes: 2 * CHUNK as u64 + 1024 }, 4096);
+        let seen: Vec<_> = parts.iter().map(|part| (part.at, part.bytes, part.offset)).collect();
+        let chunk = CHUNK as u64;
+        assert_eq!(
+            seen,
+            [(512, chunk, 4096), (512 + chunk, chunk, 4096 + chunk), (512 + 2 * chunk, 1024, 4096 + 2 * chunk)]
+        );
+        assert!(cut(Work::Read, Range { at: 0, bytes: 0 }, 0).is_empty());
+    }
+
+    #[test]
+    fn bytes_go_along_the_segments_and_not_beyond() {
+        let segment = |address, len| Segment { address, len, writable: true };
+        let segments = [segment(100, 10), segment(500, 0), segment(200, 20)];
+        let moves = |offset, bytes| {
+            let mut seen = Vec::new();
+            let done = along(&segments, offset, bytes, |at, from, len| {
+                seen.push((at, from, len));
+                Some(())
+            });
+            done.map(|()| seen)
+        };
+        assert_eq!(moves(5, 10).unwrap(), [(105, 0, 5), (200, 5, 5)]);
+        assert_eq!(moves(10, 20).unwrap(), [(200, 0, 20)]);
+        assert_eq!(moves(11, 20), None);
+        assert_eq!(moves(0, 0).unwrap(), []);
+    }
+}

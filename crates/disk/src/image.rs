@@ -1,0 +1,261 @@
+//! The image of a disk: a raw file or a block device.
+//!
+//! Opened with `O_DIRECT` where the file system can: what the guest caches is not cached by the host again. Nobody else may
+//! have it open: the bytes that QEMU locks to say so (`OFD` locks at 100 and 200, `locking=on`) are locked as QEMU would, so that two
+//! servers, or a server and a QEMU, exclude one another.
+
+use rekindle_kernel::file::{self, Lock};
+use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What an image is opened as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct How {
+    /// Nothing is written.
+    pub readonly: bool,
+    /// Past the host's page cache.
+    pub direct: bool,
+}
+
+/// Why an image cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The system refuses.
+    #[error("disk image {}: {doing}", path.display())]
+    Io {
+        /// The image.
+        path: PathBuf,
+        /// What was done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is neither.
+    #[error("disk image {}: it is {what}, and only a raw file or a block device can be served", path.display())]
+    Kind {
+        /// The image.
+        path: PathBuf,
+        /// What it is.
+        what: &'static str,
+    },
+    /// It is in use.
+    #[error(
+        "disk image {}: another program has it open ({what}); a disk that two write is damaged. End that one first \
+         (fuser {})", path.display(), path.display()
+    )]
+    InUse {
+        /// The image.
+        path: PathBuf,
+        /// What it does with it.
+        what: &'static str,
+    },
+    /// It is cut.
+    #[error("disk image {}: it is {bytes} bytes long, which is no whole number of 512-byte sectors", path.display())]
+    Odd {
+        /// The image.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
+    },
+    /// It is shorter than it was.
+    #[error(
+        "disk image {}: it is {bytes} bytes long and was {before}; a guest that knows the longer one would lose data",
+        path.display()
+    )]
+    Shorter {
+        /// The image.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
+        /// What it was.
+        before: u64,
+    },
+}
+
+/// An open image.
+#[derive(Debug)]
+pub struct Image {
+    /// Its path.
+    pub path: PathBuf,
+    /// It.
+    pub file: Arc<File>,
+    /// Bytes.
+    pub bytes: u64,
+    /// How it was opened.
+    pub how: How,
+    /// Offset, length and memory of each operation are multiples of this.
+    pub alignment: u32,
+    /// A block device.
+    pub is_device: bool,
+}
+
+/// How long a server that was killed may still hold its image: until what it had under way has ended.
+const RELEASE: Duration = Duration::from_secs(3);
+/// Between two looks.
+const AGAIN: Duration = Duration::from_millis(5);
+
+/// QEMU's permissions on an image, as bits and as the bytes after [`PERMITTED`] and [`UNSHARED`] that it locks.
+const READ: u64 = 0;
+const WRITE: u64 = 1;
+const RESIZE: u64 = 3;
+/// Locked (shared) by who has the permission.
+const PERMITTED: u64 = 100;
+/// Locked (shared) by who does not let others have it.
+const UNSHARED: u64 = 200;
+
+impl Image {
+    /// Open the image at `path`.
+    ///
+    /// *On success:* nobody else can open it to write, as long as they ask.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn open(path: &Path, how: How) -> Result<Self, ImageError> {
+        Self::open_within(path, how, RELEASE)
+    }
+
+    /// The same, with so much time for one that holds it and ends.
+    fn open_within(path: &Path, how: How, patience: Duration) -> Result<Self, ImageError> {
+        let failed = |doing| {
+            let path = path.to_owned();
+            move |source: io::Error| ImageError::Io { path, doing, source }
+        };
+        let access = if how.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
+        let open = |flags| rustix::fs::open(path, access | flags, Mode::empty()).map(File::from);
+        let (file, direct) = match how.direct.then(|| open(OFlags::DIRECT)) {
+            Some(Ok(file)) => (file, true),
+            // A file system that cannot, such as tmpfs: what is on it is in memory anyway.
+            Some(Err(rustix::io::Errno::INVAL)) | None => {
+                (open(OFlags::empty()).map_err(|e| failed("opening it")(e.into()))?, false)
+            }
+            Some(Err(e)) => return Err(failed("opening it")(e.into())),
+        };
+        let metadata = file.metadata().map_err(failed("looking at it"))?;
+        let kind = metadata.file_type();
+        let (bytes, is_device) = match kind {
+            kind if kind.is_file() => (metadata.len(), false),
+            kind if kind.is_block_device() => (file::device_bytes(&file).map_err(failed("asking its length"))?, true),
+            kind => {
+                let what = if kind.is_dir() { "a directory" } else { "no file" };
+                return Err(ImageError::Kind { path: path.to_owned(), what });
+            }
+        };
+        if !bytes.is_multiple_of(crate::block::SECTOR) {
+            return Err(ImageError::Odd { path: path.to_owned(), bytes });
+        }
+        let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
+        let how = How { direct, ..how };
+        let image = Self { path: path.to_owned(), file: Arc::new(file), bytes, how, alignment, is_device };
+        let deadline = Instant::now() + patience;
+        loop {
+            match image.lock() {
+                Ok(()) => return Ok(image),
+                Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(AGAIN),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// How long it is now. One that has become shorter than `before` is refused.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn measure(&self, before: u64) -> Result<u64, ImageError> {
+        let failed = |source| ImageError::Io { path: self.path.clone(), doing: "asking its length", source };
+        let bytes = match self.is_device {
+            true => file::device_bytes(&self.file).map_err(failed)?,
+            false => self.file.metadata().map_err(failed)?.len(),
+        };
+        let bytes = bytes - bytes % crate::block::SECTOR;
+        if bytes < before {
+            return Err(ImageError::Shorter { path: self.path.clone(), bytes, before });
+        }
+        Ok(bytes)
+    }
+
+    fn lock(&self) -> Result<(), ImageError> {
+        let failed = |source| ImageError::Io { path: self.path.clone(), doing: "locking it", source };
+        let ours: &[u64] = if self.how.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
+        let kept = [WRITE, RESIZE];
+        let bytes = ours.iter().map(|bit| PERMITTED + bit).chain(kept.iter().map(|bit| UNSHARED + bit));
+        for byte in bytes {
+            match file::lock_byte(&self.file, byte, Lock::Shared).map_err(failed)? {
+                true => {}
+                false => return Err(self.in_use("it keeps others from it")),
+            }
+        }
+        // Whoever does not let others have what we have, or has what we do not let others have.
+        let against = ours.iter().map(|bit| (UNSHARED + bit, "it does not share it"));
+        let against = against.chain(kept.iter().map(|bit| (PERMITTED + bit, "it writes it")));
+        for (byte, what) in against {
+            if file::is_locked(&self.file, byte).map_err(failed)? {
+                return Err(self.in_use(what));
+            }
+        }
+        Ok(())
+    }
+
+    fn in_use(&self, what: &'static str) -> ImageError {
+        ImageError::InUse { path: self.path.clone(), what }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    const WRITABLE: How = How { readonly: false, direct: true };
+    const READONLY: How = How { readonly: true, direct: true };
+
+    fn image(bytes: u64) -> (tempfile::TempDir, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.raw");
+        File::create(&path).unwrap().set_len(bytes).unwrap();
+        (directory, path)
+    }
+
+    #[test]
+    fn only_one_has_it_to_write_and_many_to_read() {
+        let (_directory, path) = image(1 << 20);
+        let open = |how| Image::open_within(&path, how, Duration::ZERO);
+        let writer = Image::open(&path, WRITABLE).unwrap();
+        assert_eq!(writer.bytes, 1 << 20);
+        assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })));
+        drop(writer);
+        let readers = [Image::open(&path, READONLY).unwrap(), Image::open(&path, READONLY).unwrap()];
+        assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })), "under its readers");
+        drop(readers);
+        let _writer = Image::open(&path, WRITABLE).unwrap();
+        assert!(matches!(open(READONLY), Err(ImageError::InUse { .. })));
+    }
+
+    #[test]
+    fn what_is_no_disk_is_named() {
+        let (directory, path) = image(1000);
+        assert!(matches!(Image::open(&path, WRITABLE), Err(ImageError::Odd { bytes: 1000, .. })));
+        let missing = Image::open(&directory.path().join("none"), WRITABLE).unwrap_err();
+        assert!(missing.to_string().contains("none: opening it"), "{missing}");
+        assert!(matches!(Image::open(directory.path(), READONLY), Err(ImageError::Kind { what: "a directory", .. })));
+        assert!(matches!(Image::open(Path::new("/dev/null"), READONLY), Err(ImageError::Kind { .. })));
+    }
+
+    #[test]
+    fn it_may_grow_and_not_shrink() {
+        let (_directory, path) = image(8192);
+        let image = Image::open(&path, WRITABLE).unwrap();
+        let grow = |bytes| fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        grow(16384);
+        assert_eq!(image.measure(8192).unwrap(), 16384);
+        grow(4096);
+        assert!(matches!(image.measure(8192), Err(ImageError::Shorter { bytes: 4096, before: 8192, .. })));
+    }
+}

@@ -1,0 +1,253 @@
+//! The requests that are under way, in memory that outlives this process (vhost-user, *Inflight I/O tracking*, split rings).
+//!
+//! QEMU holds the memory and gives it to the server that comes after one that was killed. What was taken out of the available ring
+//! and is not in the used ring is done once more, in the order in which it was taken. A request that had been done and not told
+//! may be done twice; nobody can see that, since its guest still waits for it.
+//!
+//! ```text
+//! queue  | features u64 | version u16 = 1 | descriptors u16 | last u16 | used index u16 |
+//!        | descriptor 0: under way u8 | - [5] | next u16 | counter u64 | 1 | ...          a multiple of 64 bytes
+//! ```
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::fs::File;
+use std::io;
+use std::sync::atomic::Ordering;
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
+
+const VERSION: u16 = 1;
+const HEADER: usize = 16;
+const DESCRIPTOR: usize = 16;
+const ALIGNMENT: usize = 64;
+
+const AT_VERSION: usize = 8;
+const AT_DESCRIPTORS: usize = 10;
+const AT_LAST: usize = 12;
+const AT_USED: usize = 14;
+/// Within a descriptor.
+const AT_NEXT: usize = 6;
+const AT_COUNTER: usize = 8;
+
+/// The memory of all queues.
+#[derive(Debug)]
+pub struct Inflight {
+    region: MmapRegion,
+    descriptors: u16,
+    queues: u16,
+    /// Counts the requests, so that their order is known.
+    counters: Vec<u64>,
+}
+
+/// Bytes for one queue.
+fn queue_bytes(descriptors: u16) -> usize {
+    (HEADER + usize::from(descriptors) * DESCRIPTOR).next_multiple_of(ALIGNMENT)
+}
+
+impl Inflight {
+    /// New memory, with nothing under way, and the file that QEMU is to hold.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn create(queues: u16, descriptors: u16) -> io::Result<(Self, File, u64)> {
+        let bytes = (queue_bytes(descriptors) * usize::from(queues)).max(1) as u64;
+        let file = File::from(memfd_create("rekindle-inflight", MemfdFlags::CLOEXEC)?);
+        file.set_len(bytes)?;
+        let made = Self::open(file.try_clone()?, 0, bytes, queues, descriptors)?;
+        Ok((made, file, bytes))
+    }
+
+    /// That of a server before.
+    ///
+    /// # Errors
+    /// `InvalidData`: it is not what was made for so many queues.
+    pub fn open(file: File, offset: u64, bytes: u64, queues: u16, descriptors: u16) -> io::Result<Self> {
+        let invalid =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the requests under way: {what}"));
+        let needed = queue_bytes(descriptors) * usize::from(queues);
+        if bytes < needed as u64 {
+            return Err(invalid("there is too little memory for so many queues"));
+        }
+        let region = MmapRegion::from_file(FileOffset::new(file, offset), needed).map_err(io::Error::other)?;
+        let mut opened = Self { region, descriptors, queues, counters: vec![0; queues.into()] };
+        for queue in 0..queues {
+            let at = opened.base(queue);
+            match opened.load::<u16>(at + AT_VERSION)? {
+                0 => {
+                    opened.store(at + AT_DESCRIPTORS, descriptors)?;
+                    opened.store(at + AT_VERSION, VERSION)?;
+                }
+                VERSION if opened.load::<u16>(at + AT_DESCRIPTORS)? == descriptors => {}
+                VERSION => return Err(invalid("they are of queues of another size")),
+                _ => return Err(invalid("they are of another version")),
+            }
+            let counters = (0..descriptors).map(|head| opened.load::<u64>(opened.descriptor(queue, head) + AT_COUNTER));
+            let highest = counters.collect::<io::Result<Vec<_>>>()?.into_iter().max().unwrap_or(0);
+            if let Some(counter) = opened.counters.get_mut(usize::from(queue)) {
+                *counter = highest;
+            }
+        }
+        Ok(opened)
+    }
+
+    fn base(&self, queue: u16) -> usize {
+        queue_bytes(self.descriptors) * usize::from(queue)
+    }
+
+    fn descriptor(&self, queue: u16, head: u16) -> usize {
+        self.base(queue) + HEADER + usize::from(head) * DESCRIPTOR
+    }
+
+    /// Each access is one to memory, in this order: a process that is killed has done those before it.
+    fn load<T: AtomicAccess>(&self, at: usize) -> io::Result<T> {
+        self.region.as_volatile_slice().load(at, Ordering::SeqCst).map_err(io::Error::other)
+    }
+
+    fn store<T: AtomicAccess>(&self, at: usize, value: T) -> io::Result<()> {
+        self.region.as_volatile_slice().store(value, at, Ordering::SeqCst).map_err(io::Error::other)
+    }
+
+    fn knows(&self, queue: u16, head: u16) -> bool {
+        queue < self.queues && head < self.descriptors
+    }
+
+    /// The chain that begins with descriptor `head` was taken out of the available ring.
+    ///
+    /// # Errors
+    /// Never, but for a queue or descriptor that there is not; that is passed over.
+    pub fn taken(&mut self, queue: u16, head: u16) -> io::Result<()> {
+        if !self.knows(queue, head) {
+            return Ok(());
+        }
+        let Some(counter) = self.counters.get_mut(usize::from(queue)) else { return Ok(()) };
+        *counter += 1;
+        let (counter, at) = (*counter, self.descriptor(queue, head));
+        self.store(at + AT_COUNTER, counter)?;
+        self.store(at, 1u8)
+    }
+
+    /// It is about to be put into the used ring.
+    ///
+    /// # Errors
+    /// As for [`Inflight::taken`].
+    pub fn telling(&mut self, queue: u16, head: u16) -> io::Result<()> {
+        if !self.knows(queue, head) {
+            return Ok(());
+        }
+        let last: u16 = self.load(self.base(queue) + AT_LAST)?;
+        self.store(self.descriptor(queue, head) + AT_NEXT, last)?;
+        self.store(self.base(queue) + AT_LAST, head)
+    }
+
+    /// It is there, and the used ring's index is now `used`.
+    ///
+    /// # Errors
+    /// As for [`Inflight::taken`].
+    pub fn told(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
+        if !self.knows(queue, head) {
+            return Ok(());
+        }
+        self.store(self.descriptor(queue, head), 0u8)?;
+        self.store(self.base(queue) + AT_USED, used)
+    }
+
+    /// What is to be done once more, in order, given the used ring's index as the guest sees it.
+    ///
+    /// # Errors
+    /// As for [`Inflight::taken`].
+    pub fn left(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
+        if queue >= self.queues {
+            return Ok(Vec::new());
+        }
+        let base = self.base(queue);
+        // The server before was killed after it had told, and before it had noted that.
+        if self.load::<u16>(base + AT_USED)? != used {
+            let last: u16 = self.load(base + AT_LAST)?;
+            if last < self.descriptors {
+                self.store(self.descriptor(queue, last), 0u8)?;
+            }
+            self.store(base + AT_USED, used)?;
+        }
+        let mut found = Vec::new();
+        for head in 0..self.descriptors {
+            let at = self.descriptor(queue, head);
+            if self.load::<u8>(at)? == 1 {
+                found.push((self.load::<u64>(at + AT_COUNTER)?, head));
+            }
+        }
+        found.sort_unstable();
+        Ok(found.into_iter().map(|(_, head)| head).collect())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn again(file: &File, bytes: u64) -> Inflight {
+        Inflight::open(file.try_clone().unwrap(), 0, bytes, 2, 8).unwrap()
+    }
+
+    #[test]
+    fn it_is_laid_out_as_the_protocol_says() {
+        let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
+        assert_eq!(bytes, 2 * 192);
+        inflight.taken(1, 3).unwrap();
+        let mut raw = vec![0; bytes as usize];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut raw, 0).unwrap();
+        let queue = &raw[192..];
+        assert_eq!((&queue[8..12], queue[16 + 3 * 16], queue[16 + 3 * 16 + 8]), (&[1, 0, 8, 0][..], 1, 1));
+        assert!(Inflight::open(file.try_clone().unwrap(), 0, 100, 2, 8).is_err());
+        assert!(Inflight::open(file, 0, bytes, 2, 4).is_err());
+    }
+
+    #[test]
+    fn what_was_told_is_not_done_again_even_if_that_was_not_noted() {
+        let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
+        for head in [5, 2] {
+            inflight.taken(0, head).unwrap();
+        }
+        inflight.telling(0, 5).unwrap();
+        drop(inflight);
+        // Killed before the used ring was written, or after.
+        assert_eq!(again(&file, bytes).left(0, 0).unwrap(), [5, 2]);
+        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
+        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
+    }
+
+    proptest! {
+        #[test]
+        fn whenever_it_is_killed_what_is_left_is_what_was_not_told(
+            steps in proptest::collection::vec((0..8u16, any::<bool>()), 0..60), killed in 0..4u8,
+        ) {
+            let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
+            let (mut model, mut used): (Vec<u16>, u16) = (Vec::new(), 0);
+            let count = steps.len();
+            for (n, (head, take)) in steps.into_iter().enumerate() {
+                if take && !model.contains(&head) {
+                    inflight.taken(0, head).unwrap();
+                    model.push(head);
+                } else if let Some(position) = model.iter().position(|of| *of == head).filter(|_| !take) {
+                    let last = n + 1 == count;
+                    if last && killed == 0 {
+                        break;
+                    }
+                    inflight.telling(0, head).unwrap();
+                    if last && killed == 1 {
+                        break;
+                    }
+                    used = used.wrapping_add(1);
+                    model.remove(position);
+                    if last && killed == 2 {
+                        break;
+                    }
+                    inflight.told(0, head, used).unwrap();
+                }
+            }
+            drop(inflight);
+            prop_assert_eq!(again(&file, bytes).left(0, used).unwrap(), model);
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! One guest disk: a vhost-user-blk server that remembers where each block went, so that a rebooted guest finds its cache warm.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`server`] | the process: its sockets |
+//! | [`session`] | a front end's connection: vhost-user |
+//! | [`control`] | what else a server is asked for |
+//! | [`engine`] | the thread that moves the data |
+//! | [`chain`], [`request`] | what a guest asks for, out of descriptors filled with anything |
+//! | [`fuzz`] | the same, for fuzzing |
+//! | [`config`] | what a guest is told of its disk |
+//! | [`image`] | the raw file or block device |
+//! | [`memory`] | the guest's memory, mapped; which pages are written through it |
+//! | [`inflight`] | requests under way, in memory that outlives this process |
+//! | [`limit`] | the rates that a disk is held to |
+//! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
+//! | [`attic`] | the memory of the guest's former life, as a cache |
+//!
+//! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
+
+pub mod attic;
+pub mod block;
+pub mod chain;
+pub mod config;
+pub mod control;
+pub mod digest;
+pub mod engine;
+pub mod fuzz;
+pub mod image;
+pub mod inflight;
+pub mod limit;
+pub mod map;
+pub mod memory;
+pub mod request;
+pub mod server;
+pub mod session;

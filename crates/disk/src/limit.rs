@@ -1,0 +1,124 @@
+//! Rates that a disk is held to: fairness between VMs, and the papers' disks.
+//!
+//! A leaky bucket each for bytes and operations, as QEMU's `throttle` group has them: it leaks at the rate, and who comes waits
+//! while there is more in it than a tenth of a second's worth. So a peer's disk can be held to the same.
+
+use serde::{Deserialize, Serialize};
+use std::time::{Duration, Instant};
+
+/// What fits into a bucket before anybody waits, in seconds of its rate.
+const BURST: f64 = 0.1;
+
+/// The rates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Limits {
+    /// Bytes in a second, read and written.
+    pub bps: Option<u64>,
+    /// Requests in a second. A longer one counts once.
+    pub iops: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    rate: f64,
+    level: f64,
+    at: Instant,
+}
+
+impl Bucket {
+    fn new(rate: u64, now: Instant) -> Self {
+        Self { rate: rate.max(1) as f64, level: 0.0, at: now }
+    }
+
+    fn leak(&mut self, now: Instant) {
+        let leaked = now.saturating_duration_since(self.at).as_secs_f64() * self.rate;
+        self.level = (self.level - leaked).max(0.0);
+        self.at = now;
+    }
+
+    fn wait(&self) -> f64 {
+        (self.level / self.rate - BURST).max(0.0)
+    }
+}
+
+/// Holds a disk to its limits.
+#[derive(Debug)]
+pub struct Throttle {
+    bytes: Option<Bucket>,
+    requests: Option<Bucket>,
+}
+
+impl Throttle {
+    /// With nothing in its buckets.
+    #[must_use]
+    pub fn new(limits: Limits, now: Instant) -> Self {
+        let bucket = |rate: Option<u64>| rate.map(|rate| Bucket::new(rate, now));
+        Self { bytes: bucket(limits.bps), requests: bucket(limits.iops) }
+    }
+
+    /// Whether a request of `bytes` bytes may begin now: then it counts. Else how long until it is to be asked again.
+    ///
+    /// # Errors
+    /// The time to wait.
+    pub fn admit(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
+        let mut wait = 0.0f64;
+        for bucket in [&mut self.bytes, &mut self.requests].into_iter().flatten() {
+            bucket.leak(now);
+            wait = wait.max(bucket.wait());
+        }
+        if wait > 0.0 {
+            return Err(Duration::from_secs_f64(wait));
+        }
+        if let Some(bucket) = &mut self.bytes {
+            bucket.level += bytes as f64;
+        }
+        if let Some(bucket) = &mut self.requests {
+            bucket.level += 1.0;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_disk_is_as_fast_as_its_limits_and_no_faster(
+            bps in 1_000_000u64..500_000_000, iops in 10u64..100_000, bytes in 512u64..(1 << 20),
+        ) {
+            let begin = Instant::now();
+            let mut throttle = Throttle::new(Limits { bps: Some(bps), iops: Some(iops) }, begin);
+            let (mut now, mut done) = (begin, 0u32);
+            // Until enough has been done that the first burst does not count.
+            while now.duration_since(begin) < Duration::from_secs(20) && done < 20_000 {
+                match throttle.admit(bytes, now) {
+                    Ok(()) => done += 1,
+                    Err(wait) => now += wait + Duration::from_nanos(1),
+                }
+            }
+            let time = now.duration_since(begin).as_secs_f64();
+            let by_bytes = f64::from(done) * bytes as f64 / bps as f64;
+            let by_requests = f64::from(done) / iops as f64;
+            let longest = by_bytes.max(by_requests);
+            // What is in the buckets: a tenth of a second, and the last request.
+            let slack = BURST + (bytes as f64 / bps as f64).max(1.0 / iops as f64) + 0.001;
+            prop_assert!(time + slack >= longest, "too fast: {time} s for {longest} s of work");
+            prop_assert!(time <= longest + 0.001, "too slow: {time} s for {longest} s of work");
+        }
+    }
+
+    #[test]
+    fn without_limits_nobody_waits_and_a_pause_saves_up_no_more_than_a_burst() {
+        let now = Instant::now();
+        let mut free = Throttle::new(Limits::default(), now);
+        assert!((0..1000).all(|_| free.admit(1 << 20, now).is_ok()));
+        let mut slow = Throttle::new(Limits { bps: None, iops: Some(100) }, now);
+        let later = now + Duration::from_secs(3600);
+        let at_once = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
+        assert_eq!(at_once, 11, "a tenth of a second, and the one that is over it");
+    }
+}

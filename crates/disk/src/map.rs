@@ -1,0 +1,199 @@
+//! The block map: which frame of the guest's memory got which block of the disk, and what the block was then.
+//!
+//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of what is on
+//! the *disk*, taken from the bytes that were moved. The guest may do with the frame what it likes: whether it still holds the block
+//! is found out when somebody asks, by its digest.
+//!
+//! | | bytes |
+//! |---|---|
+//! | a record: block, digest | 20 for each frame; only what is used takes memory |
+//! | the way from a block to its frame | 5 for each slot of a table that is at least 7/16 full: at most 11.5 |
+//!
+//! So at most 32 bytes a cached block.
+
+use crate::digest::Digest;
+use hashbrown::HashTable;
+use std::hash::{BuildHasher, RandomState};
+
+/// A frame of the guest's memory: its address in pages.
+pub type Frame = u32;
+
+/// Blocks beyond this one are not remembered: 16 TiB.
+pub const MOST_BLOCKS: u64 = u32::MAX as u64 - 1;
+
+/// Block + 1 (0: nothing), and the digest, so that a record of a frame that was never used is zero and takes no memory.
+type Record = [u32; 5];
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct BlockMap {
+    records: Vec<Record>,
+    frames: HashTable<Frame>,
+    hasher: RandomState,
+}
+
+impl BlockMap {
+    /// An empty one, for a guest whose memory ends with frame `frames` - 1.
+    #[must_use]
+    pub fn new(frames: Frame) -> Self {
+        Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), hasher: RandomState::new() }
+    }
+
+    /// How many blocks are known.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Whether none is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// `block` was moved into or out of `frame`, and has this digest on the disk.
+    pub fn moved(&mut self, block: u64, frame: Frame, digest: Digest) {
+        self.changed(block);
+        self.reused(frame);
+        if block >= MOST_BLOCKS {
+            return;
+        }
+        let Some(record) = self.records.get_mut(frame as usize) else { return };
+        let [a, b, c, d] = split(digest);
+        *record = [block as u32 + 1, a, b, c, d];
+        let (records, hasher) = (&self.records, &self.hasher);
+        let hash = |frame: &Frame| hasher.hash_one(records.get(*frame as usize).map_or(0, |record| record[0]));
+        self.frames.insert_unique(hash(&frame), frame, hash);
+    }
+
+    /// What is on the disk as `block` is not known any more.
+    pub fn changed(&mut self, block: u64) {
+        if let Some(frame) = self.remove(block)
+            && let Some(record) = self.records.get_mut(frame as usize)
+        {
+            *record = [0; 5];
+        }
+    }
+
+    /// Something else than a whole block was moved into `frame`.
+    pub fn reused(&mut self, frame: Frame) {
+        let held = self.records.get(frame as usize).map_or(0, |record| record[0]);
+        if held != 0 {
+            self.changed(u64::from(held) - 1);
+        }
+    }
+
+    fn remove(&mut self, block: u64) -> Option<Frame> {
+        let key = key(block)?;
+        let records = &self.records;
+        let same = |frame: &Frame| records.get(*frame as usize).is_some_and(|record| record[0] == key);
+        let found = self.frames.find_entry(self.hasher.hash_one(key), same).ok()?;
+        Some(found.remove().0)
+    }
+
+    /// The frame that got `block` last, and the digest.
+    #[must_use]
+    pub fn get(&self, block: u64) -> Option<(Frame, Digest)> {
+        let key = key(block)?;
+        let record = |frame: &Frame| self.records.get(*frame as usize);
+        let same = |frame: &Frame| record(frame).is_some_and(|record| record[0] == key);
+        let frame = self.frames.find(self.hasher.hash_one(key), same)?;
+        let [_, a, b, c, d] = *record(frame)?;
+        Some((*frame, joined([a, b, c, d])))
+    }
+
+    /// All frames that hold a block, in order.
+    pub fn held(&self) -> impl Iterator<Item = (Frame, u64)> {
+        let numbered = self.records.iter().zip(0..);
+        numbered.filter_map(|(record, frame)| Some((frame, u64::from(record[0].checked_sub(1)?))))
+    }
+
+    /// Bytes of memory that it takes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.frames.len() * size_of::<Record>() + self.frames.allocation_size()
+    }
+}
+
+fn key(block: u64) -> Option<u32> {
+    (block < MOST_BLOCKS).then(|| block as u32 + 1)
+}
+
+fn split(digest: Digest) -> [u32; 4] {
+    [digest as u32, (digest >> 32) as u32, (digest >> 64) as u32, (digest >> 96) as u32]
+}
+
+fn joined([a, b, c, d]: [u32; 4]) -> Digest {
+    u128::from(a) | u128::from(b) << 32 | u128::from(c) << 64 | u128::from(d) << 96
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Moved(u64, Frame, Digest),
+        Changed(u64),
+        Reused(Frame),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let (blocks, frames) = (prop_oneof![0..40u64, MOST_BLOCKS - 2..MOST_BLOCKS + 3], 0..24u32);
+        prop_oneof![
+            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| Step::Moved(b, f, d)),
+            blocks.prop_map(Step::Changed),
+            frames.prop_map(Step::Reused),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn it_says_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
+            let mut map = BlockMap::new(20);
+            let mut model: BTreeMap<u64, (Frame, Digest)> = BTreeMap::new();
+            for step in steps {
+                match step {
+                    Step::Moved(block, frame, digest) => {
+                        map.moved(block, frame, digest);
+                        model.retain(|of, (held, _)| *of != block && *held != frame);
+                        if block < MOST_BLOCKS && frame < 20 {
+                            model.insert(block, (frame, digest));
+                        }
+                    }
+                    Step::Changed(block) => {
+                        map.changed(block);
+                        model.remove(&block);
+                    }
+                    Step::Reused(frame) => {
+                        map.reused(frame);
+                        model.retain(|_, (held, _)| *held != frame);
+                    }
+                }
+                prop_assert_eq!(map.len(), model.len());
+                for block in (0..40).chain(MOST_BLOCKS - 2..MOST_BLOCKS + 3) {
+                    prop_assert_eq!(map.get(block), model.get(&block).copied());
+                }
+                let mut held: Vec<_> = model.iter().map(|(block, (frame, _))| (*frame, *block)).collect();
+                held.sort_unstable();
+                prop_assert_eq!(map.held().collect::<Vec<_>>(), held);
+            }
+        }
+    }
+
+    #[test]
+    fn a_cached_block_takes_at_most_32_bytes() {
+        let mut map = BlockMap::new(1 << 18);
+        let mut worst = 0.0f64;
+        for n in 0..1u32 << 18 {
+            map.moved(u64::from(n) * 7919 % MOST_BLOCKS, n, u128::from(n));
+            if map.len() > 1000 {
+                worst = worst.max(map.bytes() as f64 / map.len() as f64);
+            }
+        }
+        assert!(worst <= 32.0, "{worst} bytes");
+    }
+}

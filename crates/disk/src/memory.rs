@@ -1,0 +1,312 @@
+//! The guest's memory as a front end gives it: mapped, with a record of what is written through this mapping.
+//!
+//! Nothing that is written here shows in QEMU's page tables. So each page is noted twice: for QEMU, while it migrates, in the log that
+//! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
+
+use crate::map::Frame;
+use rekindle_kernel::memory::PAGE_SIZE;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{
+    Address, Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    VolatileMemory,
+};
+
+/// Pages that were written.
+#[derive(Debug, Default)]
+struct Written {
+    /// A protector wants to know.
+    wanted: AtomicBool,
+    pages: RwLock<Vec<AtomicU64>>,
+    log: RwLock<Option<Log>>,
+}
+
+/// The bitmap of a QEMU that migrates: a bit a page, from guest address 0 on.
+#[derive(Debug)]
+struct Log {
+    region: MmapRegion,
+}
+
+impl Log {
+    fn mark(&self, page: u64) {
+        let bytes = self.region.as_volatile_slice();
+        let Ok(byte) = usize::try_from(page / 8) else { return };
+        if let Ok(byte) = bytes.get_atomic_ref::<AtomicU8>(byte) {
+            byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
+        }
+    }
+}
+
+/// What is written through a mapping that begins at some guest address.
+#[derive(Debug, Clone, Default)]
+pub struct Marks {
+    written: Arc<Written>,
+    base: u64,
+}
+
+impl Marks {
+    fn mark(&self, offset: usize, len: usize) {
+        if len == 0 {
+            return;
+        }
+        let first = self.base.saturating_add(offset as u64);
+        let pages = first / PAGE_SIZE as u64..=(first.saturating_add(len as u64 - 1)) / PAGE_SIZE as u64;
+        if self.written.wanted.load(Ordering::Relaxed) {
+            let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
+            for page in pages.clone() {
+                if let Some(word) = words.get((page / 64) as usize) {
+                    word.fetch_or(1 << (page % 64), Ordering::Relaxed);
+                }
+            }
+        }
+        if let Some(log) = &*self.written.log.read().unwrap_or_else(PoisonError::into_inner) {
+            pages.for_each(|page| log.mark(page));
+        }
+    }
+}
+
+impl WithBitmapSlice<'_> for Marks {
+    type S = Self;
+}
+
+impl BitmapSlice for Marks {}
+
+impl Bitmap for Marks {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        self.mark(offset, len);
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        let page = self.base.saturating_add(offset as u64) / PAGE_SIZE as u64;
+        let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
+        words.get((page / 64) as usize).is_some_and(|word| word.load(Ordering::Relaxed) & (1 << (page % 64)) != 0)
+    }
+
+    fn slice_at(&self, offset: usize) -> Self {
+        Self { written: Arc::clone(&self.written), base: self.base.saturating_add(offset as u64) }
+    }
+}
+
+impl NewBitmap for Marks {
+    fn with_len(_: usize) -> Self {
+        Self::default()
+    }
+}
+
+/// A region of the guest's memory, in a file.
+#[derive(Debug)]
+pub struct Region {
+    /// Its first address in the guest.
+    pub address: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// The file.
+    pub file: File,
+    /// Where it begins in the file.
+    pub offset: u64,
+}
+
+/// The memory of one guest.
+#[derive(Debug)]
+pub struct Memory {
+    /// Its mapping.
+    pub map: GuestMemoryMmap<Marks>,
+    written: Arc<Written>,
+}
+
+impl Memory {
+    /// Map it.
+    ///
+    /// # Errors
+    /// The system's; regions that overlap, or are longer than their files.
+    pub fn map(regions: Vec<Region>) -> io::Result<Self> {
+        let written = Arc::<Written>::default();
+        let mut mapped = Vec::new();
+        let mut end = 0;
+        for Region { address, bytes, file, offset } in regions {
+            let size = usize::try_from(bytes).map_err(io::Error::other)?;
+            let length = file.metadata()?.len();
+            if offset.checked_add(bytes).is_none_or(|end| end > length) {
+                let text = format!("a region of {bytes} bytes does not fit into its file of {length}");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            let marks = Marks { written: Arc::clone(&written), base: address };
+            let region = vm_memory::mmap::MmapRegionBuilder::new_with_bitmap(size, marks)
+                .with_file_offset(FileOffset::new(file, offset))
+                .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+                .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
+                .build()
+                .map_err(io::Error::other)?;
+            let invalid = || io::Error::new(io::ErrorKind::InvalidInput, "a region ends behind all addresses");
+            mapped.push(GuestRegionMmap::new(region, GuestAddress(address)).ok_or_else(invalid)?);
+            end = end.max(address.saturating_add(bytes));
+        }
+        mapped.sort_by_key(|region| region.start_addr());
+        let map = GuestMemoryMmap::from_regions(mapped).map_err(io::Error::other)?;
+        let words = end.div_ceil(PAGE_SIZE as u64).div_ceil(64);
+        *written.pages.write().unwrap_or_else(PoisonError::into_inner) =
+            (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { map, written })
+    }
+
+    /// Frames up to the end of the guest's memory, holes included.
+    #[must_use]
+    pub fn frames(&self) -> Frame {
+        let end = self.map.iter().map(|region| region.last_addr().raw_value()).max().map_or(0, |last| last + 1);
+        Frame::try_from(end.div_ceil(PAGE_SIZE as u64)).unwrap_or(Frame::MAX)
+    }
+
+    /// Whether each frame is at the same place of the same file, as far as both have it. How the memory is cut into regions does
+    /// not matter.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.frames() == other.frames() && self.places() == other.places()
+    }
+
+    /// The files, and how far each is shifted in the guest: device, inode, address less offset.
+    fn places(&self) -> BTreeSet<(u64, u64, u64)> {
+        let place = |region: &GuestRegionMmap<Marks>| {
+            let file = region.file_offset()?;
+            let metadata = file.file().metadata().ok()?;
+            let shift = region.start_addr().raw_value().wrapping_sub(file.start());
+            Some((metadata.dev(), metadata.ino(), shift))
+        };
+        self.map.iter().filter_map(place).collect()
+    }
+
+    /// Frames that its guest has not taken of the host yet.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        let files: BTreeMap<_, _> = self
+            .map
+            .iter()
+            .filter_map(|region| region.file_offset()?.file().metadata().ok())
+            .map(|metadata| ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.blocks() * 512)))
+            .collect();
+        let bytes: u64 = files.values().map(|(long, taken)| long.saturating_sub(*taken)).sum();
+        (bytes / PAGE_SIZE as u64) as usize
+    }
+
+    /// Copy out of the guest.
+    #[must_use]
+    pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
+        self.map.read_slice(into, GuestAddress(address)).ok()
+    }
+
+    /// Copy into the guest.
+    #[must_use]
+    pub fn write(&self, address: u64, bytes: &[u8]) -> Option<()> {
+        self.map.write_slice(bytes, GuestAddress(address)).ok()
+    }
+
+    /// The log of a QEMU that migrates.
+    ///
+    /// # Errors
+    /// The system's; it is too short for the guest's memory.
+    pub fn log(&self, file: File, offset: u64, bytes: u64) -> io::Result<()> {
+        let needed = u64::from(self.frames()).div_ceil(8);
+        if bytes < needed {
+            let text = format!("a log of {bytes} bytes is too short for {} pages", self.frames());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let size = usize::try_from(bytes).map_err(io::Error::other)?;
+        let region = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(io::Error::other)?;
+        *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = Some(Log { region });
+        Ok(())
+    }
+
+    /// It does not migrate any more.
+    pub fn end_log(&self) {
+        *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Begin, or end, to note pages for a protector.
+    pub fn note(&self, wanted: bool) {
+        self.written.wanted.store(wanted, Ordering::Relaxed);
+    }
+
+    /// The frames that were written since the last time, and forget them.
+    #[must_use]
+    pub fn collect(&self) -> Vec<Frame> {
+        let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
+        let mut found = Vec::new();
+        for (word, first) in words.iter().zip((0..).step_by(64)) {
+            let bits = word.swap(0, Ordering::Relaxed);
+            found.extend((0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit));
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn region(address: u64, bytes: u64) -> Region {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes).unwrap();
+        Region { address, bytes, file, offset: 0 }
+    }
+
+    #[test]
+    fn what_is_written_is_noted_for_who_wants_to_know() {
+        let memory = Memory::map(vec![region(1 << 20, 1 << 20), region(0, 640 << 10)]).unwrap();
+        assert_eq!(memory.frames(), 512);
+        memory.write(0, &[1; 10]).unwrap();
+        assert!(memory.collect().is_empty(), "nobody has asked");
+        memory.note(true);
+        memory.write(4095, &[1; 2]).unwrap();
+        memory.write((1 << 20) + 8192, &[1; 4096]).unwrap();
+        assert_eq!(memory.collect(), [0, 1, 258]);
+        assert!(memory.collect().is_empty());
+        let mut byte = [0];
+        memory.read(4096, &mut byte).unwrap();
+        assert_eq!(byte, [1]);
+        assert!(memory.collect().is_empty(), "a read changes nothing");
+        assert!(memory.write(700 << 10, &[1]).is_none(), "in the hole");
+        assert!(memory.write((2 << 20) - 1, &[1; 2]).is_none(), "over the end");
+    }
+
+    #[test]
+    fn a_qemu_that_migrates_has_its_log() {
+        let memory = Memory::map(vec![region(0, 1 << 20)]).unwrap();
+        let log = tempfile::tempfile().unwrap();
+        log.set_len(32).unwrap();
+        assert!(memory.log(log.try_clone().unwrap(), 0, 31).is_err(), "too short");
+        memory.log(log.try_clone().unwrap(), 0, 32).unwrap();
+        memory.write(9 * 4096, &[1]).unwrap();
+        memory.end_log();
+        memory.write(10 * 4096, &[1]).unwrap();
+        let mut bytes = [0; 32];
+        std::os::unix::fs::FileExt::read_exact_at(&log, &mut bytes, 0).unwrap();
+        assert_eq!((bytes[0], bytes[1], bytes[2]), (0, 0b10, 0));
+    }
+
+    #[test]
+    fn the_same_memory_may_be_cut_otherwise() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 20).unwrap();
+        let part = |address, bytes, offset| Region { address, bytes, file: file.try_clone().unwrap(), offset };
+        let whole = Memory::map(vec![part(0, 1 << 20, 0)]).unwrap();
+        let cut = Memory::map(vec![part(0, 640 << 10, 0), part(768 << 10, 256 << 10, 768 << 10)]).unwrap();
+        assert!(whole.is_same(&cut));
+        let shifted = Memory::map(vec![part(4096, (1 << 20) - 4096, 0)]).unwrap();
+        assert!(!whole.is_same(&shifted));
+        assert!(!whole.is_same(&Memory::map(vec![region(0, 1 << 20)]).unwrap()), "another file");
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_refused() {
+        let Region { file, .. } = region(0, 4096);
+        let long = Region { address: 0, bytes: 8192, file, offset: 0 };
+        assert!(Memory::map(vec![long]).is_err());
+        assert!(Memory::map(vec![region(0, 8192), region(4096, 8192)]).is_err(), "they overlap");
+    }
+}

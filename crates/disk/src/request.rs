@@ -1,0 +1,356 @@
+//! A request of the guest (virtio 1.2, 5.2.6), out of descriptors that it may have filled with anything.
+//!
+//! ```text
+//! readable  | type u32 | - u32 | sector u64 | data of a write, ranges of a discard |
+//! writable  | data of a read | status u8 |
+//! ```
+//!
+//! How many descriptors that is cut into does not matter (2.7.4.2). Nothing here touches the guest's memory but for the header
+//! and the ranges; that data lies in it is found out when it is moved.
+
+use crate::block::SECTOR;
+
+/// Bytes of the header.
+pub const HEADER: u64 = 16;
+/// Bytes of a range.
+const RANGE: u64 = 16;
+/// Ranges in one discard, as the guest is told.
+pub const MOST_RANGES: u32 = 64;
+/// Bytes of the serial number.
+pub const IDENTITY: usize = 20;
+
+/// What the guest finds in the status byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// Not done.
+    Failed = 1,
+    /// Not known here.
+    Unsupported = 2,
+}
+
+/// A part of the guest's memory that a descriptor names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// Address in the guest.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The device may write it, and not read it.
+    pub writable: bool,
+}
+
+/// A part of the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range {
+    /// First byte.
+    pub at: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl Range {
+    /// One of sectors, if it lies on a disk of `capacity` bytes.
+    fn of(sector: u64, bytes: u64, capacity: u64) -> Option<Self> {
+        let at = sector.checked_mul(SECTOR)?;
+        let end = at.checked_add(bytes)?;
+        (end <= capacity && bytes.is_multiple_of(SECTOR)).then_some(Self { at, bytes })
+    }
+}
+
+/// What is asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// Read into `data`.
+    Read(Range),
+    /// Write from `data`.
+    Write(Range),
+    /// Make durable what was written.
+    Flush,
+    /// The serial number, into `data`.
+    Identity,
+    /// What is there does not matter any more.
+    Discard(Vec<Range>),
+    /// Zeroes; `true`: room need not be kept.
+    Zeroes(Vec<(Range, bool)>),
+}
+
+/// A request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// What is asked for, or what to answer at once.
+    pub what: Result<Kind, Status>,
+    /// Where its data is in the guest.
+    pub data: Vec<Segment>,
+    /// Address of the status byte.
+    pub status: u64,
+    /// Bytes that the guest gets to read when it succeeds, the status included.
+    pub written: u32,
+}
+
+/// A chain that cannot even be answered: there is no byte for the status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unanswerable;
+
+/// What a disk can do.
+#[derive(Debug, Clone, Copy)]
+pub struct Disk {
+    /// Bytes.
+    pub capacity: u64,
+    /// Writes are refused.
+    pub readonly: bool,
+}
+
+/// Understand a chain. `read` gives bytes of the guest's memory, or `None` where there is none.
+///
+/// # Errors
+/// [`Unanswerable`].
+pub fn parse(
+    chain: impl Iterator<Item = Segment>,
+    mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
+    disk: Disk,
+) -> Result<Request, Unanswerable> {
+    let (mut readable, mut writable, mut in_order) = (Vec::new(), Vec::new(), true);
+    for segment in chain {
+        if segment.writable {
+            writable.push(segment);
+        } else {
+            in_order &= writable.is_empty();
+            readable.push(segment);
+        }
+    }
+    let status = cut_last(&mut writable).ok_or(Unanswerable)?;
+    let mut header = [0; HEADER as usize];
+    let refused = |what: Status| Request { what: Err(what), data: Vec::new(), status, written: 1 };
+    if !in_order || gather(&mut readable, &mut header, &mut read).is_none() {
+        return Ok(refused(Status::Failed));
+    }
+    let [kind, _, low, high] = header.as_chunks::<4>().0 else { return Ok(refused(Status::Failed)) };
+    let (kind, sector) = (u32::from_le_bytes(*kind), u64::from_le_bytes(both(*low, *high)));
+    let (Some(given), Some(wanted)) = (total(&readable), total(&writable)) else { return Ok(refused(Status::Failed)) };
+    let what = match kind {
+        0 => Range::of(sector, wanted, disk.capacity).map(Kind::Read).ok_or(Status::Failed),
+        1 | 11 | 13 if disk.readonly => Err(Status::Failed),
+        1 => Range::of(sector, given, disk.capacity).map(Kind::Write).ok_or(Status::Failed),
+        4 => Ok(Kind::Flush),
+        8 => Ok(Kind::Identity),
+        11 => ranges(&mut readable, given, &mut read, disk, 0)
+            .map(|all| Kind::Discard(all.into_iter().map(|(range, _)| range).collect())),
+        13 => ranges(&mut readable, given, &mut read, disk, 1).map(Kind::Zeroes),
+        _ => Err(Status::Unsupported),
+    };
+    let (data, written) = match &what {
+        Ok(Kind::Read(_)) => (writable, wanted),
+        Ok(Kind::Identity) => (writable, wanted.min(IDENTITY as u64)),
+        Ok(Kind::Write(_)) => (readable, 0),
+        _ => (Vec::new(), 0),
+    };
+    Ok(Request { what, data, status, written: u32::try_from(written + 1).unwrap_or(u32::MAX) })
+}
+
+fn both([a, b, c, d]: [u8; 4], [e, f, g, h]: [u8; 4]) -> [u8; 8] {
+    [a, b, c, d, e, f, g, h]
+}
+
+/// The address of the last writable byte, which is the status; what is before it is data.
+fn cut_last(writable: &mut Vec<Segment>) -> Option<u64> {
+    loop {
+        let last = writable.last_mut()?;
+        match last.len.checked_sub(1) {
+            None => drop(writable.pop()),
+            Some(rest) => {
+                last.len = rest;
+                return last.address.checked_add(rest);
+            }
+        }
+    }
+}
+
+fn total(segments: &[Segment]) -> Option<u64> {
+    let sum = segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.len))?;
+    // The used ring counts in 32 bits.
+    (sum < u64::from(u32::MAX)).then_some(sum)
+}
+
+/// Take the first bytes out of segments.
+fn gather(
+    segments: &mut [Segment],
+    into: &mut [u8],
+    read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
+) -> Option<()> {
+    let mut rest = into;
+    for segment in segments {
+        if rest.is_empty() {
+            break;
+        }
+        let taken = segment.len.min(rest.len() as u64);
+        let (now, later) = rest.split_at_mut(taken as usize);
+        read(segment.address, now)?;
+        segment.address = segment.address.checked_add(taken)?;
+        segment.len -= taken;
+        rest = later;
+    }
+    rest.is_empty().then_some(())
+}
+
+/// Those of a discard (`allowed` flags: none) or of a write of zeroes (1: unmap).
+fn ranges(
+    readable: &mut [Segment],
+    given: u64,
+    read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
+    disk: Disk,
+    allowed: u32,
+) -> Result<Vec<(Range, bool)>, Status> {
+    let count = given / RANGE;
+    if given == 0 || !given.is_multiple_of(RANGE) || count > u64::from(MOST_RANGES) {
+        return Err(Status::Failed);
+    }
+    let mut found = Vec::new();
+    for _ in 0..count {
+        let mut bytes = [0; RANGE as usize];
+        gather(readable, &mut bytes, read).ok_or(Status::Failed)?;
+        let [low, high, sectors, flags] = bytes.as_chunks::<4>().0 else { return Err(Status::Failed) };
+        let (sector, flags) = (u64::from_le_bytes(both(*low, *high)), u32::from_le_bytes(*flags));
+        if flags & !allowed != 0 {
+            return Err(Status::Unsupported);
+        }
+        let bytes = u64::from(u32::from_le_bytes(*sectors)) * SECTOR;
+        found.push((Range::of(sector, bytes, disk.capacity).ok_or(Status::Failed)?, flags & 1 != 0));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const DISK: Disk = Disk { capacity: 1 << 20, readonly: false };
+
+    /// A guest whose memory begins with `bytes`.
+    fn guest(bytes: &[u8]) -> impl FnMut(u64, &mut [u8]) -> Option<()> {
+        |at, into| {
+            let at = usize::try_from(at).ok()?;
+            into.copy_from_slice(bytes.get(at..at.checked_add(into.len())?)?);
+            Some(())
+        }
+    }
+
+    fn header(kind: u32, sector: u64) -> Vec<u8> {
+        [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat()
+    }
+
+    fn readable(address: u64, len: u64) -> Segment {
+        Segment { address, len, writable: false }
+    }
+
+    fn writable(address: u64, len: u64) -> Segment {
+        Segment { address, len, writable: true }
+    }
+
+    fn of(bytes: &[u8], chain: &[Segment]) -> Result<Request, Unanswerable> {
+        parse(chain.iter().copied(), guest(bytes), DISK)
+    }
+
+    #[test]
+    fn a_read_has_its_data_before_the_status_however_it_is_cut() {
+        let bytes = header(0, 8);
+        let usual = of(&bytes, &[readable(0, 16), writable(0x1000, 4096), writable(0x5000, 1)]).unwrap();
+        let range = Range { at: 4096, bytes: 4096 };
+        assert_eq!((usual.what, usual.status, usual.written), (Ok(Kind::Read(range)), 0x5000, 4097));
+        assert_eq!(usual.data, [writable(0x1000, 4096), writable(0x5000, 0)]);
+        let cut = of(&bytes, &[readable(0, 3), readable(3, 13), writable(0x1000, 4097)]).unwrap();
+        assert_eq!((cut.what, cut.status), (Ok(Kind::Read(range)), 0x2000));
+        assert_eq!(cut.data, [writable(0x1000, 4096)]);
+    }
+
+    #[test]
+    fn a_write_has_its_data_after_the_header() {
+        let bytes = header(1, 0);
+        let request = of(&bytes, &[readable(0, 528), writable(0x5000, 1)]).unwrap();
+        assert_eq!(request.what, Ok(Kind::Write(Range { at: 0, bytes: 512 })));
+        assert_eq!((request.data, request.written), (vec![readable(16, 512)], 1));
+        let readonly = Disk { readonly: true, ..DISK };
+        let chain = [readable(0, 528), writable(0x5000, 1)];
+        assert_eq!(parse(chain.into_iter(), guest(&bytes), readonly).unwrap().what, Err(Status::Failed));
+    }
+
+    #[test]
+    fn what_is_not_on_the_disk_or_no_request_is_refused() {
+        let status = writable(0x5000, 1);
+        let what = |kind, sector, more: &[Segment]| {
+            let chain = [&[readable(0, 16)], more, &[status]].concat();
+            of(&header(kind, sector), &chain).unwrap().what
+        };
+        let failed = Err(Status::Failed);
+        assert_eq!(what(0, 2048, &[writable(0x1000, 512)]), failed, "behind the end");
+        assert_eq!(what(0, 2047, &[writable(0x1000, 1024)]), failed, "over the end");
+        assert_eq!(what(0, u64::MAX / 512 + 2, &[writable(0x1000, 512)]), failed, "an overflow");
+        assert_eq!(what(0, 0, &[writable(0x1000, 513)]), failed, "no whole sector");
+        assert_eq!(what(0, 0, &[writable(0x1000, 1 << 31), writable(0x1000, 1 << 31)]), failed, "too long");
+        assert_eq!(what(99, 0, &[]), Err(Status::Unsupported));
+        assert_eq!(what(4, 0, &[]), Ok(Kind::Flush));
+        assert_eq!(of(&header(0, 0), &[readable(0, 16)]), Err(Unanswerable));
+        assert_eq!(of(&header(0, 0), &[]), Err(Unanswerable));
+        assert_eq!(of(&header(0, 0), &[readable(0, 16), writable(7, 0)]), Err(Unanswerable));
+        assert_eq!(of(&[], &[readable(0, 16), status]).unwrap().what, failed, "there is no memory");
+        assert_eq!(of(&header(4, 0), &[readable(0, 15), status]).unwrap().what, failed, "half a header");
+        assert_eq!(of(&header(4, 0), &[status, readable(0, 16)]).unwrap().what, failed, "out of order");
+    }
+
+    #[test]
+    fn ranges_are_on_the_disk_and_have_no_flags_but_unmap() {
+        let range = |sector: u64, sectors: u32, flags: u32| {
+            [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+        };
+        let what = |kind, ranges: &[Vec<u8>]| {
+            let bytes = [header(kind, 0), ranges.concat()].concat();
+            of(&bytes, &[readable(0, bytes.len() as u64), writable(0x5000, 1)]).unwrap().what
+        };
+        let first = Range { at: 0, bytes: 4096 };
+        assert_eq!(what(11, &[range(0, 8, 0)]), Ok(Kind::Discard(vec![first])));
+        assert_eq!(what(13, &[range(0, 8, 1), range(0, 8, 0)]), Ok(Kind::Zeroes(vec![(first, true), (first, false)])));
+        assert_eq!(what(11, &[range(0, 8, 1)]), Err(Status::Unsupported));
+        assert_eq!(what(13, &[range(0, 8, 2)]), Err(Status::Unsupported));
+        assert_eq!(what(13, &[range(2047, 8, 0)]), Err(Status::Failed));
+        assert_eq!(what(11, &[]), Err(Status::Failed));
+        assert_eq!(what(11, &[vec![0; 15]]), Err(Status::Failed));
+        assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(Status::Failed));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_a_guest_says_leads_beyond_the_disk(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+            kind in prop_oneof![Just(0u8), Just(1), Just(4), Just(8), Just(11), Just(13), any::<u8>()],
+            chain in proptest::collection::vec(
+                (prop_oneof![0..300u64, any::<u64>()], prop_oneof![0..5000u64, any::<u64>()], any::<bool>())
+                    .prop_map(|(address, len, writable)| Segment { address, len, writable }), 0..6),
+        ) {
+            let mut bytes = bytes;
+            if let Some(first) = bytes.first_mut() {
+                *first = kind;
+            }
+            let inside = |range: &Range| range.at.checked_add(range.bytes).is_some_and(|end| end <= DISK.capacity);
+            if let Ok(request) = of(&bytes, &chain) {
+                let sum: u64 = request.data.iter().map(|segment| segment.len).sum();
+                match request.what {
+                    Ok(Kind::Read(range)) => {
+                        prop_assert!(inside(&range) && sum == range.bytes);
+                        prop_assert!(request.data.iter().all(|segment| segment.writable));
+                    }
+                    Ok(Kind::Write(range)) => {
+                        prop_assert!(inside(&range) && sum == range.bytes);
+                        prop_assert!(request.data.iter().all(|segment| !segment.writable));
+                    }
+                    Ok(Kind::Discard(ranges)) => prop_assert!(ranges.iter().all(inside)),
+                    Ok(Kind::Zeroes(ranges)) => prop_assert!(ranges.iter().all(|(range, _)| inside(range))),
+                    _ => {}
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! The process that serves one disk: its two sockets.
+
+use crate::config::Shape;
+use crate::control;
+use crate::engine::command::{Command, Session};
+use crate::engine::{self, Handle, Settings};
+use crate::image::{How, Image, ImageError};
+use crate::session::Frontend;
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+/// Why a disk is not served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The image.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// Somebody listens there already.
+    #[error("{}: another server listens there", path.display())]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// A socket.
+    #[error("{}: cannot listen there", path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The engine.
+    #[error("cannot serve {}: io_uring is needed (kernel.io_uring_disabled must be 0 for it)", image.display())]
+    Engine {
+        /// The image.
+        image: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What is to be served, and where.
+#[derive(Debug, Clone)]
+pub struct Service {
+    /// The image.
+    pub image: PathBuf,
+    /// How it is opened.
+    pub how: How,
+    /// The socket for QEMU.
+    pub socket: PathBuf,
+    /// The socket for everybody else.
+    pub control: PathBuf,
+    /// What it is served with.
+    pub settings: Settings,
+}
+
+/// Serve a disk until it is told to end. `ready` is called when both sockets are there.
+///
+/// *Needs:* an image that nobody else has open; two names for sockets.
+/// *On success:* what was written is on the disk as far as the guest has asked for that.
+/// *On failure:* nothing is served, the image is as it was.
+///
+/// # Errors
+/// [`ServeError`].
+pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
+    let Service { image: path, how, socket, control, settings } = service;
+    // Locked: of two servers only one comes to its sockets.
+    let image = Image::open(&path, how)?;
+    let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
+    let (guests, asked) = (listen(&socket)?, listen(&control)?);
+    let failed = |source| ServeError::Engine { image: path.clone(), source };
+    let (engine, thread) = engine::start(image, settings).map_err(failed)?;
+    accept(guests, &engine, move |engine, number, stream| serve_front(engine, Session(number), shape, stream));
+    accept(asked, &engine, |engine, _, stream| {
+        if let Err(e) = control::serve(&engine, &stream) {
+            tracing::debug!("a control connection: {e}");
+        }
+    });
+    ready();
+    let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    for socket in [&socket, &control] {
+        let _ = fs::remove_file(socket);
+    }
+    ended.map_err(failed)
+}
+
+/// Listen at `path`, for this user only, in the place of a server that has ended.
+fn listen(path: &Path) -> Result<UnixListener, ServeError> {
+    let failed = |source| ServeError::Socket { path: path.to_owned(), source };
+    if UnixStream::connect(path).is_ok() {
+        return Err(ServeError::Busy { path: path.to_owned() });
+    }
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(listener)
+}
+
+/// A thread for each connection.
+fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, UnixStream) + Clone + Send + 'static) {
+    let engine = engine.clone();
+    thread::spawn(move || {
+        for (stream, number) in listener.incoming().zip(1..) {
+            let (engine, each) = (engine.clone(), each.clone());
+            match stream {
+                Ok(stream) => drop(thread::spawn(move || each(engine, number, stream))),
+                Err(e) => {
+                    tracing::warn!("a connection was not accepted: {e}");
+                    // Out of descriptors, most likely: not again at once.
+                    thread::sleep(std::time::Duration::from_millis(100));
+                }
+            }
+        }
+    });
+}
+
+/// Speak vhost-user with one front end until it goes.
+fn serve_front(engine: Handle, session: Session, shape: Shape, stream: UnixStream) {
+    engine.tell(Command::Join(session));
+    let frontend = Arc::new(Mutex::new(Frontend::new(engine.clone(), session, shape)));
+    let mut handler = BackendReqHandler::from_stream(stream, frontend);
+    let why = loop {
+        if let Err(e) = handler.handle_request() {
+            break e;
+        }
+    };
+    if !matches!(why, Error::Disconnected) {
+        tracing::warn!("front end {}: {why}; its connection is closed", session.0);
+    }
+    engine.tell(Command::Leave(session));
+}

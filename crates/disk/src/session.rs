@@ -1,0 +1,321 @@
+//! One front end's connection: the vhost-user protocol, as far as a disk needs it.
+//!
+//! ```text
+//! QEMU A ──── its queues run ──────────────┐ stop: GET_VRING_BASE, when nothing is under way
+//! QEMU B ──── connects, asks, waits ───────┴─ its queues run ────────────────
+//! ```
+//!
+//! Several may be connected, as during a restart of the VMM. One of them has queues that run: who starts one while another's run is
+//! refused.
+
+use crate::config::{EVENT_IDX, LOG_ALL, Shape};
+use crate::engine::Handle;
+use crate::engine::command::{Command, Ends, Refused, Rings, Session};
+use crate::inflight::Inflight;
+use crate::memory::{Memory, Region};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use vhost::VhostUserMemoryRegionBase;
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+
+/// A queue as it is being set up.
+#[derive(Debug, Default)]
+struct Queue {
+    rings: Rings,
+    kick: Option<OwnedFd>,
+    call: Option<File>,
+    enabled: bool,
+    runs: bool,
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct Frontend {
+    engine: Handle,
+    session: Session,
+    shape: Shape,
+    features: u64,
+    /// Where the front end has each region: its address there, bytes, address in the guest.
+    regions: Vec<(u64, u64, u64)>,
+    memory: Option<Arc<Memory>>,
+    queues: Vec<Queue>,
+}
+
+fn refused(e: Refused) -> Error {
+    Error::ReqHandlerError(io::Error::other(e))
+}
+
+fn failed(e: io::Error) -> Error {
+    Error::ReqHandlerError(e)
+}
+
+impl Frontend {
+    /// For a front end that has just connected.
+    #[must_use]
+    pub fn new(engine: Handle, session: Session, shape: Shape) -> Self {
+        let queues = (0..shape.queues).map(|_| Queue::default()).collect();
+        Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues }
+    }
+
+    fn queue(&mut self, index: u32) -> Result<&mut Queue> {
+        usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index)).ok_or(Error::InvalidParam)
+    }
+
+    /// An address of the front end, in the guest.
+    fn in_guest(&self, address: u64) -> Result<u64> {
+        let found = self.regions.iter().find_map(|(theirs, bytes, guest)| {
+            let offset = address.checked_sub(*theirs).filter(|offset| offset < bytes)?;
+            guest.checked_add(offset)
+        });
+        found.ok_or(Error::InvalidParam)
+    }
+
+    /// Let a queue run that has all it needs.
+    fn start(&mut self, index: u32) -> Result<()> {
+        let (session, event_idx) = (self.session, self.features & EVENT_IDX != 0);
+        let queue = self.queue(index)?;
+        let ready = queue.enabled && !queue.runs && queue.rings.size > 0 && queue.rings.descriptors != 0;
+        let Some(kick) = queue.kick.as_ref().filter(|_| ready) else { return Ok(()) };
+        let kick = kick.try_clone().map_err(failed)?;
+        let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+        let rings = Rings { event_idx, ..queue.rings };
+        let ends = Ends { kick, call };
+        self.engine.ask(|answer| Command::Start(session, index as u16, rings, ends, answer)).map_err(refused)?;
+        self.queue(index)?.runs = true;
+        Ok(())
+    }
+
+    /// Stop a queue, and wait until nothing of it is under way.
+    fn stop(&mut self, index: u32) -> Result<()> {
+        let session = self.session;
+        if self.queue(index)?.runs {
+            let next = self.engine.ask(|answer| Command::Stop(session, index as u16, answer)).map_err(refused)?;
+            let queue = self.queue(index)?;
+            (queue.runs, queue.rings.next) = (false, next);
+        }
+        Ok(())
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Frontend {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        for index in 0..self.queues.len() as u32 {
+            self.stop(index)?;
+            *self.queue(index)? = Queue::default();
+        }
+        self.features = 0;
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.shape.features())
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !self.shape.features() != 0 {
+            return Err(Error::InvalidParam);
+        }
+        self.features = features;
+        if features & LOG_ALL == 0
+            && let Some(memory) = &self.memory
+        {
+            memory.end_log();
+        }
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
+        if regions.len() != files.len() {
+            return Err(Error::IncorrectFds);
+        }
+        let of = |(region, file): (&VhostUserMemoryRegion, File)| Region {
+            address: region.guest_phys_addr,
+            bytes: region.memory_size,
+            file,
+            offset: region.mmap_offset,
+        };
+        let memory = Arc::new(Memory::map(regions.iter().zip(files).map(of).collect()).map_err(failed)?);
+        let session = self.session;
+        // QEMU changes the table of a guest that runs where memory is plugged in.
+        let running: Vec<u32> =
+            (0..).zip(&self.queues).filter(|(_, queue)| queue.runs).map(|(index, _)| index).collect();
+        running.iter().try_for_each(|index| self.stop(*index))?;
+        self.engine.ask(|answer| Command::Memory(session, Arc::clone(&memory), answer)).map_err(refused)?;
+        self.regions = regions.iter().map(|of| (of.user_addr, of.memory_size, of.guest_phys_addr)).collect();
+        self.memory = Some(memory);
+        running.iter().try_for_each(|index| self.start(*index))?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        self.queue(index)?.rings.size = u16::try_from(num).map_err(|_| Error::InvalidParam)?;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        // The used ring is written through the mapping, and so is in the log like all else.
+        let found = (self.in_guest(descriptor)?, self.in_guest(available)?, self.in_guest(used)?);
+        let rings = &mut self.queue(index)?.rings;
+        (rings.descriptors, rings.available, rings.used) = found;
+        Ok(())
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        self.queue(index)?.rings.next = base as u16;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.stop(index)?;
+        let queue = self.queue(index)?;
+        queue.kick = None;
+        Ok(VhostUserVringState::new(index, queue.rings.next.into()))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.stop(index.into())?;
+        self.queue(index.into())?.kick = fd.map(OwnedFd::from);
+        // Without protocol features a queue is enabled from the start.
+        if self.features & crate::config::PROTOCOL == 0 {
+            self.queue(index.into())?.enabled = true;
+        }
+        self.start(index.into())
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let session = self.session;
+        let queue = self.queue(index.into())?;
+        queue.call = fd;
+        if queue.runs {
+            let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+            self.engine.ask(|answer| Command::Call(session, index.into(), call, answer)).map_err(refused)?;
+        }
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, _index: u8, _fd: Option<File>) -> Result<()> {
+        Ok(())
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    }
+
+    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.shape.queues.into())
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.queue(index)?.enabled = enable;
+        if enable { self.start(index) } else { self.stop(index) }
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let status = self.engine.ask(Command::Status).map_err(refused)?;
+        let space = Shape { capacity: status.bytes, ..self.shape }.space();
+        // A newer front end knows of more; it reads zeroes there.
+        Ok((offset..offset.saturating_add(size)).map(|at| space.get(at as usize).copied().unwrap_or(0)).collect())
+    }
+
+    fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        Err(Error::InvalidOperation("nothing of this disk's configuration can be written"))
+    }
+
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, size) = (wanted.num_queues, wanted.queue_size);
+        let (inflight, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
+        // It is the front end that hands it to us, now and after a restart.
+        drop(inflight);
+        Ok((VhostUserInflight::new(bytes, 0, queues, size), file))
+    }
+
+    fn set_inflight_fd(&mut self, given: &VhostUserInflight, file: File) -> Result<()> {
+        let opened = Inflight::open(file, given.mmap_offset, given.mmap_size, given.num_queues, given.queue_size)
+            .map_err(failed)?;
+        let session = self.session;
+        self.engine.ask(|answer| Command::Inflight(session, opened, answer)).map_err(refused)
+    }
+
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let memory = self.memory.as_ref().ok_or(Error::InvalidOperation("there is no memory that could be logged"))?;
+        memory.log(file, log.mmap_offset, log.mmap_size).map_err(failed)
+    }
+
+    fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("a disk has no display"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("a disk shares no objects"))
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Err(Error::InvalidOperation("memory slots are not negotiated"))
+    }
+
+    fn add_mem_region(
+        &mut self,
+        _region: &VhostUserSingleMemoryRegion,
+        _file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<VhostUserMemoryRegionBase>> {
+        Err(Error::InvalidOperation("memory slots are not negotiated"))
+    }
+
+    fn remove_mem_region(&mut self, _region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        Err(Error::InvalidOperation("memory slots are not negotiated"))
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("a disk maps nothing into its guest"))
+    }
+}

@@ -1,0 +1,385 @@
+//! A guest without a processor: memory, one or more queues, and a front end that speaks vhost-user.
+
+#![allow(dead_code, reason = "each test uses what it needs")]
+
+use rekindle_disk::control::Control;
+use rekindle_disk::engine::Settings;
+use rekindle_disk::image::How;
+use rekindle_disk::limit::Limits;
+use rekindle_disk::server::{ServeError, Service, serve};
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::EventFd;
+
+pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const PAGE: u64 = 4096;
+/// Where the guest's memory is in the front end.
+const FRONT: u64 = 0x7f00_0000_0000;
+/// Requests of a queue.
+pub const ENTRIES: u16 = 64;
+/// Frames of a guest.
+pub const FRAMES: u64 = 4096;
+/// The first frame that is not used for rings and headers.
+pub const FIRST: u64 = 256;
+
+/// A disk that is served by a thread of this process.
+pub struct Disk {
+    pub directory: tempfile::TempDir,
+    pub image: PathBuf,
+    thread: Option<JoinHandle<Result<(), ServeError>>>,
+}
+
+pub fn service(directory: &Path, image: &Path) -> Service {
+    let settings = Settings { serial: "rekindle-test".into(), limits: Limits::default(), map: true, queues: 4 };
+    let how = How { readonly: false, direct: true };
+    Service {
+        image: image.to_owned(),
+        how,
+        socket: directory.join("disk.sock"),
+        control: directory.join("disk.control"),
+        settings,
+    }
+}
+
+impl Disk {
+    /// One of so many blocks, each with its number in it.
+    pub fn new(blocks: u64) -> Self {
+        Self::with(blocks, |_| {})
+    }
+
+    pub fn with(blocks: u64, change: impl FnOnce(&mut Service)) -> Self {
+        // Not in /tmp, which may be a tmpfs: the disk is read and written directly.
+        let directory = tempfile::Builder::new().prefix("disk-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let image = directory.path().join("disk.raw");
+        let file = File::create(&image).unwrap();
+        for block in 0..blocks {
+            file.write_all_at(&content(block, 0), block * PAGE).unwrap();
+        }
+        file.sync_all().unwrap();
+        let mut disk = Self { directory, image, thread: None };
+        disk.serve(change);
+        disk
+    }
+
+    pub fn service(&self) -> Service {
+        service(self.directory.path(), &self.image)
+    }
+
+    pub fn serve(&mut self, change: impl FnOnce(&mut Service)) {
+        let mut service = self.service();
+        change(&mut service);
+        let (ready, is_ready) = channel();
+        self.thread = Some(thread::spawn(move || serve(service, || ready.send(()).unwrap())));
+        is_ready.recv_timeout(DEADLINE).expect("the server begins");
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.service().socket
+    }
+
+    pub fn control(&self) -> Control {
+        Control::connect(&self.service().control).unwrap()
+    }
+
+    /// A block as it is on the disk.
+    pub fn block(&self, block: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE as usize];
+        File::open(&self.image).unwrap().read_exact_at(&mut bytes, block * PAGE).unwrap();
+        bytes
+    }
+
+    pub fn end(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.control().ask::<()>(&rekindle_disk::control::Ask::End {}).unwrap();
+            thread.join().unwrap().unwrap();
+        }
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            self.end();
+        }
+    }
+}
+
+/// What a block holds after it was written `version` times.
+pub fn content(block: u64, version: u64) -> Vec<u8> {
+    let words = (0..PAGE / 8).map(|n| (block << 32 | version << 16 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+pub fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what}: not within {DEADLINE:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+struct Queue {
+    kick: EventFd,
+    call: EventFd,
+    available: u16,
+    used: u16,
+    free: Vec<u16>,
+}
+
+/// A guest's memory and its driver.
+pub struct Guest {
+    pub memory: File,
+    pub front: Frontend,
+    queues: Vec<Queue>,
+    pub inflight: Option<(VhostUserInflight, File)>,
+    /// By queue and head: where the status is.
+    under_way: BTreeMap<(u16, u16), u64>,
+}
+
+/// A request as the driver puts it: type, sector, data in pieces (address, bytes, written by the device).
+pub struct Ask {
+    pub kind: u32,
+    pub sector: u64,
+    pub data: Vec<(u64, u32, bool)>,
+}
+
+impl Ask {
+    pub fn read(block: u64, frame: u64) -> Self {
+        Self { kind: 0, sector: block * 8, data: vec![(frame * PAGE, PAGE as u32, true)] }
+    }
+
+    pub fn write(block: u64, frame: u64) -> Self {
+        Self { kind: 1, sector: block * 8, data: vec![(frame * PAGE, PAGE as u32, false)] }
+    }
+
+    pub fn flush() -> Self {
+        Self { kind: 4, sector: 0, data: Vec::new() }
+    }
+}
+
+impl Guest {
+    /// One that has just been started: fresh memory, connected, its queues run.
+    pub fn start(socket: &Path) -> Self {
+        let mut guest = Self::connect(socket, memory(), 1);
+        guest.run(0, true);
+        guest
+    }
+
+    /// Connected, with nothing set up but features and memory.
+    pub fn connect(socket: &Path, memory: File, queues: u16) -> Self {
+        let front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
+        let queue = || Queue {
+            kick: EventFd::new(0).unwrap(),
+            call: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
+            available: 0,
+            used: 0,
+            free: (0..ENTRIES / 4).rev().collect(),
+        };
+        let queues = (0..queues).map(|_| queue()).collect();
+        let mut guest = Self { memory, front, queues, inflight: None, under_way: BTreeMap::new() };
+        guest.introduce();
+        guest
+    }
+
+    fn introduce(&mut self) {
+        let features = self.front.get_features().unwrap();
+        self.front.set_owner().unwrap();
+        let protocol = self.front.get_protocol_features().unwrap();
+        let wanted = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        assert_eq!(protocol & wanted, wanted);
+        self.front.set_protocol_features(wanted).unwrap();
+        self.front.set_hdr_flags(vhost::vhost_user::message::VhostUserHeaderFlag::NEED_REPLY);
+        // All but the log of writes, and notifications that may be left out.
+        self.front.set_features(features & !(1 << 26) & !(1 << 29)).unwrap();
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: 0,
+            memory_size: FRAMES * PAGE,
+            userspace_addr: FRONT,
+            mmap_offset: 0,
+            mmap_handle: self.memory.as_raw_fd(),
+        };
+        self.front.set_mem_table(&[region]).unwrap();
+    }
+
+    /// Hand over memory for requests under way: new one, or that of before.
+    pub fn track(&mut self) {
+        let queues = self.queues.len() as u16;
+        let (about, file) = match self.inflight.take() {
+            Some(kept) => kept,
+            None => self.front.get_inflight_fd(&VhostUserInflight::new(0, 0, queues, ENTRIES)).unwrap(),
+        };
+        self.front.set_inflight_fd(&about, file.as_raw_fd()).unwrap();
+        self.inflight = Some((about, file));
+    }
+
+    fn rings(queue: u16) -> (u64, u64, u64) {
+        let at = PAGE + u64::from(queue) * 4 * PAGE;
+        (at, at + PAGE, at + 2 * PAGE)
+    }
+
+    /// Let a queue run. `fresh`: its rings are empty.
+    pub fn run(&mut self, queue: u16, fresh: bool) {
+        self.try_run(queue, fresh).unwrap();
+    }
+
+    pub fn try_run(&mut self, number: u16, fresh: bool) -> Result<(), vhost::Error> {
+        let (descriptors, available, used) = Self::rings(number);
+        let queue = &mut self.queues[usize::from(number)];
+        if fresh {
+            self.memory.write_all_at(&vec![0; 3 * PAGE as usize], descriptors).unwrap();
+            (queue.available, queue.used) = (0, 0);
+        }
+        let index = usize::from(number);
+        self.front.set_vring_num(index, ENTRIES)?;
+        self.front.set_vring_base(index, queue.used)?;
+        let config = VringConfigData {
+            queue_max_size: ENTRIES,
+            queue_size: ENTRIES,
+            flags: 0,
+            desc_table_addr: FRONT + descriptors,
+            used_ring_addr: FRONT + used,
+            avail_ring_addr: FRONT + available,
+            log_addr: None,
+        };
+        self.front.set_vring_addr(index, &config)?;
+        self.front.set_vring_call(index, &queue.call)?;
+        self.front.set_vring_kick(index, &queue.kick)?;
+        self.front.set_vring_enable(index, true)
+    }
+
+    /// Go on with the rings of another front end of the same guest.
+    pub fn continue_from(&mut self, other: &Self) {
+        for (ours, theirs) in self.queues.iter_mut().zip(&other.queues) {
+            (ours.available, ours.used, ours.free) = (theirs.available, theirs.used, theirs.free.clone());
+        }
+    }
+
+    pub fn stop(&mut self, queue: u16) -> u32 {
+        self.front.get_vring_base(queue.into()).unwrap()
+    }
+
+    /// The server has been killed; another one is there.
+    pub fn reconnect(&mut self, socket: &Path) {
+        let queues = self.queues.len() as u16;
+        self.front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
+        self.introduce();
+        self.track();
+        for queue in 0..queues {
+            self.run(queue, false);
+        }
+    }
+
+    /// Put a request into a queue.
+    pub fn put(&mut self, number: u16, ask: &Ask) -> u16 {
+        let (descriptors, available, _) = Self::rings(number);
+        let queue = &mut self.queues[usize::from(number)];
+        let slot = queue.free.pop().expect("room in the queue");
+        // Four descriptors for each; header and status behind the rings.
+        let head = slot * 4;
+        let header = 64 * PAGE + (u64::from(number) * u64::from(ENTRIES) + u64::from(slot)) * 64;
+        let status = header + 32;
+        let bytes = [&ask.kind.to_le_bytes()[..], &[0; 4], &ask.sector.to_le_bytes()].concat();
+        self.memory.write_all_at(&bytes, header).unwrap();
+        self.memory.write_all_at(&[0xff], status).unwrap();
+        let parts = [&[(header, 16, false)][..], &ask.data, &[(status, 1, true)]].concat();
+        assert!(parts.len() <= 4);
+        for (n, (address, len, writable)) in (0..).zip(&parts) {
+            let last = usize::from(n) + 1 == parts.len();
+            let flags = u16::from(!last) | u16::from(*writable) << 1;
+            let next = if last { 0 } else { head + n + 1 };
+            let raw =
+                [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat();
+            self.memory.write_all_at(&raw, descriptors + u64::from(head + n) * 16).unwrap();
+        }
+        let place = available + 4 + u64::from(queue.available % ENTRIES) * 2;
+        self.memory.write_all_at(&head.to_le_bytes(), place).unwrap();
+        queue.available = queue.available.wrapping_add(1);
+        self.memory.write_all_at(&queue.available.to_le_bytes(), available + 2).unwrap();
+        self.under_way.insert((number, head), status);
+        head
+    }
+
+    pub fn kick(&self, queue: u16) {
+        self.queues[usize::from(queue)].kick.write(1).unwrap();
+    }
+
+    /// Requests that have ended since: head, bytes written, status.
+    pub fn ended(&mut self, number: u16) -> Vec<(u16, u32, u8)> {
+        let (_, _, used) = Self::rings(number);
+        let queue = &mut self.queues[usize::from(number)];
+        let mut index = [0; 2];
+        self.memory.read_exact_at(&mut index, used + 2).unwrap();
+        let mut found = Vec::new();
+        while queue.used != u16::from_le_bytes(index) {
+            let mut raw = [0; 8];
+            self.memory.read_exact_at(&mut raw, used + 4 + u64::from(queue.used % ENTRIES) * 8).unwrap();
+            let head = u32::from_le_bytes(raw[..4].try_into().unwrap()) as u16;
+            let written = u32::from_le_bytes(raw[4..].try_into().unwrap());
+            let at = self.under_way.remove(&(number, head)).expect("a request that was under way ends once");
+            let mut status = [0];
+            self.memory.read_exact_at(&mut status, at).unwrap();
+            found.push((head, written, status[0]));
+            queue.free.push(head / 4);
+            queue.used = queue.used.wrapping_add(1);
+        }
+        found
+    }
+
+    /// Do one request and give its status.
+    pub fn ask(&mut self, ask: &Ask) -> u8 {
+        self.put(0, ask);
+        self.kick(0);
+        let [(_, _, status)] =
+            wait_for("an answer", || Some(self.ended(0)).filter(|ended| !ended.is_empty())).try_into().unwrap();
+        status
+    }
+
+    pub fn is_called(&self, queue: u16) -> bool {
+        self.queues[usize::from(queue)].call.read().is_ok()
+    }
+
+    pub fn frame(&self, frame: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE as usize];
+        self.memory.read_exact_at(&mut bytes, frame * PAGE).unwrap();
+        bytes
+    }
+
+    pub fn fill(&self, frame: u64, bytes: &[u8]) {
+        self.memory.write_all_at(bytes, frame * PAGE).unwrap();
+    }
+
+    /// Read a block into a frame and give what came.
+    pub fn read(&mut self, block: u64, frame: u64) -> Vec<u8> {
+        assert_eq!(self.ask(&Ask::read(block, frame)), 0, "block {block}");
+        self.frame(frame)
+    }
+
+    pub fn write(&mut self, block: u64, frame: u64, bytes: &[u8]) {
+        self.fill(frame, bytes);
+        assert_eq!(self.ask(&Ask::write(block, frame)), 0, "block {block}");
+    }
+}
+
+/// Memory for a guest.
+pub fn memory() -> File {
+    let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+    file.set_len(FRAMES * PAGE).unwrap();
+    file
+}

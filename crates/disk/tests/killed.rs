@@ -1,0 +1,95 @@
+//! A server that is killed at any moment under load, and another one in its place: every request is done, and ends once.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, Disk, FIRST, Guest, PAGE, content, service, wait_for};
+use rekindle_disk::server::serve;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+const AT: &str = "REKINDLE_TEST_DISK";
+const BLOCKS: u64 = 512;
+const ROUNDS: u64 = 60;
+
+#[test]
+#[ignore = "run by the other test"]
+fn server() {
+    let directory = PathBuf::from(std::env::var_os(AT).unwrap());
+    serve(service(&directory, &directory.join("disk.raw")), || ()).unwrap();
+}
+
+fn start(directory: &Path) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["server", "--exact", "--ignored"]).env(AT, directory);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn no_request_is_lost_and_none_ends_twice() {
+    let mut disk = Disk::new(BLOCKS);
+    disk.end();
+    let directory = disk.directory.path().to_owned();
+    let mut child = start(&directory);
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
+    guest.track();
+    guest.run(0, true);
+    guest.run(1, true);
+    let mut versions = vec![0u64; BLOCKS as usize];
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut again = 0;
+    for round in 1..=ROUNDS {
+        // Writes of whole runs, so that they take a while, and reads beside them.
+        let mut reads = Vec::new();
+        for queue in [0, 1] {
+            for n in 0..14u64 {
+                let block = (u64::from(queue) * 14 + n) * 18;
+                let frame = FIRST + (u64::from(queue) * 14 + n) * 40;
+                if n % 3 == 2 {
+                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
+                    guest.put(queue, &Ask { kind: 0, sector: block * 8, data });
+                    reads.push((block, frame));
+                } else {
+                    for of in 0..16 {
+                        guest.fill(frame + of, &content(block + of, round));
+                        versions[(block + of) as usize] = round;
+                    }
+                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, false)];
+                    guest.put(queue, &Ask { kind: 1, sector: block * 8, data });
+                }
+            }
+            guest.put(queue, &Ask::flush());
+        }
+        guest.kick(0);
+        guest.kick(1);
+        // Not for a condition: so that it is killed at any moment.
+        sleep(Duration::from_micros(random.u64(..3000)));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let mut ended: Vec<_> = [0, 1].into_iter().flat_map(|queue| guest.ended(queue)).collect();
+        again += 30 - ended.len();
+        child = start(&directory);
+        guest.reconnect(&disk.socket());
+        wait_for("all requests", || {
+            // `ended` fails on one that is told a second time.
+            ended.extend([0, 1].into_iter().flat_map(|queue| guest.ended(queue)));
+            (ended.len() == 30).then_some(())
+        });
+        assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+        for (block, frame) in reads {
+            for of in 0..16 {
+                assert!(guest.frame(frame + of) == content(block + of, versions[(block + of) as usize]));
+            }
+        }
+        for block in 0..BLOCKS {
+            assert!(disk.block(block) == content(block, versions[block as usize]), "block {block} in round {round}");
+        }
+    }
+    assert!(again > 30, "it was hardly ever killed with requests under way: {again}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    disk.serve(|_| ());
+}

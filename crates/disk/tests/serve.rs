@@ -1,0 +1,223 @@
+//! A disk as a guest sees it.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, wait_for};
+use rekindle_disk::control::Ask as Control;
+use rekindle_disk::engine::command::Status;
+use rekindle_disk::image::ImageError;
+use rekindle_disk::limit::Limits;
+use rekindle_disk::server::{ServeError, serve};
+use std::fs::OpenOptions;
+use std::time::Instant;
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+
+#[test]
+fn what_is_written_is_on_the_disk_and_is_read_back() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    for block in 0..64 {
+        assert_eq!(guest.read(block, FIRST + block), content(block, 0));
+    }
+    assert!(guest.is_called(0), "the guest was told");
+    for block in [0, 7, 63] {
+        guest.write(block, FIRST, &content(block, 1));
+        assert_eq!(disk.block(block), content(block, 1));
+        assert_eq!(guest.read(block, FIRST + 1), content(block, 1));
+    }
+    assert_eq!(guest.ask(&Ask::flush()), 0);
+    assert_eq!(disk.block(1), content(1, 0), "its neighbour is as it was");
+}
+
+#[test]
+fn requests_of_any_shape_and_many_at_a_time_are_done() {
+    let disk = Disk::new(1024);
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
+    guest.run(0, true);
+    guest.run(1, true);
+    // Half sectors apart, over several pages, longer than one operation.
+    let long = Ask { kind: 0, sector: 3, data: vec![(FIRST * PAGE + 100, 3 << 20, true)] };
+    assert_eq!(guest.ask(&long), 0);
+    let mut expected: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
+    expected.drain(..3 * 512);
+    expected.truncate(3 << 20);
+    let mut got = vec![0; 3 << 20];
+    std::os::unix::fs::FileExt::read_exact_at(&guest.memory, &mut got, FIRST * PAGE + 100).unwrap();
+    assert!(got == expected);
+    // Both queues full, with all kinds of requests.
+    for queue in [0, 1] {
+        for n in 0..16 {
+            let block = u64::from(queue) * 100 + n;
+            let frame = FIRST + u64::from(queue) * 16 + n;
+            guest.fill(frame, &content(block, 1));
+            let ask = if n % 5 == 4 { Ask::flush() } else { Ask::write(block, frame) };
+            guest.put(queue, &ask);
+        }
+        guest.kick(queue);
+    }
+    for queue in [0, 1] {
+        let mut ended = Vec::new();
+        wait_for("all of a queue", || {
+            ended.extend(guest.ended(queue));
+            (ended.len() == 16).then_some(())
+        });
+        assert!(ended.iter().all(|(_, written, status)| (*written, *status) == (1, 0)), "{ended:?}");
+        for n in (0..16).filter(|n| n % 5 != 4) {
+            let block = u64::from(queue) * 100 + n;
+            assert_eq!(disk.block(block), content(block, 1));
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_asks_for_what_there_is_not_is_told_so_and_goes_on() {
+    let disk = Disk::new(16);
+    let mut guest = Guest::start(&disk.socket());
+    let page = (FIRST * PAGE, PAGE as u32, true);
+    let behind = Ask { kind: 0, sector: 16 * 8, data: vec![page] };
+    assert_eq!(guest.ask(&behind), 1);
+    assert_eq!(guest.ask(&Ask { kind: 77, sector: 0, data: vec![page] }), 2);
+    assert_eq!(guest.ask(&Ask { kind: 0, sector: 0, data: vec![(1 << 40, PAGE as u32, true)] }), 1, "no memory there");
+    assert_eq!(guest.ask(&Ask { kind: 1, sector: 0, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
+    assert_eq!(disk.block(0), content(0, 0));
+    // The serial number.
+    assert_eq!(guest.ask(&Ask { kind: 8, sector: 0, data: vec![(FIRST * PAGE, 20, true)] }), 0);
+    assert_eq!(&guest.frame(FIRST)[..13], b"rekindle-test");
+    assert_eq!(guest.read(3, FIRST), content(3, 0), "it is served as ever");
+}
+
+#[test]
+fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    let range = |sector: u64, sectors: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    for (kind, block, flags) in [(11, 8, 0), (13, 16, 0), (13, 24, 1)] {
+        let mut page = range(block * 8, 32, flags);
+        page.resize(PAGE as usize, 0);
+        guest.fill(FIRST, &page);
+        assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0, "{kind}");
+        for of in block..block + 4 {
+            assert!(guest.read(of, FIRST + 1).iter().all(|byte| *byte == 0), "{kind}: block {of}");
+        }
+        assert_eq!(guest.read(block - 1, FIRST + 1), content(block - 1, 0));
+        assert_eq!(guest.read(block + 4, FIRST + 1), content(block + 4, 0));
+    }
+}
+
+#[test]
+fn a_guest_is_told_what_its_disk_is_and_that_it_has_grown() {
+    let disk = Disk::with(16, |service| service.how.readonly = true);
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
+    let features = guest.front.get_features().unwrap();
+    assert_ne!(features & (1 << 5), 0, "read-only");
+    let capacity = |guest: &mut Guest| {
+        let (_, bytes) = guest.front.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+        u64::from_le_bytes(bytes[..8].try_into().unwrap())
+    };
+    assert_eq!(capacity(&mut guest), 128);
+    guest.run(0, true);
+    assert_eq!(guest.ask(&Ask::write(0, FIRST)), 1);
+    assert_eq!(guest.ask(&Ask::read(16, FIRST)), 1);
+    OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 * PAGE).unwrap();
+    assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 32 * PAGE);
+    assert_eq!(capacity(&mut guest), 256);
+    assert_eq!(guest.ask(&Ask::read(31, FIRST)), 0);
+    OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(16 * PAGE).unwrap();
+    let refused = disk.control().ask::<u64>(&Control::Resize {}).unwrap_err().to_string();
+    assert!(refused.contains("was 131072"), "{refused}");
+}
+
+#[test]
+fn of_two_servers_the_second_is_refused_and_changes_nothing() {
+    let disk = Disk::new(16);
+    let mut guest = Guest::start(&disk.socket());
+    let mut second = disk.service();
+    assert!(matches!(serve(second.clone(), || ()), Err(ServeError::Image(ImageError::InUse { .. }))));
+    // Another image, at the same sockets.
+    second.image = disk.directory.path().join("other.raw");
+    std::fs::write(&second.image, [0; 4096]).unwrap();
+    assert!(matches!(serve(second, || ()), Err(ServeError::Busy { .. })));
+    assert_eq!(guest.read(3, FIRST), content(3, 0));
+}
+
+#[test]
+fn of_two_front_ends_one_has_queues_that_run() {
+    let disk = Disk::new(64);
+    let mut old = Guest::connect(&disk.socket(), common::memory(), 1);
+    old.run(0, true);
+    assert_eq!(old.read(1, FIRST), content(1, 0));
+    // As in a restart of the VMM: the same memory, and it waits.
+    let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
+    assert!(new.try_run(0, false).is_err(), "the old one still runs");
+    drop(new);
+    let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
+    let block = disk.control().status().unwrap().mapped;
+    let base = old.stop(0);
+    assert_eq!(base, 1);
+    new.continue_from(&old);
+    new.run(0, false);
+    assert_eq!(new.read(2, FIRST + 1), content(2, 0));
+    assert_eq!(disk.control().status().unwrap().mapped, block + 1, "the map goes on: it is the same guest");
+    drop(old);
+    assert_eq!(new.read(3, FIRST + 2), content(3, 0));
+    // One that has gone makes room for another guest, whose memory is another one.
+    drop(new);
+    wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
+    let mut other = Guest::start(&disk.socket());
+    assert_eq!(other.read(4, FIRST), content(4, 0));
+    assert_eq!(disk.control().status().unwrap().mapped, 1);
+}
+
+#[test]
+fn pages_that_the_server_writes_are_told_to_who_asks() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    guest.read(1, FIRST);
+    disk.control().ask::<()>(&Control::Note { wanted: true }).unwrap();
+    guest.read(1, FIRST + 5);
+    guest.write(2, FIRST + 7, &content(2, 1));
+    let written = disk.control().collect().unwrap();
+    assert!(written.contains(&(FIRST as u32 + 5)) && !written.contains(&(FIRST as u32 + 7)), "{written:?}");
+    assert!(written.iter().any(|frame| *frame < 64), "the used ring too: {written:?}");
+    assert!(disk.control().collect().unwrap().is_empty());
+}
+
+#[test]
+fn a_disk_is_held_to_its_rate() {
+    let limits = Limits { bps: None, iops: Some(200) };
+    let disk = Disk::with(64, |service| service.settings.limits = limits);
+    let mut guest = Guest::start(&disk.socket());
+    let took = |guest: &mut Guest, count: u64| {
+        let began = Instant::now();
+        (0..count).for_each(|n| drop(guest.read(n, FIRST)));
+        began.elapsed()
+    };
+    // At least that long: an upper limit would depend on the machine.
+    assert!(took(&mut guest, 60).as_secs_f64() >= 39.0 / 200.0);
+    disk.control().ask::<()>(&Control::Limit { bps: None, iops: None }).unwrap();
+    assert!(took(&mut guest, 60) < DEADLINE);
+}
+
+#[test]
+fn nonsense_on_the_control_socket_is_answered_as_such() {
+    let disk = Disk::new(4);
+    let answer = |text: &str| {
+        use std::io::{BufRead, BufReader, Write};
+        let mut stream = std::os::unix::net::UnixStream::connect(disk.service().control).unwrap();
+        writeln!(stream, "{text}").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        line
+    };
+    for text in ["", "{}", "[1]", r#"{"command": "sing"}"#, r#"{"command": "status", "loud": true}"#] {
+        assert!(answer(text).contains("not a question to a disk"), "{text}");
+    }
+    let status: Status = disk.control().status().unwrap();
+    assert_eq!((status.bytes, status.active, status.under_way), (4 * PAGE, false, 0));
+}

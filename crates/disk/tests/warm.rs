@@ -1,0 +1,211 @@
+//! The attic: a rebooted guest finds what it had of its disk, and never anything else than what is on the disk.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, Disk, FIRST, FRAMES, Guest, PAGE, content, wait_for};
+use proptest::prelude::*;
+use rekindle_disk::attic::Told;
+use rekindle_disk::control::Ask as Control;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+/// The guest ends, and another one is started with fresh memory. Gives how many blocks the attic has.
+fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
+    drop(guest);
+    wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
+    let kept = disk.control().ask(&Control::Keep {}).unwrap();
+    (Guest::start(&disk.socket()), kept)
+}
+
+fn told(disk: &Disk) -> Option<(usize, Told)> {
+    disk.control().status().unwrap().attic
+}
+
+/// Change a block of the image behind the server, to see where a read comes from.
+fn behind(disk: &Disk, block: u64, bytes: &[u8]) {
+    File::options().write(true).open(&disk.image).unwrap().write_all_at(bytes, block * PAGE).unwrap();
+}
+
+#[test]
+fn a_rebooted_guest_has_what_it_had_and_what_it_changed_comes_from_the_disk() {
+    let disk = Disk::new(256);
+    let mut guest = Guest::start(&disk.socket());
+    for block in 0..64 {
+        guest.read(block, FIRST + block);
+    }
+    guest.write(70, FIRST + 70, &content(70, 1));
+    // In its page cache and not on the disk: a page that it changed and did not write.
+    guest.fill(FIRST + 5, &content(5, 9));
+    // Used for something else.
+    guest.fill(FIRST + 6, &[0; PAGE as usize]);
+    // A single bit.
+    let mut damaged = content(7, 0);
+    damaged[1000] ^= 4;
+    guest.fill(FIRST + 7, &damaged);
+    let memory = guest.memory.try_clone().unwrap();
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 65);
+    // The first read shows where it comes from.
+    behind(&disk, 1, &content(1, 8));
+    assert_eq!(guest.read(1, FIRST), content(1, 0), "out of the attic");
+    assert_eq!(guest.read(1, FIRST), content(1, 8), "once only");
+    for block in [5, 6, 7] {
+        assert_eq!(guest.read(block, FIRST + block), content(block, 0), "block {block} comes from the disk");
+    }
+    assert_eq!(guest.read(70, FIRST + 70), content(70, 1));
+    let (left, told) = told(&disk).unwrap();
+    assert_eq!((left, told), (60, Told { served: 2, refused: 3, ..Told::default() }));
+    for block in (0..64).chain([70]).filter(|block| ![1, 5, 6, 7, 70].contains(block)) {
+        assert_eq!(guest.read(block, FIRST + 100), content(block, 0));
+    }
+    wait_for("the attic to be empty", || common_none(&disk));
+    assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of it has been given back");
+}
+
+fn common_none(disk: &Disk) -> Option<()> {
+    told(disk).is_none().then_some(())
+}
+
+#[test]
+fn a_block_that_is_written_is_not_served_as_it_was() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    let (mut guest, _) = reboot(&disk, guest);
+    // Whole, in part, zeroed, and failing.
+    guest.write(3, FIRST, &content(3, 1));
+    guest.fill(FIRST, &[7; PAGE as usize]);
+    assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST * PAGE, 512, false)] }), 0);
+    let range = [&(5u64 * 8).to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
+    guest.memory.write_all_at(&range, FIRST * PAGE).unwrap();
+    assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0);
+    assert_eq!(guest.ask(&Ask { kind: 1, sector: 6 * 8, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
+    for block in 0..32 {
+        assert_eq!(guest.read(block, FIRST + 40), disk.block(block), "block {block}");
+    }
+    assert_eq!(disk.block(3), content(3, 1));
+}
+
+#[test]
+fn attic_and_new_memory_are_together_no_more_than_the_guest() {
+    let disk = Disk::new(FRAMES);
+    let mut guest = Guest::start(&disk.socket());
+    for block in 0..2000 {
+        guest.read(block, FIRST + block);
+    }
+    let old = guest.memory.try_clone().unwrap();
+    let (guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 2000);
+    let frames = |file: &File| file.metadata().unwrap().blocks() * 512 / PAGE;
+    // The guest takes its memory, bit by bit.
+    for upto in (0..=FRAMES).step_by(256).skip(1) {
+        guest.memory.write_all_at(&vec![1; 256 * PAGE as usize], (upto - 256) * PAGE).unwrap();
+        wait_for("the attic to shrink", || (frames(&old) + frames(&guest.memory) <= FRAMES * 105 / 100).then_some(()));
+    }
+    wait_for("the attic to be empty", || common_none(&disk));
+}
+
+#[test]
+fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    assert!(disk.control().ask::<u64>(&Control::Keep {}).unwrap_err().to_string().contains("still runs"));
+    guest.read(1, FIRST);
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 1);
+    guest.read(2, FIRST);
+    // The attic of the guest before is not that of the next one.
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 1);
+    behind(&disk, 1, &content(1, 8));
+    assert_eq!(guest.read(1, FIRST), content(1, 8));
+    disk.control().ask::<()>(&Control::Drop {}).unwrap();
+    assert_eq!(told(&disk), None);
+    behind(&disk, 2, &content(2, 8));
+    assert_eq!(guest.read(2, FIRST), content(2, 8));
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Read { block: u64, blocks: u64, frame: u64, skew: u64 },
+    Write { block: u64, blocks: u64, frame: u64, skew: u64, version: u64 },
+    Scribble { frame: u64, byte: u8 },
+    Together { block: u64, frame: u64, version: u64 },
+    Zero { block: u64, blocks: u64 },
+    Reboot,
+}
+
+const BLOCKS: u64 = 24;
+
+fn step() -> impl Strategy<Value = Step> {
+    let (block, frame) = (0..BLOCKS - 3, FIRST..FIRST + 20);
+    let skew = prop_oneof![4 => Just(0u64), 1 => Just(512u64)];
+    prop_oneof![
+        6 => (block.clone(), 1..4u64, frame.clone(), skew.clone())
+            .prop_map(|(block, blocks, frame, skew)| Step::Read { block, blocks, frame, skew }),
+        4 => (block.clone(), 1..4u64, frame.clone(), skew, 1..200u64)
+            .prop_map(|(block, blocks, frame, skew, version)| Step::Write { block, blocks, frame, skew, version }),
+        3 => (frame.clone(), any::<u8>()).prop_map(|(frame, byte)| Step::Scribble { frame, byte }),
+        2 => (block.clone(), frame, 1..200u64)
+            .prop_map(|(block, frame, version)| Step::Together { block, frame, version }),
+        1 => (block, 1..4u64).prop_map(|(block, blocks)| Step::Zero { block, blocks }),
+        3 => Just(Step::Reboot),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    /// Whatever a guest does, before and after any number of reboots: what it reads is what is on the disk.
+    #[test]
+    fn a_guest_never_reads_what_is_not_on_its_disk(steps in proptest::collection::vec(step(), 1..60)) {
+        let disk = Disk::new(BLOCKS);
+        let mut guest = Guest::start(&disk.socket());
+        for step in steps {
+            match step {
+                Step::Read { block, blocks, frame, skew } => {
+                    let bytes = blocks * PAGE;
+                    let ask = Ask { kind: 0, sector: block * 8, data: vec![(frame * PAGE + skew, bytes as u32, true)] };
+                    prop_assert_eq!(guest.ask(&ask), 0);
+                    let mut got = vec![0; bytes as usize];
+                    guest.memory.read_exact_at(&mut got, frame * PAGE + skew).unwrap();
+                    let on_disk: Vec<u8> = (block..block + blocks).flat_map(|block| disk.block(block)).collect();
+                    prop_assert!(got == on_disk, "{} blocks from {}", blocks, block);
+                }
+                Step::Write { block, blocks, frame, skew, version } => {
+                    let bytes: Vec<u8> = (block..block + blocks).flat_map(|block| content(block, version)).collect();
+                    guest.memory.write_all_at(&bytes, frame * PAGE + skew).unwrap();
+                    let data = vec![(frame * PAGE + skew, bytes.len() as u32, false)];
+                    prop_assert_eq!(guest.ask(&Ask { kind: 1, sector: block * 8, data }), 0);
+                }
+                Step::Scribble { frame, byte } => guest.memory.write_all_at(&[byte], frame * PAGE + 77).unwrap(),
+                Step::Together { block, frame, version } => {
+                    // A read and a write of one block, at the same time: either content is right for the read.
+                    guest.fill(frame, &content(block, version));
+                    let asks = [Ask::read(block, FIRST + 30), Ask::write(block, frame), Ask::read(block, FIRST + 31)];
+                    for ask in &asks {
+                        guest.put(0, ask);
+                    }
+                    guest.kick(0);
+                    let mut ended = Vec::new();
+                    wait_for("all three", || {
+                        ended.extend(guest.ended(0));
+                        (ended.len() == 3).then_some(())
+                    });
+                    prop_assert!(ended.iter().all(|(_, _, status)| *status == 0));
+                }
+                Step::Zero { block, blocks } => {
+                    let range = [&(block * 8).to_le_bytes()[..], &(blocks as u32 * 8).to_le_bytes(), &[0; 4]].concat();
+                    guest.memory.write_all_at(&range, 100 * PAGE).unwrap();
+                    prop_assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(100 * PAGE, 16, false)] }), 0);
+                }
+                Step::Reboot => guest = reboot(&disk, guest).0,
+            }
+        }
+        let (mut guest, _) = reboot(&disk, guest);
+        for block in 0..BLOCKS {
+            prop_assert!(guest.read(block, FIRST + block) == disk.block(block), "block {} after the last reboot", block);
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! Reads and writes of files, many under way at a time (`io_uring`), with buffers that nobody else can touch meanwhile.
+//!
+//! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring safe: there is
+//! no way to look at, change or free memory that the kernel or a device is still writing.
+
+use io_uring::{IoUring, opcode, squeue, types};
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Alignment of a buffer: that of a page, which is enough for `O_DIRECT` on any device.
+pub const ALIGNMENT: usize = 4096;
+
+/// Memory for `O_DIRECT`.
+pub struct Buffer {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the memory is this value's alone; it is reached through it only.
+unsafe impl Send for Buffer {}
+// SAFETY: as above; a shared reference gives shared access only.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// Zeroed memory of `bytes`, at least one page.
+    #[must_use]
+    pub fn new(bytes: usize) -> Self {
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let Ok(layout) = Layout::from_size_align(bytes, ALIGNMENT) else {
+            handle_alloc_error(Layout::new::<u8>());
+        };
+        // SAFETY: the layout is not of size zero.
+        let start = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
+        Self { start, layout }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their buffer.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: initialised memory of that size, borrowed with `self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.layout.size()) }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len())
+    }
+}
+
+/// What is to be done with a file.
+#[derive(Debug)]
+pub enum Operation {
+    /// Read `len` bytes at `at` into the beginning of the buffer.
+    Read {
+        /// Byte of the file.
+        at: u64,
+        /// Bytes.
+        len: usize,
+        /// Where to.
+        buffer: Buffer,
+    },
+    /// Write the first `len` bytes of the buffer to `at`.
+    Write {
+        /// Byte of the file.
+        at: u64,
+        /// Bytes.
+        len: usize,
+        /// Where from.
+        buffer: Buffer,
+    },
+    /// Make content and length durable (`fdatasync`).
+    Sync,
+    /// `fallocate`.
+    Allocate {
+        /// `FALLOC_FL_*`.
+        mode: i32,
+        /// Byte of the file.
+        at: u64,
+        /// Bytes.
+        len: u64,
+    },
+}
+
+/// An operation that has ended.
+#[derive(Debug)]
+pub struct Done {
+    /// What it was submitted with.
+    pub token: u64,
+    /// Bytes that were moved (0 where none are), or why not.
+    pub result: io::Result<usize>,
+    /// Its buffer.
+    pub buffer: Option<Buffer>,
+}
+
+/// What an operation under way keeps alive.
+struct Flight {
+    token: u64,
+    buffer: Option<Buffer>,
+    _file: Held,
+}
+
+/// The descriptor that an operation works on.
+enum Held {
+    File { _file: Arc<File> },
+    Descriptor { _descriptor: Arc<OwnedFd> },
+}
+
+/// Operations that are under way.
+pub struct Ring {
+    ring: IoUring,
+    flights: Vec<Option<Flight>>,
+    free: Vec<usize>,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Ring({} under way)", self.under_way())
+    }
+}
+
+impl Ring {
+    /// A ring for at most `most` operations at a time.
+    ///
+    /// # Errors
+    /// The system's: `ENOSYS` or `EPERM` where `io_uring` is not to be had.
+    pub fn new(most: u32) -> io::Result<Self> {
+        let most = most.next_power_of_two();
+        let build = |modern: bool| {
+            let mut builder = IoUring::builder();
+            if modern {
+                // Completions are worked off when we ask for them, not in between (Linux 6.1).
+                builder.setup_single_issuer().setup_defer_taskrun();
+            }
+            builder.build(most)
+        };
+        let ring = build(true).or_else(|_| build(false))?;
+        let most = most as usize;
+        Ok(Self { ring, flights: (0..most).map(|_| None).collect(), free: (0..most).rev().collect() })
+    }
+
+    /// How many operations are under way.
+    #[must_use]
+    pub fn under_way(&self) -> usize {
+        self.flights.len() - self.free.len()
+    }
+
+    /// Whether there is room for another one.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    /// Begin an operation. It is known by `token` when it ends, and begins at the latest with the next [`Ring::wait`].
+    ///
+    /// # Errors
+    /// The operation itself, if there is no room for it.
+    pub fn begin(&mut self, file: &Arc<File>, operation: Operation, token: u64) -> Result<(), Operation> {
+        let Some(slot) = self.free.pop() else { return Err(operation) };
+        let fd = types::Fd(file.as_raw_fd());
+        let (entry, buffer) = match operation {
+            Operation::Read { at, len, mut buffer } => {
+                let len = len.min(buffer.len()) as u32;
+                (opcode::Read::new(fd, buffer.as_mut_ptr(), len).offset(at).build(), Some(buffer))
+            }
+            Operation::Write { at, len, buffer } => {
+                let len = len.min(buffer.len()) as u32;
+                (opcode::Write::new(fd, buffer.as_ptr(), len).offset(at).build(), Some(buffer))
+            }
+            Operation::Sync => (opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(), None),
+            Operation::Allocate { mode, at, len } => {
+                (opcode::Fallocate::new(fd, len).offset(at).mode(mode).build(), None)
+            }
+        };
+        self.put(slot, &entry, Flight { token, buffer, _file: Held::File { _file: file.clone() } });
+        Ok(())
+    }
+
+    /// Tell by `token`, once, when `descriptor` can be read.
+    ///
+    /// # Errors
+    /// The token, if there is no room.
+    pub fn when_readable(&mut self, descriptor: &Arc<OwnedFd>, token: u64) -> Result<(), u64> {
+        let Some(slot) = self.free.pop() else { return Err(token) };
+        let entry = opcode::PollAdd::new(types::Fd(descriptor.as_raw_fd()), libc::POLLIN as u32).build();
+        let held = Held::Descriptor { _descriptor: descriptor.clone() };
+        self.put(slot, &entry, Flight { token, buffer: None, _file: held });
+        Ok(())
+    }
+
+    /// Do not wait any longer for what was begun as `token`: it ends soon, as it may.
+    pub fn cancel(&mut self, token: u64) {
+        let same = |flight: &Option<Flight>| flight.as_ref().is_some_and(|flight| flight.token == token);
+        let Some(slot) = self.flights.iter().position(same) else { return };
+        let entry = opcode::AsyncCancel::new(slot as u64).build().user_data(u64::MAX);
+        // SAFETY: the operation has neither a buffer nor a descriptor.
+        while unsafe { self.ring.submission().push(&entry) }.is_err() {
+            let _ = self.ring.submit();
+        }
+    }
+
+    fn put(&mut self, slot: usize, entry: &squeue::Entry, flight: Flight) {
+        let entry = entry.clone().user_data(slot as u64);
+        if let Some(place) = self.flights.get_mut(slot) {
+            *place = Some(flight);
+        }
+        // There are as many entries as flights; those that are waiting to be submitted are fewer.
+        // SAFETY: the buffer is owned by the flight until its completion was seen, and a flight that has not ended when the
+        // ring goes is leaked; the descriptor is held open by it.
+        while unsafe { self.ring.submission().push(&entry) }.is_err() {
+            let _ = self.ring.submit();
+        }
+    }
+
+    /// Submit what was begun, and wait until something has ended or `limit` has passed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        let waited = match limit {
+            None => self.ring.submit_and_wait(1),
+            Some(limit) => {
+                let limit = types::Timespec::from(limit);
+                let arguments = types::SubmitArgs::new().timespec(&limit);
+                self.ring.submitter().submit_with_args(1, &arguments)
+            }
+        };
+        match waited {
+            Ok(_) => Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Submit what was begun, without waiting.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.wait(Some(Duration::ZERO))
+    }
+
+    /// The operations that have ended.
+    pub fn ended(&mut self) -> Vec<Done> {
+        let (flights, free) = (&mut self.flights, &mut self.free);
+        let completions = self.ring.completion();
+        completions
+            .filter_map(|completion| {
+                let slot = completion.user_data() as usize;
+                let flight = flights.get_mut(slot)?.take()?;
+                free.push(slot);
+                let result = match completion.result() {
+                    failed if failed < 0 => Err(io::Error::from_raw_os_error(-failed)),
+                    moved => Ok(moved as usize),
+                };
+                Some(Done { token: flight.token, result, buffer: flight.buffer })
+            })
+            .collect()
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The kernel may still write these.
+        for flight in self.flights.drain(..).flatten() {
+            std::mem::forget(flight.buffer);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    fn all(ring: &mut Ring, count: usize) -> Vec<Done> {
+        let mut done = Vec::new();
+        while done.len() < count {
+            ring.wait(None).unwrap();
+            done.extend(ring.ended());
+        }
+        done.sort_by_key(|done| done.token);
+        done
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_every_operation_ends_once() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let mut ring = Ring::new(8).unwrap();
+        for n in 0..8u64 {
+            let mut buffer = Buffer::new(4096);
+            buffer.fill(n as u8 + 1);
+            ring.begin(&file, Operation::Write { at: n * 4096, len: 4096, buffer }, n).unwrap();
+        }
+        assert!(!ring.has_room());
+        let refused = ring.begin(&file, Operation::Sync, 9);
+        assert!(matches!(refused, Err(Operation::Sync)));
+        for done in all(&mut ring, 8) {
+            assert_eq!(done.result.unwrap(), 4096);
+            assert_eq!(done.buffer.unwrap()[0], done.token as u8 + 1);
+        }
+        ring.begin(&file, Operation::Sync, 1).unwrap();
+        ring.begin(&file, Operation::Read { at: 3 * 4096, len: 8192, buffer: Buffer::new(8192) }, 2).unwrap();
+        let [sync, read] = all(&mut ring, 2).try_into().unwrap();
+        assert_eq!(sync.result.unwrap(), 0);
+        let buffer = read.buffer.unwrap();
+        assert_eq!((buffer[0], buffer[4095], buffer[4096], buffer[8191]), (4, 4, 5, 5));
+        assert_eq!(ring.under_way(), 0);
+        // Beyond the end.
+        ring.begin(&file, Operation::Read { at: 1 << 20, len: 4096, buffer: Buffer::new(4096) }, 3).unwrap();
+        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap(), 0);
+    }
+
+    #[test]
+    fn a_hole_is_punched_and_what_fails_says_so() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(1 << 20).unwrap();
+        let mut ring = Ring::new(4).unwrap();
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        ring.begin(&file, Operation::Allocate { mode, at: 0, len: 4096 }, 1).unwrap();
+        assert!(all(&mut ring, 1).pop().unwrap().result.is_ok());
+        let unreadable = Arc::new(std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap());
+        ring.begin(&unreadable, Operation::Read { at: 0, len: 1, buffer: Buffer::new(1) }, 2).unwrap();
+        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::EBADF));
+    }
+
+    #[test]
+    fn a_wait_ends_with_its_limit_or_with_what_it_waits_for() {
+        let mut ring = Ring::new(4).unwrap();
+        ring.wait(Some(Duration::from_millis(1))).unwrap();
+        assert!(ring.ended().is_empty());
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let theirs = Arc::new(OwnedFd::from(theirs));
+        ring.when_readable(&theirs, 7).unwrap();
+        ring.submit().unwrap();
+        assert!(ring.ended().is_empty());
+        ring.cancel(7);
+        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::ECANCELED));
+        assert_eq!(ring.under_way(), 0);
+        ring.when_readable(&theirs, 7).unwrap();
+        ours.write_all(b"x").unwrap();
+        let [done] = all(&mut ring, 1).try_into().unwrap();
+        assert_eq!(done.token, 7);
+        assert!(done.result.is_ok());
+    }
+}

@@ -1,0 +1,113 @@
+//! `rekindle disk`.
+
+use crate::cli::{Disk, DiskAt, DiskLimit, DiskRate, DiskServe};
+use crate::output::{Output, bytes};
+use anyhow::Result;
+use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::engine::Settings;
+use rekindle_disk::engine::command::Status;
+use rekindle_disk::image::How;
+use rekindle_disk::limit::Limits;
+use rekindle_disk::server::{Service, serve};
+use serde_json::json;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+
+pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
+    match disk {
+        Disk::Serve(arguments) => return serve_disk(output, arguments),
+        Disk::Status(DiskAt { control }) => {
+            let status = Control::connect(&control)?.status()?;
+            output.result(&status, draw(&status))?;
+        }
+        Disk::Limit(DiskLimit { at: DiskAt { control }, rate }) => {
+            let Limits { bps, iops } = limits(&rate);
+            Control::connect(&control)?.ask::<()>(&Ask::Limit { bps, iops })?;
+            output.result(&json!({"bps": bps, "iops": iops}), "done")?;
+        }
+        Disk::Resize(DiskAt { control }) => {
+            let length: u64 = Control::connect(&control)?.ask(&Ask::Resize {})?;
+            output.result(&json!({"bytes": length}), format!("{} now", bytes(length)))?;
+        }
+        Disk::Keep(DiskAt { control }) => {
+            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep {})?;
+            output.result(
+                &json!({"blocks": blocks}),
+                format!("{} may be served to the next guest", bytes(blocks * 4096)),
+            )?;
+        }
+        Disk::Drop(DiskAt { control }) => {
+            Control::connect(&control)?.ask::<()>(&Ask::Drop {})?;
+            output.result(&json!({}), "done")?;
+        }
+        Disk::End(DiskAt { control }) => {
+            Control::connect(&control)?.ask::<()>(&Ask::End {})?;
+            output.result(&json!({}), "done")?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn limits(rate: &DiskRate) -> Limits {
+    Limits { bps: rate.bps.map(|bps| bps.as_u64()), iops: rate.iops }
+}
+
+fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
+    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, rate } = arguments;
+    let control = control.unwrap_or_else(|| {
+        let mut path = socket.clone().into_os_string();
+        path.push(".control");
+        PathBuf::from(path)
+    });
+    let settings = Settings { serial, limits: limits(&rate), map: !no_map, queues };
+    let how = How { readonly, direct: !buffered };
+    let service = Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), settings };
+    // An interrupt ends it as `rekindle disk end` does: when nothing is under way any more.
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    let handle = signals.handle();
+    let at = control.clone();
+    let waiting = thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            let ended: Result<(), ControlError> =
+                Control::connect(&at).and_then(|mut control| control.ask(&Ask::End {}));
+            if let Err(e) = ended {
+                tracing::debug!("it has ended already: {e}");
+            }
+        }
+    });
+    let said = json!({"socket": socket, "control": control, "image": image});
+    let text = format!("serving {} at {}", image.display(), socket.display());
+    let served = serve(service, || {
+        if let Err(e) = output.result(&said, text) {
+            tracing::debug!("nobody reads what is said: {e}");
+        }
+    });
+    handle.close();
+    let _ = waiting.join();
+    served?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn draw(status: &Status) -> String {
+    let Status { bytes: length, active, under_way, mapped, map_bytes, attic } = status;
+    let state = if *active { "in use" } else { "not in use" };
+    let mut text = format!(
+        "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
+        bytes(*length),
+        bytes(*mapped as u64 * 4096),
+        bytes(*map_bytes as u64)
+    );
+    if let Some((blocks, told)) = attic {
+        text += &format!(
+            "; of the guest before: {} left, {} served, {} not as on the disk, {} dropped for want of room",
+            bytes(*blocks as u64 * 4096),
+            bytes(told.served * 4096),
+            bytes(told.refused * 4096),
+            bytes(told.dropped * 4096)
+        );
+    }
+    text
+}
