@@ -111,7 +111,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert pause["ratio_2G"] == pytest.approx(1.535 / 4.035, rel=1e-3)
     assert (pause["n"], pause["met"], pause["verdict"]) == (8, True, "better")
     basic = found["pause_vs_basic"].as_json()
-    assert (basic["value"], basic["ratio_default"], basic["ratio_cow"]) == (0.06, 0.04, 0.06)
+    assert (basic["value"], basic["ratio_default_2s"], basic["ratio_cow_2s"]) == (0.06, 0.04, 0.06)
     assert basic["ours_is"] == "cow, every 2 s"
     assert found["bytes_vs_dirty"].value == pytest.approx(1.05)
     assert found["bytes_vs_dirty"].n == 4

@@ -238,6 +238,55 @@ fn what_was_there_before_the_guest_ran_is_overwritten() {
 }
 
 #[test]
+fn what_is_beside_a_page_that_was_waited_for_comes_too() {
+    let mut reader = Victim::reader(Kind::Shared, 3000);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern::default();
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (pager, source, end) = (&mut pager, &mut source, &end);
+        let serving = scope.spawn(move || pager.run_on_demand(source, end).unwrap());
+        let block = &reader.ram.blocks()[0];
+        // One page is read here, by its neighbours' reader: nothing else asks.
+        let mut byte = [0];
+        rekindle_kernel::memory::read(reader.process, block.address + 1000 * PAGE, &mut byte).unwrap();
+        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(block).unwrap());
+        wait_for(|| "its neighbours".into(), || (there() > 16 * PAGE).then_some(()));
+        end.store(true, Ordering::Relaxed);
+        let progress = serving.join().unwrap();
+        assert_eq!(progress.demanded, 1, "{progress:?}");
+        assert!(progress.filled > 0 && progress.left > 2900, "only its neighbours: {progress:?}");
+    });
+    reader.begin();
+    assert!(pager.run(&mut source, [], &never()).unwrap().complete);
+    assert!(reader.is_right());
+}
+
+#[test]
+fn what_was_put_ahead_is_not_asked_for_again() {
+    let mut reader = Victim::reader(Kind::Shared, 300);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern::default();
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let ahead: Vec<u64> = (0..300).filter(|page| page % 3 != 0).collect();
+    let mut content = [0; PAGE as usize];
+    for &page in &ahead {
+        source.page("ram", page, &mut content).unwrap();
+        pager.put_ahead("ram", page, &content).unwrap();
+        // It is there: another content does not count.
+        pager.put_ahead("ram", page, &[7; PAGE as usize]).unwrap();
+    }
+    pager.put_ahead("ram", 300, &content).unwrap();
+    pager.put_ahead("other", 0, &content).unwrap();
+    source.served = 0;
+    reader.begin();
+    assert!(pager.run(&mut source, [], &never()).unwrap().complete);
+    assert!(reader.is_right());
+    assert_eq!(source.served, 100, "the pages that were not put");
+}
+
+#[test]
 fn a_pager_that_is_told_to_end_ends_and_another_goes_on() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();

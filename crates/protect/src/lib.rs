@@ -14,16 +14,14 @@
 
 pub mod event;
 mod filling;
-
+mod first;
 pub mod pager;
 mod pause;
 pub mod policy;
 mod progress;
 pub mod protector;
-
 pub mod recipe;
 pub mod restore;
 mod runs;
-
 mod session;
 pub mod target;

@@ -31,6 +31,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 const LOOKED_AT: Duration = Duration::from_millis(100);
 /// The format that this Rekindle writes.
 const FORMAT: u32 = 1;
+const ZERO: Page = [0; PAGE_SIZE];
 
 /// Why a pager cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -240,7 +241,7 @@ impl PageSource for Source<'_> {
         let position = self.blocks.iter().position(|id| id == block).unwrap_or(usize::MAX);
         self.image.read_page(position, page, buffer)?;
         self.told = None;
-        Ok(Content::Data)
+        Ok(if *buffer == ZERO { Content::Zero } else { Content::Data })
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {

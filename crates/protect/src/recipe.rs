@@ -1,7 +1,8 @@
 //! How to build the VM of a checkpoint again.
 //!
 //! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
-//! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]).
+//! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
+//! ports of the agent's bus.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -9,8 +10,8 @@ use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The newest format that this Rekindle reads. It writes 1 where that says all, so that an older one understands it.
-pub const FORMAT: u32 = 2;
+/// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
+pub const FORMAT: u32 = 3;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +68,7 @@ impl Recipe {
         hardware.machine.clone_from(&theirs.machine);
         hardware.cpu.clone_from(&theirs.cpu);
         hardware.uuid = theirs.uuid;
+        hardware.agent_ports = theirs.agent_ports;
         let mut same = |what: &str, ours: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
             let (ours, theirs) = (format!("{ours:?}"), format!("{theirs:?}"));
             if ours != theirs {

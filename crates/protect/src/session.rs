@@ -1,13 +1,14 @@
 //! One QEMU being protected: its monitors, its memory, and what of it was written.
 
 mod compare;
+mod plan;
 
 use crate::event::Done;
 use crate::filling::Held;
+use crate::first;
 use crate::pager::FillError;
 use crate::pause::{Laps, Monitors, PauseError, Paused};
 use crate::policy::Policy;
-use crate::protector::{Disks, Failure, ProtectError};
 use crate::runs::{BATCH, batches, copy_all, merged, nothing, read, send, send_zeroes};
 use crate::target::{Target, TargetError};
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -15,7 +16,7 @@ use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
 use rekindle_qemu::foreign::{self, Facts};
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types;
@@ -29,10 +30,14 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+pub(crate) use plan::Plan;
+
 /// Pre-copy goes over dirty pages at most so often before the guest is stopped.
 const PASSES: u32 = 3;
 /// Fewer dirty bytes than these are copied while the guest is stopped: it takes less than a millisecond.
 const FEW: u64 = 1 << 20;
+/// After so many checkpoints it is asked again where the guest's devices have their rings: it may have been rebooted.
+const LOOK: u32 = 64;
 /// How long QEMU may take to greet.
 const GREETING: Duration = Duration::from_secs(5);
 
@@ -69,88 +74,6 @@ pub(crate) enum SessionError {
     /// A page that the guest was about to change could not be copied.
     #[error("a page could not be copied before the guest changed it")]
     Void(#[source] GuestRamError),
-}
-
-/// How a guest is to be protected, after it was looked at.
-#[derive(Debug)]
-pub(crate) struct Plan {
-    pub(crate) policy: Policy,
-    hook: Option<String>,
-    control: Qmp,
-    /// The guest has a device through which it gives memory back.
-    gives_back: bool,
-    /// Of an attached VM: nobody else takes checkpoints of it, or lets go of it.
-    protection: Option<Protection>,
-    /// Its devices and disks, which its command line says.
-    foreign: Option<(Box<Adopted>, Facts)>,
-}
-
-impl Plan {
-    /// Look at the guest.
-    pub(crate) fn of(target: &Target, wanted: Option<Policy>, disks: &Disks) -> Result<Self, Failure> {
-        let name = || target.name().to_owned();
-        let protection = match target.state().attached {
-            Some(_) => Some(Protection::take(target.rundir()).map_err(|e| ProtectError::session(target.name(), e))?),
-            None => None,
-        };
-        let found = target.vmm().adopt(GREETING);
-        let (adopted, mut control) = found.map_err(SessionError::from)?;
-        if !adopted.obstacles.is_empty() {
-            return Err(ProtectError::Obstacles { name: name(), obstacles: adopted.obstacles }.into());
-        }
-        let mut foreign = None;
-        if target.state().attached.is_some() {
-            // It may have been changed since it was attached to.
-            let found = foreign::of(&adopted, &mut control).map_err(SessionError::from)?;
-            if let Err(obstacles) = found {
-                return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
-            }
-            let facts = foreign::facts(&adopted, &mut control).map_err(SessionError::from)?;
-            foreign = Some((Box::new(adopted.clone()), facts));
-        }
-        let images = images(&mut control).map_err(SessionError::from)?;
-        let hook = match disks {
-            Disks::Refuse => {
-                if let Some(disk) = images.iter().find(|image| image.writable) {
-                    return Err(ProtectError::Disk { name: name(), disk: disk.file.clone() }.into());
-                }
-                None
-            }
-            Disks::CrashConsistent => None,
-            Disks::Hook(command) => Some(command.clone()),
-        };
-        let direct = images.iter().find(|image| image.direct);
-        let policy = match (wanted, direct) {
-            (Some(Policy::Precopy), Some(disk)) => {
-                return Err(ProtectError::Direct { name: name(), disk: disk.file.clone() }.into());
-            }
-            (Some(policy), _) => policy,
-            (None, Some(_)) => Policy::Cow,
-            (None, None) => Policy::Precopy,
-        };
-        Ok(Self { policy, hook, control, gives_back: adopted.gives_back, protection, foreign })
-    }
-}
-
-/// A disk image that QEMU has open for its guest.
-struct Image {
-    file: String,
-    writable: bool,
-    /// Opened with `O_DIRECT`: the kernel reads it into guest memory past QEMU's page tables.
-    direct: bool,
-}
-
-fn images(qmp: &mut Qmp) -> Result<Vec<Image>, QmpError> {
-    let devices: Vec<Value> = qmp.execute("query-block", ())?;
-    let image = |device: &Value| {
-        let inserted = device.get("inserted")?;
-        Some(Image {
-            file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
-            writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),
-            direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) != Some(false),
-        })
-    };
-    Ok(devices.iter().filter_map(image).collect())
 }
 
 /// Pages copied because the guest wanted to write them.
@@ -201,6 +124,8 @@ pub(crate) struct Session {
     /// A restore still fills.
     held: Option<Box<Held>>,
     foreign: Option<(Box<Adopted>, Facts)>,
+    /// What a restore needs first, and for how many checkpoints it is still taken to be so.
+    first: (Vec<first::Run>, u32),
     _protection: Option<Protection>,
 }
 
@@ -275,6 +200,7 @@ impl Session {
                 Begin::Anew | Begin::Resume => None,
             },
             foreign,
+            first: (Vec::new(), 0),
             _protection: protection,
         })
     }
@@ -329,6 +255,10 @@ impl Session {
         if let Some(change) = changes.first() {
             return Err(SessionError::Reshaped(format!("{change:?}")));
         }
+        self.first = match std::mem::take(&mut self.first) {
+            (_, 0) => (first::of(self.monitors.control(), &self.ram), LOOK),
+            (runs, left) => (runs, left - 1),
+        };
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
@@ -350,7 +280,7 @@ impl Session {
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
         let metadata = json!({
             "policy": self.policy, "stopped_us": paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
-            "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes,
+            "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (first::KEY): self.first.0,
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let now = host_us();

@@ -13,6 +13,10 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
+/// Ports of a new VM's agent bus: the first one is for a console, the second the agent's, and two are left, since a guest must never
+/// find another number.
+pub const AGENT_PORTS: u32 = 4;
+
 /// First PCI slots (of bus 0) by kind of device. Slot 0 is the host bridge, 0x1f the south bridge.
 const SLOT_VGA: u8 = 0x01;
 const SLOT_RNG: u8 = 0x02;
@@ -62,6 +66,10 @@ pub struct Hardware {
     /// earlier moment or was doubled: so it stays over every reboot. None: there is no such device.
     #[serde(default)]
     pub vm_generation: Option<Uuid>,
+    /// Ports that the agent's bus has room for. Each is two queues, which cost time with each save and load: [`AGENT_PORTS`] are
+    /// enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find another number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent_ports: Option<u32>,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
     /// Somebody else's command line, of which the machine is made instead of all this. Here are then its memory, networks,
@@ -293,7 +301,7 @@ impl Hardware {
         if self.agent {
             let socket = escaped_path(&directory.agent());
             line.add("-chardev", format!("socket,id=agent,path={socket},server=on,wait=off"));
-            line.device(SLOT_SERIAL, json!({"driver": "virtio-serial-pci", "id": "ports"}));
+            line.device(SLOT_SERIAL, Self::serial(self.agent_ports));
             let port = json!({"driver": "virtserialport", "bus": "ports.0", "nr": 1, "chardev": "agent",
                 "id": "agent-port", "name": "org.qemu.guest_agent.0"});
             line.add("-device", port.to_string());
@@ -315,6 +323,13 @@ impl Hardware {
             }
         }
         line.0
+    }
+
+    fn serial(ports: Option<u32>) -> Value {
+        match ports {
+            Some(ports) => json!({"driver": "virtio-serial-pci", "id": "ports", "max_ports": ports}),
+            None => json!({"driver": "virtio-serial-pci", "id": "ports"}),
+        }
     }
 
     /// The RAM blocks that are files in the RAM directory, which are brought on demand: their names.
@@ -465,6 +480,7 @@ mod tests {
             ],
             vga: true,
             agent: true,
+            agent_ports: Some(AGENT_PORTS),
             rng: true,
             vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
             extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
@@ -521,6 +537,19 @@ mod tests {
         let before: Hardware = serde_json::from_value(json).unwrap();
         assert_eq!(before, Hardware { vm_generation: None, ..hardware });
         assert!(!before.device_types().contains(&"vmgenid".to_owned()));
+    }
+
+    #[test]
+    fn the_agent_s_bus_keeps_the_ports_that_its_guest_knows() {
+        let before = Hardware { agent_ports: None, ..hardware() };
+        let line = |hardware: &Hardware| {
+            hardware.arguments(&Directory("/run".into()), Path::new("/run/log"), Start::Boot).join(" ")
+        };
+        assert!(line(&hardware()).contains(r#""max_ports":4"#));
+        assert!(!line(&before).contains("max_ports"), "an older one");
+        let mut json = serde_json::to_value(hardware()).unwrap();
+        json.as_object_mut().unwrap().remove("agent_ports").unwrap();
+        assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), before);
     }
 
     #[test]

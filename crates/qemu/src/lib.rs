@@ -13,6 +13,7 @@
 //! - [`adopt`]: a running QEMU that somebody else started;
 //! - [`userfaultfd`]: the right to make one, handed to a QEMU of another user;
 //! - [`ramblock`]: where its RAM blocks are;
+//! - [`rings`]: where the rings of its virtio devices are;
 //! - [`stopped`]: proof that its guest is stopped;
 //! - [`stream`]: QEMU's migration stream, as far as Rekindle writes and checks it;
 //! - [`incoming`]: such a stream read as it comes, with all of the RAM;
@@ -35,6 +36,7 @@ pub mod monitor;
 pub mod options;
 pub mod qmp;
 pub mod ramblock;
+pub mod rings;
 pub mod stopped;
 pub mod stream;
 pub mod transfer;

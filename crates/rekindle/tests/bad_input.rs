@@ -332,7 +332,8 @@ fn records_that_cannot_be_understood_are_named() {
     // One muddled VM does not hide the others.
     lab.rekindle(["ls"]).ok().says(&["clear", "state.json"]);
     assert_eq!(other.status(), "running");
-    fs::write(&path, String::from_utf8(whole.clone()).unwrap().replace("\"format\": 1", "\"format\": 99")).unwrap();
+    let newer = String::from_utf8(whole.clone()).unwrap().replace("\"format\": 3", "\"format\": 99");
+    fs::write(&path, newer).unwrap();
     guest.rekindle(&["show"]).status(1).says(&["newer Rekindle"]);
     fs::write(&path, &whole).unwrap();
     assert_eq!(guest.status(), "running");

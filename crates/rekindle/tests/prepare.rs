@@ -140,6 +140,12 @@ fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
     guest.verify();
     spare.wait_filled("ready");
     guest.verify();
+    // What was zero is not in its RAM: it takes no more of the host than it did.
+    let log = fs::read_to_string(spare.root.join("ready/pager.log")).unwrap();
+    let zero = log.lines().find_map(|line| line.split_once(" behind, ")?.1.strip_suffix(" zero")?.parse::<u64>().ok());
+    assert!(zero.is_some_and(|pages| pages > (32 << 20) / 4096), "{log}");
+    let [ram] = entries(&spare.root.join(".ram")).try_into().unwrap();
+    assert!(fs::metadata(&ram).unwrap().blocks() * 512 < 160 << 20, "{ram:?} is filled with zeroes");
     assert_eq!(spare.status("ready"), "running");
     assert_eq!(spare.json(&["show", "ready"])["prepared"], Value::Null);
     // It is a VM like any other: its VMM is replaced, and it is protected.
@@ -222,6 +228,37 @@ fn restore_elsewhere(spare: &Spare<'_>, arguments: &[&str]) -> Value {
     let restored = spare.json(arguments);
     assert_eq!(spare.status("moved"), "running");
     restored
+}
+
+#[test]
+fn a_checkpoint_that_comes_while_it_is_restored_is_the_one_that_counts() {
+    let lab = Lab::new();
+    let guest = lab.vm("late").net(Net::User(free_port())).boot(&[]);
+    let (spare, store) = (Spare::new(&lab), store(&lab));
+    let boot = guest.boot_id();
+    for _ in 0..4 {
+        // Its host is only thought to be dead.
+        let mut command = lab.command(["protect", "late", "--store", &store, "--every", "1ms", "--count", "100000"]);
+        let protector = command.spawn().unwrap();
+        let newest = || {
+            let listed = lab.rekindle(["--json", "store", "ls", &store]);
+            (listed.code == Some(0))
+                .then(|| listed.json()["checkpoints"].as_array()?.last()?["number"].as_u64())
+                .flatten()
+        };
+        let begun = newest().unwrap_or(0);
+        wait_for("some checkpoints", DEADLINE, || newest().filter(|newest| *newest > begun + 2));
+        spare.rekindle(&["restore", "late", "--store", &store, "--prepare"]).ok();
+        let restored = spare.json(&["restore", "late", "--store", &store]);
+        let ended = lab.wait(protector, "protect".into());
+        assert_eq!(ended.code, Some(1), "the older owner is refused: {ended}");
+        assert_eq!(newest(), restored["checkpoint"].as_u64(), "{restored}");
+        // Either it went into the QEMU that had waited, or why not is told.
+        assert_eq!(restored["prepared"] == true, restored["unused"].is_null(), "{restored}");
+        assert_eq!(guest.boot_id(), boot);
+        spare.rekindle(&["stop", "late", "--now"]).ok();
+    }
+    spare.is_empty();
 }
 
 #[test]

@@ -295,6 +295,7 @@ fn state(
         nets: foreign.networks.iter().map(net).collect(),
         vga: false,
         agent: foreign.agent.is_some(),
+        agent_ports: None,
         rng: false,
         vm_generation: generation,
         extra: Vec::new(),

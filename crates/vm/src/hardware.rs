@@ -2,7 +2,7 @@
 
 use crate::definition::{Accel, Definition, NetBackend, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
-use rekindle_qemu::command::{self, Hardware};
+use rekindle_qemu::command::{self, AGENT_PORTS, Hardware};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
@@ -91,6 +91,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         nets: nets.collect(),
         vga: definition.devices.vga,
         agent: definition.devices.agent,
+        agent_ports: Some(AGENT_PORTS),
         rng: definition.devices.rng,
         vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
         extra: definition.qemu_args.clone(),

@@ -13,8 +13,8 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The newest format that this Rekindle reads. It writes 1 where that says all, so that an older one understands it.
-pub const FORMAT: u32 = 2;
+/// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
+pub const FORMAT: u32 = 3;
 
 /// `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,7 +53,11 @@ pub struct Attached {
 /// The format in which a VM with this hardware is written down.
 #[must_use]
 pub fn format_of(hardware: &Hardware) -> u32 {
-    if hardware.foreign.is_some() { 2 } else { 1 }
+    match hardware {
+        Hardware { agent: true, agent_ports: Some(_), .. } => 3,
+        Hardware { foreign: Some(_), .. } => 2,
+        _ => 1,
+    }
 }
 
 /// A QEMU that waits with empty RAM, so that a restore is a load and a resume.

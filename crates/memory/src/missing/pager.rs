@@ -145,6 +145,8 @@ pub struct Pager {
     /// By block and page.
     pub(super) wanted: BTreeMap<(usize, u64), Wanted>,
     pub(super) progress: Progress,
+    /// Neighbours of pages that somebody waited for, the next ones last: what is beside them is wanted next.
+    pub(super) around: Vec<(usize, Range<u64>)>,
     /// Attempts for the batch behind, and when to try again.
     pub(super) behind: (u32, Instant),
     pub(super) buffer: Vec<u8>,
@@ -221,7 +223,8 @@ impl Pager {
         let behind = (0, Instant::now());
         let recording = remote.userfault.features() == RECORDING;
         let (remote, wanted) = (Some(remote), BTreeMap::new());
-        Self { process, remote, blocks, wanted, progress, behind, buffer: Vec::new(), recording }
+        let (around, buffer) = (Vec::new(), Vec::new());
+        Self { process, remote, blocks, wanted, progress, around, behind, buffer, recording }
     }
 
     /// How far it has come.
@@ -243,6 +246,25 @@ impl Pager {
             for run in there.iter().chain(&pages::complement(&inside, end - start)) {
                 paged.touched(run).for_each(|page| paged.set_done(page));
             }
+        }
+        Ok(())
+    }
+
+    /// Put a page (in units of 4 KiB) of the RAM block called `id` that nobody waits for yet. One that is there, or is part of a
+    /// larger page of the host, is left alone.
+    ///
+    /// # Errors
+    /// [`PagerError`]; it is as before.
+    pub fn put_ahead(&mut self, id: &str, page: u64, content: &Page) -> Result<(), PagerError> {
+        let block = self.blocks.iter().position(|paged| paged.id == id && paged.page == PAGE_SIZE as u64);
+        let Some(block) = block.filter(|block| self.blocks.get(*block).is_some_and(|paged| !paged.is_done(page)))
+        else {
+            return Ok(());
+        };
+        self.buffer.clear();
+        self.buffer.extend_from_slice(content);
+        if self.put(block, page..page + 1, Content::Data)? {
+            self.progress.filled += 1;
         }
         Ok(())
     }

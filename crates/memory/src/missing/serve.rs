@@ -13,6 +13,12 @@ use std::time::{Duration, Instant};
 
 /// Bytes that are brought at a time when nobody waits. Small, because who comes meanwhile waits for them.
 const BATCH: u64 = 256 << 10;
+/// Pages to either side of one that somebody waited for that are brought next: they are wanted next (HydraVM, figure 5).
+const AROUND: u64 = 16;
+/// So many of them at a time, nearest first.
+const STEP: u64 = 8;
+/// Runs of neighbours that are kept in mind; older ones come with the rest.
+const MOST_AROUND: usize = 64;
 /// How long the pager sleeps at most before it looks whether it is to end.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -52,7 +58,10 @@ impl Pager {
             if self.remote.is_none() {
                 break;
             }
-            if Instant::now() >= self.behind.1 && self.due().is_none() && !self.bring_some(&mut order, source)? {
+            if self.due().is_some() || Instant::now() < self.behind.1 || self.bring_around(source)? {
+                continue;
+            }
+            if !self.bring_some(&mut order, source)? {
                 match last() {
                     Last::Release => self.release()?,
                     Last::HandedOver => self.let_go()?,
@@ -68,8 +77,8 @@ impl Pager {
         Ok(self.progress())
     }
 
-    /// Serve who waits, and bring nothing behind, until `end` is set: while a guest is being brought to run, whatever else is
-    /// fetched would be in the way. Another pager can take over then.
+    /// Serve who waits, and bring what is beside those pages, but nothing else, until `end` is set: while a guest is being
+    /// brought to run, whatever else is fetched would be in the way. Another pager can take over then.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered.
@@ -78,8 +87,13 @@ impl Pager {
         const TICK: Duration = Duration::from_millis(2);
         while !end.load(Ordering::Relaxed) && self.remote.is_some() {
             let next = self.wanted.values().map(|wanted| wanted.due).min();
+            let around = (!self.around.is_empty()).then_some(self.behind.1);
+            let next = next.into_iter().chain(around).min();
             self.events(next.map_or(TICK, |next| next.saturating_duration_since(Instant::now()).min(TICK)))?;
             self.serve(source)?;
+            if self.due().is_none() && Instant::now() >= self.behind.1 {
+                self.bring_around(source)?;
+            }
         }
         Ok(self.progress())
     }
@@ -159,7 +173,8 @@ impl Pager {
         while let Some((block, page)) = self.due() {
             let Some(paged) = self.blocks.get(block) else { break };
             // Asked for although it is done: it came meanwhile, is a zero that was left out, or was given back.
-            let content = if paged.is_done(page) {
+            let done = paged.is_done(page);
+            let content = if done {
                 self.buffer.clear();
                 self.buffer.resize(paged.page as usize, 0);
                 Ok(Content::Zero)
@@ -175,6 +190,9 @@ impl Pager {
                             since.map_or(0, |since| u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX));
                         self.progress.worst_ns = self.progress.worst_ns.max(took);
                         self.progress.demanded += 1;
+                        if !done {
+                            self.look_around(block, page);
+                        }
                     }
                 }
                 Err((at, e)) => {
@@ -192,7 +210,7 @@ impl Pager {
     }
 
     /// Put what is in the buffer to some pages, and wake who waits. `false`: mappings are changing, try again.
-    fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
+    pub(super) fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
         let (Some(remote), Some(paged)) = (&self.remote, self.blocks.get_mut(block)) else { return Ok(true) };
         let addresses = paged.addresses(&pages);
         if content == Content::Zero && self.recording {
@@ -234,6 +252,31 @@ impl Pager {
         Ok(true)
     }
 
+    /// Note the neighbours of a page.
+    fn look_around(&mut self, block: usize, page: u64) {
+        let Some(paged) = self.blocks.get(block).filter(|paged| paged.page == PAGE_SIZE as u64) else { return };
+        for distance in (0..AROUND / STEP).rev() {
+            let before = page.saturating_sub((distance + 1) * STEP)..page.saturating_sub(distance * STEP);
+            let after = page + 1 + distance * STEP..(page + 1 + (distance + 1) * STEP).min(paged.pages());
+            self.around.extend([before, after].into_iter().filter(|run| !run.is_empty()).map(|run| (block, run)));
+        }
+        let old = self.around.len().saturating_sub(MOST_AROUND);
+        self.around.drain(..old);
+    }
+
+    /// Bring the next neighbours of a page that somebody waited for. `false`: there are none left.
+    fn bring_around<S: PageSource>(&mut self, source: &mut S) -> Result<bool, PagerError> {
+        while let Some((block, run)) = self.around.pop() {
+            let Some(pages) = self.blocks.get(block).and_then(|paged| paged.next_missing(&run, STEP)) else { continue };
+            if pages.end < run.end {
+                self.around.push((block, pages.end..run.end));
+            }
+            self.bring(block, pages, source)?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
     /// Bring the next pages behind. `false`: there are none left.
     fn bring_some<S: PageSource>(
         &mut self,
@@ -257,19 +300,24 @@ impl Pager {
                 _ => order.pop_front(),
             };
         };
-        let (block, pages) = next;
+        self.bring(next.0, next.1, source)?;
+        Ok(true)
+    }
+
+    /// Fetch and put pages that nobody waits for. What cannot be had is left for later.
+    fn bring<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<(), PagerError> {
         match self.fetch(block, pages.clone(), source) {
             Ok(contents) => {
                 self.behind.0 = 0;
-                self.put_behind(block, pages, &contents)?;
+                self.put_behind(block, pages, &contents)
             }
             Err((at, e)) => {
                 self.behind.0 += 1;
                 let wait = self.patience(block, at, e, self.behind.0, source)?;
                 self.behind.1 = Instant::now() + wait;
+                Ok(())
             }
         }
-        Ok(true)
     }
 
     /// Put a batch: runs of pages with data; zeroes are left out, and read as such at the end.

@@ -2,12 +2,16 @@
 //! without a base index, the index itself. It is read while QEMU starts.
 
 use super::{Request, RestoreError};
+use crate::first;
 use crate::recipe::Recipe;
+use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::types::{PAGE_SIZE, Page};
+use rekindle_store::types::{PAGE_SIZE, Page, Vm};
 use rekindle_store::{Image, Which, admin};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
+use std::thread;
 
 const ZERO: Page = [0; PAGE_SIZE];
 
@@ -33,52 +37,102 @@ pub(super) struct Ahead {
     pub(super) image: Image,
     /// The names of the blocks that are brought on demand.
     pub(super) paged: Vec<String>,
-    /// All pages of the others that are not zero: block, page, content.
-    pages: Vec<(usize, u64, Box<Page>)>,
     devices: Vec<u8>,
+    /// None: to be read while something else is waited for.
+    pages: Option<Pages>,
 }
 
-/// Become the store's owner: a host that was declared dead and is not can commit nothing any more. What it has committed
-/// until then counts: if that is a newer checkpoint, it is taken. Then read what is needed at once.
-pub(super) fn fetch(chosen: Chosen, request: &Request, name: &str) -> Result<Ahead, RestoreError> {
-    let Chosen { mut image, recipe } = chosen;
-    let fenced = admin::fence(&request.store, image.vm(), &format!("restore {name}"), request.identity.as_ref())?;
-    if request.at.is_none() && fenced.newest != image.info().number {
+/// Pages that are read at once.
+#[derive(Debug)]
+struct Pages {
+    /// All pages of the blocks that are not brought on demand that are not zero.
+    small: first::Pages,
+    /// Pages of the others which QEMU itself looks at when it loads the devices.
+    first: first::Pages,
+}
+
+/// Become the store's owner: a host that was declared dead and is not can commit nothing any more. Gives the newest checkpoint
+/// that was committed until then.
+fn fence(request: &Request, vm: &Vm, name: &str) -> Result<u64, RestoreError> {
+    Ok(admin::fence(&request.store, vm, &format!("restore {name}"), request.identity.as_ref())?.newest)
+}
+
+/// Become the store's owner beside a load of checkpoint `number`, which counts only if this says so.
+pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, name: &str) -> Result<(), RestoreError> {
+    match fence(request, vm, name)? {
+        newest if request.at.is_none() && newest != number => Err(RestoreError::Newer { name: name.into(), newest }),
+        _ => Ok(()),
+    }
+}
+
+/// Become the store's owner; what was committed until then counts: if that is a newer checkpoint, it is taken. Then read what
+/// is needed at once.
+pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result<Ahead, RestoreError> {
+    let newest = fence(request, chosen.image.vm(), name)?;
+    if request.at.is_none() && newest != chosen.image.info().number {
         let newer = Chosen::open(request)?;
-        if newer.recipe != recipe {
+        if newer.recipe != chosen.recipe {
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
-        image = newer.image;
+        chosen = newer;
     }
+    let ahead = read(chosen)?;
+    let (small, first) = thread::scope(|scope| {
+        let first = scope.spawn(|| ahead.read_first());
+        (ahead.read_small(), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let small = small?;
+    Ok(Ahead { pages: Some(Pages { small, first }), ..ahead })
+}
+
+/// Read the devices. What else is needed at once is read when it is asked for.
+pub(super) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
+    let Chosen { image, recipe } = chosen;
     let devices = image.devices()?;
     stream::check(&devices)?;
-    let blocks = &image.info().blocks;
-    let paged = recipe.hardware.ram_ids();
-    let mut pages = Vec::new();
-    for (index, block) in blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id)) {
-        let all: Vec<_> = (0..block.pages()).map(|page| (index, page)).collect();
-        image.read_many(&all, |(index, page), content| {
-            if *content != ZERO {
-                pages.push((index, page, Box::new(*content)));
-            }
-        })?;
-    }
-    Ok(Ahead { image, paged, pages, devices })
+    Ok(Ahead { image, paged: recipe.hardware.ram_ids(), devices, pages: None })
 }
 
 impl Ahead {
+    fn read_small(&self) -> Result<first::Pages, RestoreError> {
+        let blocks = self.image.info().blocks.iter().enumerate().filter(|(_, block)| !self.paged.contains(&block.id));
+        let all: Vec<_> = blocks.flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page))).collect();
+        Ok(first::together(&self.image, &all, |content| *content != ZERO)?)
+    }
+
+    fn read_first(&self) -> first::Pages {
+        first::read(&self.image, &self.paged)
+    }
+
+    /// The pages that QEMU looks at first.
+    pub(super) fn first(&self) -> Cow<'_, first::Pages> {
+        self.pages.as_ref().map_or_else(|| Cow::Owned(self.read_first()), |pages| Cow::Borrowed(&pages.first))
+    }
+
+    /// Put them.
+    pub(super) fn put_first(&self, first: &first::Pages, pager: &mut Pager) -> Result<(), PagerError> {
+        first.iter().try_for_each(|(block, page, content)| {
+            let id = self.image.info().blocks.get(*block).map_or("", |block| &block.id);
+            pager.put_ahead(id, *page, content)
+        })
+    }
+
     /// The stream for a QEMU whose RAM is `ram`: all blocks but those that are brought on demand, and the devices.
     ///
     /// QEMU's own copy of a block starts as zeroes, or as what a firmware file holds. So zeroes are sent too, but only where
     /// there is something to be overwritten: a video memory of 16 MiB has hardly anything in it.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
+        let pages = match &self.pages {
+            Some(pages) => Cow::Borrowed(&pages.small),
+            None => Cow::Owned(self.read_small()?),
+        };
         let blocks = &self.image.info().blocks;
         let small = || blocks.iter().enumerate().filter(|(_, block)| !self.paged.contains(&block.id));
         let mut part = stream::HEADER.to_vec();
         let sizes: Vec<_> = small().map(|(_, block)| (block.id.as_str(), block.used)).collect();
         let mut section = RamSection::start(&mut part, sizes.into_iter());
         for (index, block) in small() {
-            let mine = self.pages.iter().filter(|(of, _, _)| *of == index);
+            let mine = pages.iter().filter(|(of, _, _)| *of == index);
             let sent: BTreeSet<u64> = mine.clone().map(|(_, page, _)| *page).collect();
             let ours = ram.blocks().iter().find(|ours| ours.told.id == block.id);
             let there = ours.map(|ours| ram.populated(ours)).transpose()?.unwrap_or_default();

@@ -113,11 +113,15 @@ struct OnDemand<'scope, 'env> {
     _lock: File,
 }
 
-/// Load the checkpoint and let the guest go.
+/// Becoming the store's owner, under way beside the load.
+pub(super) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
+
+/// Load the checkpoint and let the guest go, once `fence` says that the store is ours and the checkpoint its newest.
 pub(super) fn go(
     place: &Place<'_>,
     waiting: Waiting,
     ahead: &Ahead,
+    fence: Option<Fence<'_>>,
     request: &Request,
     recorder: &mut Recorder,
     began: Instant,
@@ -126,18 +130,30 @@ pub(super) fn go(
     let info = ahead.image.info();
     same_processors(&mut qmp, &place.state.hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &ahead.paged)?;
-    let stream = ahead.stream(&ram)?;
-    // From here on whoever touches a missing page waits.
-    let mut silent = |_: &_| {};
-    let mut source = Source::new(&ahead.image, &mut silent);
-    let chosen = |id: &str| ahead.paged.iter().any(|paged| paged == id);
-    let mut pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut source, None)?;
+    let unloaded = |source| {
+        let said = log_tail(&vmm.directory(), 10);
+        RestoreError::Load { name: place.rundir.name().to_owned(), number: info.number, said, source }
+    };
+    let (stream, mut pager, mut feed) = thread::scope(|scope| {
+        let stream = scope.spawn(|| ahead.stream(&ram));
+        let first = scope.spawn(|| ahead.first());
+        // From here on whoever touches a missing page waits.
+        let mut silent = |_: &_| {};
+        let mut source = Source::new(&ahead.image, &mut silent);
+        let chosen = |id: &str| ahead.paged.iter().any(|paged| paged == id);
+        let mut pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut source, None)?;
+        let feed = Feed::open(&mut qmp, &[]).map_err(&unloaded)?;
+        let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        ahead.put_first(&first, &mut pager)?;
+        let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        Ok::<_, RestoreError>((stream, pager, feed))
+    })?;
     let (store, identity, paged) = (request.store.clone(), request.identity.as_ref(), ahead.paged.clone());
     Fill::new(store, identity, info, vmm.clone(), &ram, paged).write(&place.rundir)?;
     fault::point("restore.renew.registered", None, Some(&vmm));
     recorder.step("register its memory");
 
-    let (name, directory) = (place.rundir.name().to_owned(), vmm.directory());
+    let name = place.rundir.name().to_owned();
     let end = AtomicBool::new(false);
     // The thread that serves keeps nothing of what a failed restore gives back.
     let image = &ahead.image;
@@ -151,21 +167,19 @@ pub(super) fn go(
         let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
 
         recorder.phase(Phase::Renew);
-        let loaded = Feed::open(&mut qmp, &[]).and_then(|mut feed| {
-            feed.write(&stream)?;
-            drop(feed);
-            wait_loaded(&mut qmp, LOAD)
-        });
-        loaded.map_err(|source| {
-            let said = log_tail(&directory, 10);
-            RestoreError::Load { name: name.clone(), number: info.number, said, source }
-        })?;
+        feed.write(&stream).map_err(&unloaded)?;
+        drop(feed);
+        wait_loaded(&mut qmp, LOAD).map_err(&unloaded)?;
         fault::point("restore.renew.loaded", None, Some(&vmm));
         recorder.step("load its devices");
         if let Some(on_demand) = on_demand.take_if(|_| request.eager) {
             hand_over(&place.rundir, on_demand);
             wait_filled(&place.rundir, &vmm)?;
             recorder.step("bring its memory");
+        }
+        if let Some(fence) = fence {
+            fence.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            recorder.step("own the store");
         }
         recorder.phase(Phase::Resume);
         journal.advance(Step::Resume).map_err(journalled(&place.rundir))?;

@@ -83,6 +83,14 @@ pub enum RestoreError {
         /// The checkpoint.
         number: u64,
     },
+    /// The store has got a newer checkpoint while one was being loaded.
+    #[error("checkpoint {newest} of {name} came while the one before it was being loaded; try again")]
+    Newer {
+        /// The VM.
+        name: String,
+        /// The newest one.
+        newest: u64,
+    },
     /// It cannot run here.
     #[error(transparent)]
     Life(#[from] LifeError),
@@ -206,13 +214,22 @@ pub struct Restored {
 /// [`RestoreError`].
 pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, RestoreError> {
     let began = Instant::now();
+    let mut late = None;
     for _ in 1..TRIES {
         match once(host, name, request, began) {
             Err(RestoreError::Changed { .. }) => {}
-            other => return other,
+            // It had been given to the QEMU that was prepared.
+            Err(e @ RestoreError::Newer { .. }) => late = Some(e.to_string()),
+            other => return other.map(|restored| told(restored, late)),
         }
     }
-    once(host, name, request, began)
+    once(host, name, request, began).map(|restored| told(restored, late))
+}
+
+/// With why what was prepared was of no use.
+fn told(restored: Restored, late: Option<String>) -> Restored {
+    let unused = restored.unused.or(late);
+    Restored { unused, ..restored }
 }
 
 fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<Restored, RestoreError> {
@@ -293,7 +310,7 @@ fn fresh(
         recorder.step("start QEMU");
         let ahead = ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read its devices");
-        go::go(place, waiting, &ahead, request, recorder, began)
+        go::go(place, waiting, &ahead, None, request, recorder, began)
     })
 }
 

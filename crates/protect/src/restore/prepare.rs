@@ -200,22 +200,29 @@ pub(super) fn resume_in(
     // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
     // waits on whatever happens.
     plan.check_room()?;
-    let ahead = checkpoint::fetch(chosen, request, site.rundir.name())?;
-    recorder.step("read its devices");
-    let place = site.place_of(plan);
-    let journal = place.claim(&prepared.vmm)?;
-    fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
-    let Ready { qmp, ram } = ready;
-    let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };
-    recorder.step("claim its RAM");
-    match go::go(&place, waiting, &ahead, request, &mut recorder, began) {
-        Ok(restored) => {
-            recorder.write(&place.rundir);
-            Ok(restored)
+    let name = site.rundir.name().to_owned();
+    let (vm, number) = (chosen.image.vm().clone(), chosen.image.info().number);
+    thread::scope(|scope| {
+        // It waits for the store's disk several times. Whether that comes before the load or beside it nobody sees, as long as
+        // the guest does not run before.
+        let fence = scope.spawn(|| checkpoint::fence_beside(request, &vm, number, &name));
+        let ahead = checkpoint::read(chosen)?;
+        recorder.step("read its devices");
+        let place = site.place_of(plan);
+        let journal = place.claim(&prepared.vmm)?;
+        fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
+        let Ready { qmp, ram } = ready;
+        let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };
+        recorder.step("claim its RAM");
+        match go::go(&place, waiting, &ahead, Some(fence), request, &mut recorder, began) {
+            Ok(restored) => {
+                recorder.write(&place.rundir);
+                Ok(restored)
+            }
+            Err(e) => {
+                place.undo();
+                Err(e)
+            }
         }
-        Err(e) => {
-            place.undo();
-            Err(e)
-        }
-    }
+    })
 }

@@ -232,12 +232,18 @@ fn seen_by_guest(qmp: &mut Qmp) -> Result<BTreeSet<u64>, LocateError> {
     let pieces: BTreeSet<_> = text.lines().filter_map(piece).collect();
     let mut bases = BTreeSet::new();
     for (address, offset) in pieces {
-        let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
-        // It says so where the guest has changed its memory map meanwhile.
-        let host = text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok());
+        // None where the guest has changed its memory map meanwhile.
+        let host = host_address(qmp, address)?;
         bases.extend(host.and_then(|host| host.checked_sub(offset)));
     }
     Ok(bases)
+}
+
+/// Where an address of the guest is in QEMU: `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`. `None` where there is
+/// no memory.
+pub(crate) fn host_address(qmp: &mut Qmp, address: u64) -> Result<Option<u64>, QmpError> {
+    let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
+    Ok(text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok()))
 }
 
 /// Guest address and offset in the block: `0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000`.

@@ -6,6 +6,7 @@
 
 mod locate;
 
+pub(crate) use locate::host_address;
 pub use locate::{LocateError, locate};
 
 use crate::qmp::{Qmp, QmpError};

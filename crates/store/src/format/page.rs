@@ -70,7 +70,11 @@ impl Packer {
 /// What is wrong with it; the page is then not to be used.
 pub fn unpack(digester: Digester, stored: &[u8], digest: u64, page: &mut Page) -> Result<(), &'static str> {
     match stored.len() {
-        0 => *page = ZERO,
+        // Zeroes, whose digest is 0 and nothing else's.
+        0 => {
+            *page = ZERO;
+            return if digest == 0 { Ok(()) } else { Err("nothing is stored of it, and it is not zero") };
+        }
         PAGE_SIZE => page.copy_from_slice(stored),
         _ => match decompress_into(stored, page) {
             Ok(PAGE_SIZE) => {}

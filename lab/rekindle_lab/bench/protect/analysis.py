@@ -99,8 +99,21 @@ def _pauses(frame: pd.DataFrame, found: Found) -> None:
             f"{worst_how}, every {EVERY_S:g} s",
             "basic",
             of_peer=False,
-            extra={f"ratio_{how}": median(values) / median(basic) for how, values in known.items()},
+            extra=_by_interval(frame),
         )
+
+
+def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
+    """The pause of each policy against `basic`, for every interval."""
+    ratios = {}
+    for every in sorted(frame.loc[frame["case"] == "intervals", "every_s"].dropna().unique()):
+        where = {"workload": "compile", "store": "disk", "every_s": every}
+        basic = stopped_ms(frame, "intervals", "basic", **where)
+        for how in (DEFAULT, "cow"):
+            ours = stopped_ms(frame, "intervals", how, **where)
+            if ours and basic:
+                ratios[f"ratio_{how}_{every:g}s"] = median(ours) / median(basic)
+    return ratios
 
 
 def _bytes(frame: pd.DataFrame, found: Found) -> None:

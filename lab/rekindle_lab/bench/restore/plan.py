@@ -44,13 +44,13 @@ class Plan:
 FULL = Plan(
     restore={
         512: {"lazy": 20, "eager": 8, "incoming": 8},
-        2048: {"lazy": 10, "eager": 4, "incoming": 4},
+        2048: {"lazy": 8, "eager": 3, "incoming": 3},
         8192: {"lazy": 20, "eager": 2, "incoming": 2},
     },
     touch={2048: "1G", 8192: "2G"},
     stores=("disk", "slow", "tls"),
-    store_restores=10,
-    prepared=20,
+    store_restores=6,
+    prepared=16,
     after={"compile": 3, "transcode": 4},
     pieces={"compile": Piece(676, 20, first=636), "transcode": Piece(1000, 500)},
     units=Units(100, 400),

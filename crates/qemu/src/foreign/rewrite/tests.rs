@@ -43,6 +43,7 @@ fn hardware(foreign: Foreign) -> Hardware {
         nets: nets.collect(),
         vga: false,
         agent: false,
+        agent_ports: None,
         rng: false,
         vm_generation: Some(uuid::Uuid::from_u128(7)),
         extra: Vec::new(),

@@ -1,0 +1,114 @@
+//! The pages that QEMU itself looks at when it loads a guest's devices: the rings of its virtio devices.
+//!
+//! Each that is missing then costs a fault and a read of the store, one after the other, while the guest waits. So a
+//! checkpoint says which they are (`first` in its metadata), and a restore reads them together, while QEMU is made ready. It is
+//! a hint: what is missing in it, or wrong, costs time only.
+
+use rekindle_kernel::memory::PAGE_SIZE;
+use rekindle_memory::ram::GuestRam;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::rings;
+use rekindle_store::types::Page;
+use rekindle_store::{Image, StoreError};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+/// Key in the metadata of a checkpoint.
+pub(crate) const KEY: &str = "first";
+/// More pages than these are not worth it.
+const MOST: usize = 1024;
+/// Reads that are under way at a time.
+const READERS: usize = 4;
+/// Parts that are read one by one.
+const PARTS: usize = 32;
+
+/// Pages with their content: block, page, content.
+pub(crate) type Pages = Vec<(usize, u64, Box<Page>)>;
+
+/// Pages that follow one another: block, first page, how many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Run(usize, u64, u64);
+
+/// The pages that the QEMU behind `qmp` would look at first; none if it does not tell.
+pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
+    let ranges = rings::of(qmp).unwrap_or_else(|e| {
+        tracing::debug!("where the rings of its virtio devices are is not known: {e}");
+        Vec::new()
+    });
+    let page = PAGE_SIZE as u64;
+    let mut pages = BTreeSet::new();
+    for range in ranges {
+        let mut blocks = ram.blocks().iter().enumerate();
+        let Some((index, block)) = blocks.find(|(_, block)| block.used().contains(&range.start)) else { continue };
+        let end = range.end.min(block.used().end);
+        pages.extend(((range.start - block.address) / page..(end - block.address).div_ceil(page)).map(|n| (index, n)));
+    }
+    let mut runs: Vec<Run> = Vec::new();
+    for (block, page) in pages.into_iter().take(MOST) {
+        match runs.last_mut().filter(|Run(of, first, count)| *of == block && first + *count == page) {
+            Some(Run(_, _, count)) => *count += 1,
+            None => runs.push(Run(block, page, 1)),
+        }
+    }
+    runs
+}
+
+/// Read those that the checkpoint names, of the blocks `paged`. What cannot be read comes when it is asked for.
+pub(crate) fn read(image: &Image, paged: &[String]) -> Pages {
+    let runs: Vec<Run> = match image.metadata() {
+        Ok(metadata) => metadata.get(KEY).cloned().map(serde_json::from_value).and_then(Result::ok).unwrap_or_default(),
+        Err(e) => {
+            tracing::debug!("what is needed first is not known: {e}");
+            return Pages::new();
+        }
+    };
+    let blocks = &image.info().blocks;
+    let there =
+        |block: usize| blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages());
+    let pages: Vec<(usize, u64)> = runs
+        .iter()
+        .flat_map(|&Run(block, first, count)| {
+            (first..first.saturating_add(count).min(there(block))).map(move |page| (block, page))
+        })
+        .take(MOST)
+        .collect();
+    together(image, &pages, |_| true).unwrap_or_else(|e| {
+        tracing::debug!("what is needed first could not be read: {e}");
+        Pages::new()
+    })
+}
+
+/// Read pages, several parts at a time: a disk does several reads as fast as one. Gives those that `keep` says, in the order
+/// asked for.
+pub(crate) fn together(
+    image: &Image,
+    pages: &[(usize, u64)],
+    keep: impl Fn(&Page) -> bool + Sync,
+) -> Result<Pages, StoreError> {
+    let next = AtomicUsize::new(0);
+    let read = |part: &[(usize, u64)]| {
+        let mut read = Pages::new();
+        let take = |(block, page), content: &Page| {
+            if keep(content) {
+                read.push((block, page, Box::new(*content)));
+            }
+        };
+        image.read_many(part, take).map(|()| read)
+    };
+    let part = pages.len().div_ceil(PARTS).max(1);
+    let parts: Vec<_> = pages.chunks(part).map(|part| (part, OnceLock::new())).collect();
+    thread::scope(|scope| {
+        for _ in 0..READERS.min(parts.len()) {
+            scope.spawn(|| {
+                while let Some((part, done)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let _ = done.set(read(part));
+                }
+            });
+        }
+    });
+    let done = parts.into_iter().filter_map(|(_, done)| done.into_inner());
+    done.collect::<Result<Vec<_>, _>>().map(|parts| parts.into_iter().flatten().collect())
+}

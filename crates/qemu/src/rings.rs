@@ -1,0 +1,81 @@
+//! Where the rings of a guest's virtio devices are: memory that QEMU itself looks at when it loads them.
+
+use crate::qmp::{Qmp, QmpError};
+use crate::ramblock::host_address;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Bytes of a page.
+const PAGE: u64 = 4096;
+
+/// The rings of all virtio devices, as whole pages at addresses in QEMU. A device that the guest does not use has none.
+///
+/// The answer is as of now: a guest that resets a device may put its rings elsewhere.
+///
+/// # Errors
+/// [`QmpError::Refused`] by a QEMU that does not tell (`x-query-virtio`, QEMU 7.2); when QEMU does not answer.
+pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
+    let devices: Vec<Value> = qmp.execute("x-query-virtio", ())?;
+    let mut pages = BTreeSet::new();
+    for path in devices.iter().filter_map(|device| device.get("path")) {
+        let status: Value = qmp.execute("x-query-virtio-status", json!({ "path": path }))?;
+        let queues = status.get("num-vqs").and_then(Value::as_u64).unwrap_or(0);
+        for queue in 0..queues {
+            let told: Value = qmp.execute("x-query-virtio-queue-status", json!({ "path": path, "queue": queue }))?;
+            for ring in parts(&told) {
+                pages.extend((ring.start / PAGE..ring.end.div_ceil(PAGE)).map(|page| page * PAGE));
+            }
+        }
+    }
+    let pages: Vec<u64> = pages.into_iter().collect();
+    let mut found = Vec::new();
+    addresses(qmp, &pages, &mut found)?;
+    Ok(found)
+}
+
+/// Descriptors, available and used ring of a split queue in guest memory (virtio 1.2, 2.7). What a packed one has is not more.
+fn parts(queue: &Value) -> Vec<Range<u64>> {
+    let number = |key: &str| queue.get(key).and_then(Value::as_u64).unwrap_or(0);
+    let entries = number("vring-num").min(1 << 15);
+    let parts = [("vring-desc", 16 * entries), ("vring-avail", 6 + 2 * entries), ("vring-used", 6 + 8 * entries)];
+    let parts = parts.map(|(key, bytes)| number(key)..number(key).saturating_add(bytes));
+    parts.into_iter().filter(|part| part.start != 0).collect()
+}
+
+/// Where some pages of the guest, in order, are in QEMU. Those between two that lie as far from one another in QEMU as in
+/// the guest are taken to lie between them.
+fn addresses(qmp: &mut Qmp, pages: &[u64], found: &mut Vec<Range<u64>>) -> Result<(), QmpError> {
+    let (Some(first), Some(last)) = (pages.first(), pages.last()) else { return Ok(()) };
+    let (Some(from), Some(to)) = (host_address(qmp, *first)?, host_address(qmp, *last)?) else {
+        return match pages {
+            [_] => Ok(()),
+            _ => halves(qmp, pages, found),
+        };
+    };
+    if to.wrapping_sub(from) != last - first {
+        return halves(qmp, pages, found);
+    }
+    found.extend(pages.iter().map(|page| from + (page - first)..from + (page - first) + PAGE));
+    Ok(())
+}
+
+fn halves(qmp: &mut Qmp, pages: &[u64], found: &mut Vec<Range<u64>>) -> Result<(), QmpError> {
+    let (before, after) = pages.split_at(pages.len() / 2);
+    addresses(qmp, before, found)?;
+    addresses(qmp, after, found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_has_three_parts_and_an_unused_one_none() {
+        let queue = json!({"vring-num": 256, "vring-desc": 0x1000, "vring-avail": 0x2000, "vring-used": 0x3000});
+        assert_eq!(parts(&queue), [0x1000..0x2000, 0x2000..0x2000 + 518, 0x3000..0x3000 + 2054]);
+        let unused = json!({"vring-num": 256, "vring-desc": 0, "vring-avail": 0, "vring-used": 0});
+        assert_eq!(parts(&unused), []);
+        assert_eq!(parts(&json!({"vring-num": u64::MAX, "vring-desc": u64::MAX})).len(), 1, "no overflow");
+    }
+}
