@@ -1,4 +1,4 @@
-//! The pages that QEMU itself looks at when it loads a guest's devices: the rings of its virtio devices.
+//! The pages that QEMU itself looks at when it loads a guest's devices: above all the rings of its virtio devices.
 //!
 //! Each that is missing then costs a fault and a read of the store, one after the other, while the guest waits. So a
 //! checkpoint says which they are (`first` in its metadata), and a restore reads them together, while QEMU is made ready. It is
@@ -7,7 +7,8 @@
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::rings;
+use rekindle_qemu::ramblock::MAIN_RAM;
+use rekindle_qemu::{rings, stream};
 use rekindle_store::types::Page;
 use rekindle_store::{Image, StoreError};
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,10 @@ const MOST: usize = 1024;
 const READERS: usize = 4;
 /// Parts that are read one by one.
 const PARTS: usize = 32;
+
+/// What QEMU looks at in the memory of any PC: the option ROM by which it helps old guests to a local APIC (`kvmvapic`), and video
+/// memory where there is no video card.
+const OF_A_PC: [u64; 5] = [0xb8, 0xc0, 0xc1, 0xc2, 0xc3];
 
 /// Pages with their content: block, page, content.
 pub(crate) type Pages = Vec<(usize, u64, Box<Page>)>;
@@ -56,9 +61,10 @@ pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
     runs
 }
 
-/// Read those that the checkpoint names, of the blocks `paged`. What cannot be read comes when it is asked for.
-pub(crate) fn read(image: &Image, paged: &[String]) -> Pages {
-    let runs: Vec<Run> = match image.metadata() {
+/// Read those that the checkpoint names, of the blocks `paged`, and those that the state `devices` names. What cannot be read comes
+/// when it is asked for.
+pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
+    let named: Vec<Run> = match image.metadata() {
         Ok(metadata) => metadata.get(KEY).cloned().map(serde_json::from_value).and_then(Result::ok).unwrap_or_default(),
         Err(e) => {
             tracing::debug!("what is needed first is not known: {e}");
@@ -68,13 +74,19 @@ pub(crate) fn read(image: &Image, paged: &[String]) -> Pages {
     let blocks = &image.info().blocks;
     let there =
         |block: usize| blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages());
-    let pages: Vec<(usize, u64)> = runs
-        .iter()
-        .flat_map(|&Run(block, first, count)| {
+    // Its address is its place in the block: it is below 4 GiB.
+    let generation = stream::generation_address(devices).map(|address| address / PAGE_SIZE as u64);
+    let main = blocks.iter().position(|block| block.id == MAIN_RAM);
+    let fixed =
+        main.into_iter().flat_map(|main| OF_A_PC.into_iter().chain(generation).map(move |page| Run(main, page, 1)));
+    let pages: BTreeSet<(usize, u64)> = fixed
+        .chain(named)
+        .flat_map(|Run(block, first, count)| {
             (first..first.saturating_add(count).min(there(block))).map(move |page| (block, page))
         })
         .take(MOST)
         .collect();
+    let pages: Vec<_> = pages.into_iter().collect();
     together(image, &pages, |_| true).unwrap_or_else(|e| {
         tracing::debug!("what is needed first could not be read: {e}");
         Pages::new()

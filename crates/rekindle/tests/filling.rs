@@ -128,7 +128,10 @@ impl<'a> Case<'a> {
 
     /// The userfaultfds in its QEMU.
     fn userfaultfds(&self) -> usize {
-        remote::existing(self.guest.only_qemu().process).unwrap().len()
+        // It may be in the pause of a checkpoint.
+        let qemus = self.guest.qemus();
+        let [qemu] = qemus.as_slice() else { panic!("{} QEMUs", qemus.len()) };
+        remote::existing(qemu.process).unwrap().len()
     }
 }
 

@@ -327,6 +327,15 @@ impl LocalImage {
         })
     }
 
+    /// Whether a page has the digest of `content`.
+    ///
+    /// # Errors
+    /// As [`LocalImage::read_page`].
+    pub fn is_known_to_be(&self, id: PageId, content: &Page) -> Result<bool> {
+        let digest = self.home.digester().digest(content);
+        self.with_index(|index| Ok(self.spots(index, &[id])?.first().is_some_and(|spot| spot.digest == digest)))
+    }
+
     /// Read many pages, in any order of blocks and pages; `take` gets them in the order asked for.
     ///
     /// # Errors

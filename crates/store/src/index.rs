@@ -12,7 +12,12 @@ use crate::format::{Flaw, Structure};
 use crate::home::Home;
 use crate::segments::{Files, frames, open_checked};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread;
+
+/// Segments whose directories are read at a time.
+const READERS: usize = 4;
 
 /// A base index on the disk, loaded part by part.
 #[derive(Debug)]
@@ -144,6 +149,38 @@ pub(crate) struct Index {
     base: Option<Loaded>,
 }
 
+/// What lies over the base in one segment, or in all.
+#[derive(Debug, Default)]
+struct Covering {
+    recent: Vec<Recent>,
+    records: Vec<Over>,
+}
+
+/// Do that for each segment, several at a time: one frame tells where the next is, so that each is a read to be waited for.
+fn each_segment(segments: &[Extent], over: impl Fn(usize, Extent) -> Result<Covering> + Sync) -> Result<Covering> {
+    let next = AtomicUsize::new(0);
+    let done: Vec<OnceLock<Result<Covering>>> = segments.iter().map(|_| OnceLock::new()).collect();
+    thread::scope(|scope| {
+        for _ in 0..READERS.min(segments.len()) {
+            scope.spawn(|| {
+                let take = || next.fetch_add(1, Ordering::Relaxed);
+                let mut position = take();
+                while let Some((extent, done)) = segments.get(position).zip(done.get(position)) {
+                    let _ = done.set(over(position, *extent));
+                    position = take();
+                }
+            });
+        }
+    });
+    let mut all = Covering::default();
+    for one in done.into_iter().filter_map(OnceLock::into_inner) {
+        let Covering { recent, records } = one?;
+        all.recent.extend(recent);
+        all.records.extend(records);
+    }
+    Ok(all)
+}
+
 impl Index {
     /// That of the checkpoint of `table`, with what `manifest` says counts. Without `with_base` from the directories alone.
     ///
@@ -174,22 +211,21 @@ impl Index {
             .flat_map(|loaded| &loaded.base.segments)
             .map(|extent| ((extent.epoch, extent.number), extent.len))
             .collect();
-        let mut recent = Vec::new();
-        let mut records = Vec::new();
-        // Neighbours are mostly of one block.
-        let mut last = (u16::MAX, None);
-        for (position, extent) in segments.iter().enumerate() {
+        let over = |position: usize, extent: Extent| -> Result<Covering> {
+            let mut covering = Covering::default();
             let begin = covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
             if begin >= extent.len {
-                continue;
+                return Ok(covering);
             }
-            let file = files.get(home, *extent)?;
-            frames(home, *extent, &file, begin.next_multiple_of(crate::format::ALIGNMENT), |at, directory| {
+            let file = files.get(home, extent)?;
+            // Neighbours are mostly of one block.
+            let mut last = (u16::MAX, None);
+            frames(home, extent, &file, begin.next_multiple_of(crate::format::ALIGNMENT), |at, directory| {
                 if directory.header.kind == Kind::Pages {
                     if directory.header.number > table.number {
                         return Ok(());
                     }
-                    recent.push(Recent { number: directory.header.number, segment: position, at });
+                    covering.recent.push(Recent { number: directory.header.number, segment: position, at });
                 }
                 for found in directory.pages().filter(|found| found.number <= table.number) {
                     if last.0 != found.record.block || last.1.is_none() {
@@ -201,7 +237,7 @@ impl Index {
                     if page >= of.pages || of.stored.is_void(page, found.number) {
                         continue;
                     }
-                    records.push(Over {
+                    covering.records.push(Over {
                         place: Place::new(position, found.offset, found.record.len),
                         digest: found.record.digest,
                         number: found.number,
@@ -211,7 +247,9 @@ impl Index {
                 }
                 Ok(())
             })?;
-        }
+            Ok(covering)
+        };
+        let Covering { mut recent, records } = each_segment(&segments, over)?;
         let uncovered = records.len() as u64;
         let overlay = Overlay::new(records, &blocks);
         recent.sort_by_key(|frame| std::cmp::Reverse((frame.number, frame.segment, frame.at)));

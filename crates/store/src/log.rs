@@ -4,6 +4,8 @@
 //! the whole check of the owner epoch: whoever was superseded finds the claim of the next owner under its number.
 
 use crate::error::{Result, StoreError};
+use crate::format::Flaw;
+use crate::format::codec::{Reader, Writer};
 use crate::format::entry::{self, Entry, Kind, Section};
 use crate::format::manifest::Manifest;
 use crate::format::names;
@@ -87,7 +89,7 @@ pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
     let entry = read(home, slot)?;
     let bytes = section(home, &entry, Section::Claim)?;
     let owner = serde_json::from_slice(&bytes).map_err(|_| {
-        let flaw = crate::format::Flaw::bad(Section::Claim.structure(), 0, "it does not name an owner");
+        let flaw = Flaw::bad(Section::Claim.structure(), 0, "it does not name an owner");
         StoreError::flaw(home.name(), &names::entry(slot), flaw)
     })?;
     Ok(Claim { epoch: entry.epoch, owner, slot })
@@ -101,9 +103,9 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
         let (slots, last) = slots(home)?;
         let top = slots.last().copied().max(last).unwrap_or(0);
         let mut tail = Tail { top, epoch: 0, claim: 0, state: None };
-        let mut there = slots.into_iter().rev();
-        for slot in (1..=tail.top).rev() {
-            if there.next() != Some(slot) {
+        let mut slot = tail.top;
+        while slot > 0 {
+            if slots.binary_search(&slot).is_err() {
                 if tries < 3 {
                     continue 'again;
                 }
@@ -121,6 +123,7 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
             }
             if entry.kind == Kind::Claim {
                 tail.claim = tail.claim.max(slot);
+                slot = before(home, &entry)?;
                 continue;
             }
             let manifest = manifest(home, &entry)?;
@@ -130,6 +133,19 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
         }
         return Ok(tail);
     }
+}
+
+/// Where the newest manifest was when a store was claimed by `claim`, or 0; else the entry before it.
+fn before(home: &Home, claim: &Entry) -> Result<u64> {
+    if claim.section_len(Section::Before) == 0 {
+        return Ok(claim.slot - 1);
+    }
+    let bytes = section(home, claim, Section::Before)?;
+    let before = Reader::new(&bytes).u64().filter(|before| *before < claim.slot);
+    before.ok_or_else(|| {
+        let flaw = Flaw::bad(Section::Before.structure(), 0, "it does not say what was before it");
+        StoreError::flaw(home.name(), &names::entry(claim.slot), flaw)
+    })
 }
 
 /// Put an entry into the log as number `slot`. `waited` grows by the time spent in waiting for the disk.
@@ -184,7 +200,10 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<u64>) -> Result<
         home.disk.sync_directory(names::LOG).map_err(home.failed(names::LOG, "making the log durable"))?;
         let (epoch, slot) = (tail.epoch + 1, tail.top + 1);
         let text = serde_json::to_vec(owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
-        let (content, _) = entry::encode(home.id, Kind::Claim, epoch, slot, &[(Section::Claim, &text)]);
+        let mut before = Vec::new();
+        before.put_u64(tail.state.as_ref().map_or(0, |(entry, _)| entry.slot));
+        let sections: &[(Section, &[u8])] = &[(Section::Claim, &text), (Section::Before, &before)];
+        let (content, _) = entry::encode(home.id, Kind::Claim, epoch, slot, sections);
         let mut waited = Duration::ZERO;
         match append(home, epoch, slot, &content, &mut waited) {
             Ok(()) => {}

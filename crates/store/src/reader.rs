@@ -139,6 +139,17 @@ impl Image {
         self.section(Section::Devices)
     }
 
+    /// Whether a page is `content`, as far as that is known without reading it: one of a store on a server is not.
+    ///
+    /// # Errors
+    /// As for [`Image::read_page`].
+    pub fn is_known_to_be(&self, block: usize, page: u64, content: &Page) -> Result<bool> {
+        match &self.source {
+            Source::Local(image) => image.is_known_to_be((block, page), content),
+            Source::Remote(_) => Ok(false),
+        }
+    }
+
     /// Read one page of a block, by its position in the table. One that was never stored is zero.
     ///
     /// # Errors

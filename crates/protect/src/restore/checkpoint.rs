@@ -4,13 +4,15 @@
 use super::{Request, RestoreError};
 use crate::first;
 use crate::recipe::Recipe;
+use rekindle_kernel::memory;
+use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::types::{PAGE_SIZE, Page, Vm};
+use rekindle_store::types::{Block, PAGE_SIZE, Page, Vm};
 use rekindle_store::{Image, Which, admin};
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 
 const ZERO: Page = [0; PAGE_SIZE];
@@ -79,7 +81,7 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result
     let ahead = read(chosen)?;
     let (small, first) = thread::scope(|scope| {
         let first = scope.spawn(|| ahead.read_first());
-        (ahead.read_small(), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        (read_small(&ahead.image, &ahead.paged), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     let small = small?;
     Ok(Ahead { pages: Some(Pages { small, first }), ..ahead })
@@ -93,15 +95,39 @@ pub(super) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
     Ok(Ahead { image, paged: recipe.hardware.ram_ids(), devices, pages: None })
 }
 
-impl Ahead {
-    fn read_small(&self) -> Result<first::Pages, RestoreError> {
-        let blocks = self.image.info().blocks.iter().enumerate().filter(|(_, block)| !self.paged.contains(&block.id));
-        let all: Vec<_> = blocks.flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page))).collect();
-        Ok(first::together(&self.image, &all, |content| *content != ZERO)?)
-    }
+/// The blocks that are not brought on demand.
+fn small<'a>(image: &'a Image, paged: &'a [String]) -> impl Iterator<Item = (usize, &'a Block)> {
+    image.info().blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id))
+}
 
+/// All their pages that are not zero.
+fn read_small(image: &Image, paged: &[String]) -> Result<first::Pages, RestoreError> {
+    let all: Vec<_> =
+        small(image, paged).flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page))).collect();
+    Ok(first::together(image, &all, |content| *content != ZERO)?)
+}
+
+/// Give a QEMU that waits what the checkpoint has in the blocks that are not brought on demand: a QEMU that expects a state does not
+/// load firmware. Most of it is still right in the checkpoint that is restored; what is not is found out then.
+pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process: Process) -> Result<(), RestoreError> {
+    for (index, page, content) in read_small(image, paged)? {
+        let block = image.info().blocks.get(index);
+        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.told.id == block.id));
+        let Some(ours) = ours else { continue };
+        let address = ours.address + page * PAGE_SIZE as u64;
+        if !ours.used().contains(&address) {
+            continue;
+        }
+        if let Err(e) = memory::write(process, address, &*content) {
+            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.told.id);
+        }
+    }
+    Ok(())
+}
+
+impl Ahead {
     fn read_first(&self) -> first::Pages {
-        first::read(&self.image, &self.paged)
+        first::read(&self.image, &self.paged, &self.devices)
     }
 
     /// The pages that QEMU looks at first.
@@ -118,35 +144,59 @@ impl Ahead {
     }
 
     /// The stream for a QEMU whose RAM is `ram`: all blocks but those that are brought on demand, and the devices.
-    ///
-    /// QEMU's own copy of a block starts as zeroes, or as what a firmware file holds. So zeroes are sent too, but only where
-    /// there is something to be overwritten: a video memory of 16 MiB has hardly anything in it.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
         let pages = match &self.pages {
-            Some(pages) => Cow::Borrowed(&pages.small),
-            None => Cow::Owned(self.read_small()?),
+            Some(pages) => self.with_zeroes(&pages.small, ram)?,
+            None => first::together(&self.image, &self.differing(ram)?, |_| true)?,
         };
-        let blocks = &self.image.info().blocks;
-        let small = || blocks.iter().enumerate().filter(|(_, block)| !self.paged.contains(&block.id));
         let mut part = stream::HEADER.to_vec();
-        let sizes: Vec<_> = small().map(|(_, block)| (block.id.as_str(), block.used)).collect();
+        let sizes: Vec<_> = small(&self.image, &self.paged).map(|(_, block)| (block.id.as_str(), block.used)).collect();
         let mut section = RamSection::start(&mut part, sizes.into_iter());
-        for (index, block) in small() {
-            let mine = pages.iter().filter(|(of, _, _)| *of == index);
-            let sent: BTreeSet<u64> = mine.clone().map(|(_, page, _)| *page).collect();
-            let ours = ram.blocks().iter().find(|ours| ours.told.id == block.id);
-            let there = ours.map(|ours| ram.populated(ours)).transpose()?.unwrap_or_default();
-            let page_size = PAGE_SIZE as u64;
-            let there = there.into_iter().flat_map(|run| run.start / page_size..run.end.div_ceil(page_size));
-            for page in there.filter(|page| *page < block.pages() && !sent.contains(page)) {
-                section.page(&mut part, &block.id, page * page_size, &ZERO);
-            }
-            for (_, page, content) in mine {
-                section.page(&mut part, &block.id, page * page_size, content);
+        for (index, block) in small(&self.image, &self.paged) {
+            for (_, page, content) in pages.iter().filter(|(of, _, _)| *of == index) {
+                section.page(&mut part, &block.id, page * PAGE_SIZE as u64, content);
             }
         }
         section.end(&mut part);
         part.extend_from_slice(stream::check(&self.devices)?);
         Ok(part)
     }
+
+    /// `pages` are all that are not zero. QEMU's own copy of a block starts as zeroes, or as what a firmware file holds: so zeroes
+    /// are sent too, but only where there is something to be overwritten: a video memory of 16 MiB has hardly anything in it.
+    fn with_zeroes(&self, pages: &first::Pages, ram: &GuestRam) -> Result<first::Pages, RestoreError> {
+        let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
+        let mut all = pages.clone();
+        for (index, block) in small(&self.image, &self.paged) {
+            let there = there(ram, block)?.into_keys().filter(|page| *page < block.pages());
+            let zero = there.filter(|page| !sent.contains(&(index, *page)));
+            all.extend(zero.map(|page| (index, page, Box::new(ZERO))));
+        }
+        Ok(all)
+    }
+
+    /// The pages of which QEMU's own copy is not what the checkpoint has.
+    fn differing(&self, ram: &GuestRam) -> Result<Vec<(usize, u64)>, RestoreError> {
+        let mut differing = Vec::new();
+        for (index, block) in small(&self.image, &self.paged) {
+            let there = there(ram, block)?;
+            for page in 0..block.pages() {
+                let content = there.get(&page).map_or(&ZERO, |content| &**content);
+                if !self.image.is_known_to_be(index, page, content)? {
+                    differing.push((index, page));
+                }
+            }
+        }
+        Ok(differing)
+    }
+}
+
+/// The pages that QEMU has of a block. The others are zero.
+fn there(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
+    let Some(ours) = ram.blocks().iter().find(|ours| ours.told.id == block.id) else { return Ok(BTreeMap::new()) };
+    let runs = ram.populated(ours)?;
+    let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];
+    ram.read(ours, &runs, &mut content)?;
+    let pages = runs.into_iter().flat_map(|run| run.step_by(PAGE_SIZE)).map(|at| at / PAGE_SIZE as u64);
+    Ok(pages.zip(content.as_chunks::<PAGE_SIZE>().0).map(|(page, content)| (page, Box::new(*content))).collect())
 }

@@ -7,6 +7,7 @@ use super::checkpoint::Ahead;
 use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
 use crate::pager::{Fill, Source, lock};
 use rekindle_kernel::inject::Injector;
+use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_kernel::spawn::detach;
 use rekindle_memory::missing::{Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
@@ -167,6 +168,12 @@ pub(super) fn go(
         let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
 
         recorder.phase(Phase::Renew);
+        // Its main thread and its monitor go before the guest's processors and before what reads the store.
+        let mut at_first = First::default();
+        let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
+        if let Err(e) = at_first.threads_of(vmm.process(), rank) {
+            tracing::debug!("the load is scheduled as everything else: {e}");
+        }
         feed.write(&stream).map_err(&unloaded)?;
         drop(feed);
         wait_loaded(&mut qmp, LOAD).map_err(&unloaded)?;
@@ -189,6 +196,7 @@ pub(super) fn go(
         let named = |e: &rekindle_qemu::qmp::Event| (e.name == "RESUME").then_some(e.host_us);
         let resumed = qmp.wait_event("RESUME", Duration::from_secs(10), named)?;
         let us = (began.elapsed().as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed));
+        drop(at_first);
         fault::point("restore.resume.resumed", None, Some(&vmm));
         recorder.step("resume");
 

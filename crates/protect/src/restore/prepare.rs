@@ -1,7 +1,7 @@
 //! A QEMU that waits with empty RAM on a spare host: HydraVM's saving with a hot standby's speed.
 //!
-//! It was started for the machine of the store's newest checkpoint. Nothing else of the store is read before the restore, and
-//! the store is not claimed. Its RAM is a file without a page in it, which nothing has been promised to: any number of them
+//! It was started for the machine of the store's newest checkpoint, and given its firmware. Nothing else of the store is read before
+//! the restore, and the store is not claimed. Its RAM is a file without a page in it, which nothing has been promised to: any number of them
 //! may wait on one host. All that QEMU has read at its start is marked, and the machine is compared once more at the
 //! restore; what is not the same any more is of no use, and a new QEMU is started.
 
@@ -100,6 +100,12 @@ fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, 
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
+    // The newest one: the one that was chosen may not be kept any more.
+    let put = Chosen::open(request)
+        .and_then(|newest| checkpoint::put_small(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
+    if let Err(e) = put {
+        tracing::debug!("its firmware is left to the restore: {e}");
+    }
     let binary = fs::read_link(format!("/proc/{}/exe", vmm.pid)).and_then(|path| Mark::of(&path));
     files.push(binary.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
     let prepared = Prepared {

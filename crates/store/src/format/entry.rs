@@ -50,6 +50,8 @@ pub enum Section {
     Metadata,
     /// The device state.
     Devices,
+    /// The number of the newest entry with a manifest when the store was claimed, or 0.
+    Before,
 }
 
 impl Section {
@@ -61,6 +63,7 @@ impl Section {
             Self::Definition => 4,
             Self::Metadata => 5,
             Self::Devices => 6,
+            Self::Before => 7,
         }
     }
 
@@ -68,7 +71,7 @@ impl Section {
     #[must_use]
     pub fn structure(self) -> Structure {
         match self {
-            Self::Claim => Structure::Claim,
+            Self::Claim | Self::Before => Structure::Claim,
             Self::Manifest => Structure::Manifest,
             Self::Checkpoint => Structure::Checkpoint,
             Self::Definition => Structure::Definition,

@@ -107,7 +107,7 @@ impl RemoteImage {
             Section::Devices => 0,
             Section::Definition => 1,
             Section::Metadata => 2,
-            Section::Claim | Section::Manifest | Section::Checkpoint => {
+            Section::Claim | Section::Manifest | Section::Before | Section::Checkpoint => {
                 let text = format!("{} is not read from a server", section.structure());
                 return Err(StoreError::Refused { store: self.store.clone(), kind: "protocol".into(), text });
             }
