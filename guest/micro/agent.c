@@ -228,9 +228,9 @@ static void post(struct conn *c, const struct memory_job *job)
 static void command(struct conn *c, char *line)
 {
 	char text[64];
-	char *words[4] = { 0 }, *save;
+	char *words[5] = { 0 }, *save;
 	unsigned n = 0;
-	for (char *w = strtok_r(line, " \t\r", &save); w && n < 4; w = strtok_r(NULL, " \t\r", &save))
+	for (char *w = strtok_r(line, " \t\r", &save); w && n < 5; w = strtok_r(NULL, " \t\r", &save))
 		words[n++] = w;
 	const char *name = n ? words[0] : "";
 	if (!strcmp(name, "touch")) {
@@ -250,6 +250,17 @@ static void command(struct conn *c, char *line)
 						      .rate = strtoull(words[1], NULL, 10) << 20,
 						      .window = n > 2 ? strtoull(words[2], NULL, 10) << 20 : 0,
 						      .random = n > 3 });
+	} else if (!strcmp(name, "read") || !strcmp(name, "write")) {
+		struct memory_job job = { .kind = *name == 'r' ? DISK_READ : DISK_WRITE,
+					  .first = n > 2 ? strtoull(words[2], NULL, 0) : 0,
+					  .count = n > 3 ? strtoull(words[3], NULL, 0) : 0,
+					  .seed = n > 4 ? strtoull(words[4], NULL, 0) : 1 };
+		if (n < 4 || strlen(words[1]) >= sizeof job.disk) {
+			answer(c, "error usage: read DISK FIRST COUNT, write DISK FIRST COUNT [SEED], DISK such as vda\n");
+		} else {
+			strcpy(job.disk, words[1]);
+			post(c, &job);
+		}
 	} else if (!strcmp(name, "uptime")) {
 		uint64_t t = now_ns();
 		answer(c, "ok %llu.%03llu\n", (unsigned long long)(t / 1000000000), (unsigned long long)(t / 1000000 % 1000));

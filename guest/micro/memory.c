@@ -16,6 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "disk.h"
+
 #define WORDS (MEMORY_PAGE / 8)
 #define KEEP_FREE (48ull << 20) /* what `touch all` leaves for the kernel and the sockets */
 
@@ -177,6 +179,12 @@ static void run_job(void)
 		if (!mem.window || mem.window > mem.pages)
 			mem.window = mem.pages;
 		snprintf(job_reply, MEMORY_REPLY, "ok %llu", (unsigned long long)mem.writes);
+		break;
+	case DISK_READ:
+		disk_read(job.disk, job.first, job.count, job_reply);
+		break;
+	case DISK_WRITE:
+		disk_write(job.disk, job.first, job.count, job.seed, job_reply);
 	}
 }
 

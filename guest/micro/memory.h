@@ -21,10 +21,12 @@ void memory_verify(char reply[MEMORY_REPLY]);
 
 /* What the worker can be asked for. */
 struct memory_job {
-	enum { MEMORY_TOUCH, MEMORY_VERIFY, MEMORY_DIRTY } kind;
-	uint64_t bytes, seed;          /* TOUCH */
+	enum { MEMORY_TOUCH, MEMORY_VERIFY, MEMORY_DIRTY, DISK_READ, DISK_WRITE } kind;
+	uint64_t bytes, seed;          /* TOUCH; DISK_WRITE: the seed */
 	uint64_t rate, window;         /* DIRTY: bytes per second (0 stops); bytes from the area's start (0: all of it) */
 	bool random;                   /* DIRTY: in random order, else in sweeps */
+	char disk[16];                 /* DISK_*: its name in /dev, the first block, how many */
+	uint64_t first, count;
 };
 
 /* Starts the worker. Returns an eventfd that becomes readable when a job is done, or -1 with errno. */

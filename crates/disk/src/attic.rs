@@ -158,6 +158,17 @@ impl Attic {
         Ok(())
     }
 
+    /// Give it up and leave its memory as it is: somebody else uses that now.
+    pub fn leave(mut self) {
+        self.done.clear();
+    }
+
+    /// Whether it is in a file of `memory`.
+    #[must_use]
+    pub fn is_in(&self, memory: &Memory) -> bool {
+        self.memory.shares(memory)
+    }
+
     fn punch(&self, frame: Frame, frames: u64) -> io::Result<()> {
         let address = GuestAddress(u64::from(frame) * BLOCK as u64);
         let region = self.memory.map.find_region(address);
@@ -207,6 +218,23 @@ mod tests {
 
     fn there(file: &File) -> u64 {
         file.metadata().unwrap().blocks() * 512 / BLOCK as u64
+    }
+
+    #[test]
+    fn memory_that_somebody_else_uses_now_is_left_alone() {
+        let (mut attic, memory, file) = former();
+        assert!(attic.is_in(&memory));
+        let other = tempfile::tempfile().unwrap();
+        other.set_len(BLOCK as u64).unwrap();
+        let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0 };
+        assert!(!attic.is_in(&Memory::map(vec![region]).unwrap()));
+        assert!(attic.take(1000, &mut [0; BLOCK]).is_some());
+        let before = file.metadata().unwrap().blocks();
+        attic.leave();
+        assert_eq!(file.metadata().unwrap().blocks(), before);
+        let mut found = [0; BLOCK];
+        memory.read(0, &mut found).unwrap();
+        assert_eq!(found, content(0));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! > {"command": "limit", "bps": 90000000, "iops": 120}
 //! < {"return": null}
 //! > {"command": "keep"}
-//! < {"error": "its guest still runs"}
+//! < {"error": "a QEMU is still connected"}
 //! ```
 
 use crate::engine::Handle;
@@ -19,7 +19,8 @@ use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long an answer may take: a server that is asked to stop waits for its disk.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -41,9 +42,9 @@ pub enum Ask {
     },
     /// The image has grown; the answer is its length.
     Resize {},
-    /// The guest has ended: its memory becomes the next one's attic. The answer is how many blocks it may have.
+    /// The guest has ended and its QEMU is gone: its memory becomes the next one's attic. The answer is how many blocks it may have.
     Keep {},
-    /// There is to be no attic.
+    /// There is to be no attic. Where no QEMU is connected, the memory of the guest before is let go of, too.
     Drop {},
     /// Note which frames of the guest are written, or do not.
     Note {
@@ -175,6 +176,25 @@ impl Control {
     /// [`ControlError`].
     pub fn status(&mut self) -> Result<Status, ControlError> {
         self.ask(&Ask::Status {})
+    }
+
+    /// Wait until it sees that its QEMU has gone, and nothing of that is under way any more: a moment later than we. Gives what it
+    /// does then.
+    ///
+    /// # Errors
+    /// [`ControlError`]; that it has not gone after `patience`, too.
+    pub fn wait_gone(&mut self, patience: Duration) -> Result<Status, ControlError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let status = self.status()?;
+            if status.connected == 0 && status.under_way == 0 {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                return Err(ControlError::Refused { path: self.path.clone(), why: "a QEMU is still connected".into() });
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// The frames that it has written since.

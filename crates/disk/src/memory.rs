@@ -169,6 +169,14 @@ impl Memory {
         self.frames() == other.frames() && self.places() == other.places()
     }
 
+    /// Whether a file of the one is a file of the other.
+    #[must_use]
+    pub fn shares(&self, other: &Self) -> bool {
+        let files =
+            |memory: &Self| -> BTreeSet<_> { memory.places().iter().map(|(dev, ino, _)| (*dev, *ino)).collect() };
+        !files(self).is_disjoint(&files(other))
+    }
+
     /// The files, and how far each is shifted in the guest: device, inode, address less offset.
     fn places(&self) -> BTreeSet<(u64, u64, u64)> {
         let place = |region: &GuestRegionMmap<Marks>| {

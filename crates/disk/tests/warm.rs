@@ -111,7 +111,7 @@ fn attic_and_new_memory_are_together_no_more_than_the_guest() {
 fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    assert!(disk.control().ask::<u64>(&Control::Keep {}).unwrap_err().to_string().contains("still runs"));
+    assert!(disk.control().ask::<u64>(&Control::Keep {}).unwrap_err().to_string().contains("still connected"));
     guest.read(1, FIRST);
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);

@@ -298,6 +298,24 @@ impl RamDirectory {
         self.create(name, bytes)
     }
 
+    /// The same while somebody has the former RAM open and gives its pages back as those of the new one are taken: together they are
+    /// never more than the VM has been promised.
+    ///
+    /// # Errors
+    /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the file that was there is the new one.
+    pub fn renew_beside(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let path = self.file(name);
+        if huge_page_size(&self.path).map_err(failed)?.is_some() {
+            return Err(RamError::Exists { path });
+        }
+        let there = fs::metadata(&path).map_or(0, |file| file.blocks() * 512);
+        self.remove(name)?;
+        let _lock = self.lock()?;
+        self.check_room(bytes.saturating_sub(there))?;
+        self.make(path, bytes)
+    }
+
     /// Have the huge pages of a RAM file set aside for it.
     fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
         let Err(source) = reserve(file, bytes) else { return Ok(()) };
@@ -452,6 +470,30 @@ mod tests {
             let metadata = fs::metadata(&file).unwrap();
             assert_eq!((metadata.len(), metadata.blocks()), (bytes, 0));
         }
+    }
+
+    #[test]
+    fn room_that_the_former_ram_has_is_room_for_the_next() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("needs root: not run");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("ram");
+        let ram = RamDirectory::own_tmpfs(&path, 8 << 20).unwrap();
+        ram.create("x", 6 << 20).unwrap();
+        let former = File::options().read(true).write(true).open(ram.file("x")).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&former, &[1; 5 << 20], 0).unwrap();
+        let next = ram.renew_beside("x", 6 << 20).unwrap();
+        assert_eq!(fs::metadata(&next).unwrap().blocks(), 0, "it is another file");
+        assert_eq!(former.metadata().unwrap().blocks() * 512, 5 << 20);
+        // Somebody else's has no claim to that room.
+        assert!(matches!(ram.create("y", 3 << 20), Err(RamError::TooSmall { .. })));
+        // Without the former one's there would not be enough.
+        fs::remove_file(&next).unwrap();
+        assert!(matches!(ram.renew_beside("x", 6 << 20), Err(RamError::TooSmall { .. })));
+        drop(former);
+        RamDirectory::release_own_tmpfs(&path);
     }
 
     #[test]

@@ -85,11 +85,11 @@ impl Recipe {
         same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {
             let disk = |disk: &rekindle_qemu::command::Disk| {
-                (disk.id.clone(), disk.readonly, disk.cache.clone(), disk.serial.clone())
+                (disk.id.clone(), disk.readonly, disk.cache.clone(), disk.serial.clone(), disk.server)
             };
             hardware.disks.iter().map(disk).collect::<Vec<_>>()
         };
-        same("disks (id, read-only, cache, serial)", &disks(hardware), &disks(theirs));
+        same("disks (id, read-only, cache, serial, server)", &disks(hardware), &disks(theirs));
         let nets =
             |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
         same("nets (id, MAC address)", &nets(hardware), &nets(theirs));

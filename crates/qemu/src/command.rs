@@ -100,7 +100,7 @@ pub struct Boot {
     pub append: String,
 }
 
-/// A disk that QEMU serves itself.
+/// A disk, served by QEMU itself or by a server of Rekindle's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
     /// Id of the device.
@@ -115,6 +115,15 @@ pub struct Disk {
     pub cache: String,
     /// Serial number the guest sees.
     pub serial: Option<String>,
+    /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub server: bool,
+}
+
+/// Queues of a disk that a server has, for a guest with as many processors: one for each, up to what is worth its memory.
+#[must_use]
+pub fn disk_queues(vcpus: u32) -> u16 {
+    vcpus.clamp(1, 8) as u16
 }
 
 /// A network card.
@@ -195,6 +204,11 @@ impl Directory {
     #[must_use]
     pub fn agent(&self) -> PathBuf {
         self.0.join("agent.sock")
+    }
+    /// Where the server of disk `id` listens for QEMUs. It outlives them, so it is in the folder above.
+    #[must_use]
+    pub fn disk(&self, id: &str) -> PathBuf {
+        self.0.parent().unwrap_or(Path::new("")).join(format!("disk-{id}.sock"))
     }
     /// Where QEMU writes its number.
     #[must_use]
@@ -307,7 +321,11 @@ impl Hardware {
             line.add("-device", port.to_string());
         }
         for (slot, disk) in (SLOT_DISK..).zip(&self.disks) {
-            line.disk(slot, disk);
+            if disk.server {
+                line.served_disk(slot, disk, directory, self.vcpus);
+            } else {
+                line.disk(slot, disk);
+            }
         }
         for (index, net) in self.nets.iter().enumerate() {
             line.net(SLOT_NET + index as u8, index, net, start);
@@ -425,6 +443,15 @@ impl Line {
         self.device(slot, device);
     }
 
+    fn served_disk(&mut self, slot: u8, disk: &Disk, directory: &Directory, vcpus: u32) {
+        let (id, socket) = (&disk.id, escaped_path(&directory.disk(&disk.id)));
+        // QEMU connects again to the server that comes after one that was killed.
+        self.add("-chardev", format!("socket,id={id}-server,path={socket},reconnect=1"));
+        let device = json!({"driver": "vhost-user-blk-pci", "id": id, "chardev": format!("{id}-server"),
+            "num-queues": disk_queues(vcpus)});
+        self.device(slot, device);
+    }
+
     fn net(&mut self, slot: u8, index: usize, net: &Net, start: Start) {
         let id = &net.id;
         match &net.backend {
@@ -465,6 +492,7 @@ mod tests {
                 readonly: false,
                 cache: "none".into(),
                 serial: Some("S".into()),
+                server: false,
             }],
             nets: vec![
                 Net {
@@ -550,6 +578,26 @@ mod tests {
         let mut json = serde_json::to_value(hardware()).unwrap();
         json.as_object_mut().unwrap().remove("agent_ports").unwrap();
         assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), before);
+    }
+
+    #[test]
+    fn a_disk_that_a_server_has_is_reached_where_every_qemu_of_the_vm_looks() {
+        let mut served = hardware();
+        served.disks[0].server = true;
+        let line = |generation: &str| {
+            let directory = Directory(Path::new("/run/a,b").join(generation));
+            served.arguments(&directory, Path::new("/run/log"), Start::Incoming).join(" ")
+        };
+        for generation in ["vmm-1", "vmm-2"] {
+            let line = line(generation);
+            assert!(line.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{line}");
+            assert!(line.contains(r#""num-queues":2"#) && !line.contains("-blockdev"), "{line}");
+        }
+        assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
+        // A record of a disk that QEMU serves says nothing of servers, as before there were any.
+        assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
+        assert_eq!(disk_queues(0), 1);
+        assert_eq!(disk_queues(64), 8);
     }
 
     #[test]

@@ -107,6 +107,13 @@ pub enum Reboot {
     /// On success: each guest runs in a new QEMU.
     /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
     Vmm(RebootVmm),
+    /// Reboot the guest's system: shut it down, by its agent or the power button, and boot it.
+    ///
+    /// Needs: the VM runs; for --how warm-cache a disk with `server = true`, and RAM that is not in huge pages.
+    /// On success: the guest boots. With --how warm-cache it is given what it had cached of its disk from its former memory, each block
+    /// only if it is what is on the disk.
+    /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
+    Os(RebootOs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -395,6 +402,23 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct RebootOs {
+    /// The VM.
+    pub name: Name,
+    /// How [default: warm-cache if a disk has a server, else cold].
+    #[arg(long, value_enum)]
+    pub how: Option<HowOs>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HowOs {
+    /// Its memory is gone.
+    Cold,
+    /// What it had cached of its disk is there again.
+    WarmCache,
 }
 
 #[derive(Debug, Args)]

@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Command::Attach(arguments) => commands::attach::attach(&output, arguments),
         Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
+        Command::Reboot(Reboot::Os(arguments)) => commands::reboot::os(&output, &arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Restore(arguments) => commands::restore::restore(&output, &arguments),

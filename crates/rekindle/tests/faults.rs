@@ -79,6 +79,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
     ("cold.suspend.journalled", [Booted, Success, Nobody]),
     ("cold.suspend.off", [Booted, Nobody, Nobody]),
+    ("cold.renew.memory", [Booted, Nobody, Nobody]),
     ("cold.renew.spawned", [Booted, Nobody, Booted]),
     ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
     ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),

@@ -37,6 +37,7 @@ pub const POINTS: &[&str] = &[
     "saved.settle.recorded",
     "cold.suspend.journalled",
     "cold.suspend.off",
+    "cold.renew.memory",
     "cold.renew.spawned",
     "cold.resume.resumed",
     "cold.settle.recorded",

@@ -73,6 +73,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         readonly: disk.readonly,
         cache: disk.cache.as_str().to_owned(),
         serial: disk.serial.clone(),
+        server: disk.server,
     });
     let hardware = Hardware {
         name: definition.name.to_string(),

@@ -29,6 +29,10 @@ pub enum Kind {
     VmmSaved,
     /// `rekindle reboot vmm --how cold`.
     VmmCold,
+    /// `rekindle reboot os --how cold`.
+    OsCold,
+    /// `rekindle reboot os --how warm-cache`.
+    OsWarmCache,
 }
 
 /// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.

@@ -10,6 +10,7 @@
 //! | [`state`] | what runs |
 //! | [`timeline`] | what happened when |
 //! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
+//! | [`disks`] | the servers of its disks |
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
@@ -19,6 +20,7 @@
 
 pub mod attach;
 pub mod definition;
+pub mod disks;
 pub mod doctor;
 pub mod fault;
 pub mod hardware;

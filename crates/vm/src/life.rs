@@ -2,6 +2,7 @@
 
 use crate::attach;
 use crate::definition::Definition;
+use crate::disks::{self, DisksError, Kept};
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
 use crate::lock::{self, Lock, LockError, RunState};
@@ -121,6 +122,9 @@ pub enum LifeError {
     /// The network cannot be set up.
     #[error(transparent)]
     Network(#[from] NetworkError),
+    /// A disk cannot be served.
+    #[error(transparent)]
+    Disks(#[from] DisksError),
     /// QEMU does not start.
     #[error(transparent)]
     Vmm(#[from] VmmError),
@@ -342,13 +346,35 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
     directory.join(format!("{}.state", unique_name(rundir)))
 }
 
-/// Give a VM RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
+/// Give a VM whose QEMUs have ended RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
 ///
 /// # Errors
 /// [`RamError`].
-pub fn renew_ram(hardware: &Hardware) -> Result<(), RamError> {
-    let ram = RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))?;
+pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
+    let _ = disks::let_go(rundir, hardware, false);
+    let ram = ram_directory(hardware)?;
     hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&ram_name(&path), bytes).map(drop))
+}
+
+/// The same beside what of the former RAM its disks' servers keep, which is given back as the guest takes the new one. Gives what that is:
+/// nothing where there is no room for both.
+///
+/// # Errors
+/// [`RamError`].
+pub fn renew_ram_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
+    if let Some(kept) = disks::let_go(rundir, hardware, true) {
+        let ram = ram_directory(hardware)?;
+        let mut files = hardware.ram_files().into_iter();
+        match files.try_for_each(|(path, bytes)| ram.renew_beside(&ram_name(&path), bytes).map(drop)) {
+            Ok(()) => return Ok(Some(kept)),
+            Err(e) => tracing::warn!("nothing of what the guest had of its disks is kept: {e}"),
+        }
+    }
+    renew_ram(rundir, hardware).map(|()| None)
+}
+
+fn ram_directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
+    RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))
 }
 
 /// The name under which [`RamDirectory`] knows a RAM file.
@@ -442,7 +468,7 @@ pub fn processes_of(directory: &Directory) -> io::Result<Vec<process::Process>> 
     process::with_argument_containing(&directory.pid().to_string_lossy())
 }
 
-/// Remove all that Rekindle keeps of a VM: QEMUs, taps, RAM, run directory. What is gone already is no error, so that
+/// Remove all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is gone already is no error, so that
 /// it can be done again after it was cut off.
 ///
 /// # Errors
@@ -455,6 +481,7 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
             process.wait_end(Duration::from_secs(10)).map_err(failed)?;
         }
     }
+    disks::end(rundir, &state.hardware)?;
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
         for (path, _) in state.hardware.ram_files() {

@@ -5,6 +5,7 @@
 //! [`Place`].
 
 use crate::definition::{Bytes, Definition, memory_flaw};
+use crate::disks;
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
@@ -213,7 +214,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Make the network and the RAM file, under a journal of `kind`.
+    /// Make the network and the RAM file, and start the servers of disks, under a journal of `kind`.
     ///
     /// # Errors
     /// [`LifeError`]; what was made is for [`Place::undo`].
@@ -244,6 +245,7 @@ impl<'a> Place<'a> {
         for (path, bytes) in self.state.hardware.ram_files() {
             create(&self.ram, &ram_name(&path), bytes)?;
         }
+        disks::start(&self.rundir, &self.state.hardware)?;
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }

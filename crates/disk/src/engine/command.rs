@@ -52,7 +52,9 @@ pub struct Ends {
 pub struct Status {
     /// Bytes of the disk.
     pub bytes: u64,
-    /// Whether a front end's queues run.
+    /// Front ends that are connected.
+    pub connected: usize,
+    /// Whether the queues of one of them run.
     pub active: bool,
     /// Requests under way.
     pub under_way: usize,
@@ -62,6 +64,8 @@ pub struct Status {
     pub map_bytes: usize,
     /// Blocks in the attic, and what became of others.
     pub attic: Option<(usize, Told)>,
+    /// What became of all blocks of the attic that was the last one, if it is empty.
+    pub emptied: Option<Told>,
 }
 
 /// See [the module](self).
@@ -87,7 +91,7 @@ pub enum Command {
     Measure(Answer<u64>),
     /// The guest has ended: its memory becomes the attic of the next one.
     Keep(Answer<usize>),
-    /// There is to be no attic any more.
+    /// There is to be no attic any more, nor anything else of a guest that has gone.
     Drop(Answer<()>),
     /// Note which frames are written, or do not.
     Note(bool, Answer<()>),

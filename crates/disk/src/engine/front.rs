@@ -64,7 +64,12 @@ impl Engine {
         if !front.lines.is_empty() {
             return Err(Refused("its queues run, and would lose their memory".into()));
         }
-        front.memory = Some(memory);
+        front.memory = Some(Arc::clone(&memory));
+        // To give a frame of it back would be to take it from that guest.
+        if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory)) {
+            tracing::warn!("the former guest's memory is in use again: it is no cache any more");
+            attic.leave();
+        }
         Ok(())
     }
 

@@ -452,7 +452,11 @@ impl Engine {
                 }
                 Command::Keep(answer) => drop(answer.send(self.keep())),
                 Command::Drop(answer) => {
-                    self.attic = None;
+                    (self.attic, self.emptied) = (None, None);
+                    // What is known of its memory keeps that from going.
+                    if self.fronts.is_empty() && self.jobs.is_empty() {
+                        self.map = None;
+                    }
                     let _ = answer.send(Ok(()));
                 }
                 Command::Note(wanted, answer) => {
@@ -480,13 +484,15 @@ impl Engine {
 
     /// The memory of the guest that has ended becomes the attic of the next one.
     fn keep(&mut self) -> Result<usize, Refused> {
-        if self.jobs.iter().next().is_some() || self.fronts.values().any(|front| !front.lines.is_empty()) {
-            return Err(Refused("its guest still runs".into()));
+        // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
+        if self.jobs.iter().next().is_some() || !self.fronts.is_empty() {
+            return Err(Refused("a QEMU is still connected".into()));
         }
         let Some((map, memory)) = self.map.take() else { return Ok(0) };
         let attic = Attic::new(memory, map, self.digester);
         let blocks = attic.len();
         self.attic = (blocks > 0).then_some(attic);
+        self.emptied = None;
         self.swept = false;
         Ok(blocks)
     }
@@ -494,11 +500,13 @@ impl Engine {
     fn status(&self) -> Told {
         Told {
             bytes: self.capacity,
+            connected: self.fronts.len(),
             active: self.active.is_some(),
             under_way: self.jobs.len(),
             mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
             attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
+            emptied: self.emptied,
         }
     }
 }

@@ -141,6 +141,8 @@ struct Engine {
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
     attic: Option<Attic>,
+    /// What became of the one before, which is empty.
+    emptied: Option<crate::attic::Told>,
     /// Whether what the attic does not need was given back.
     swept: bool,
     /// When it was last looked after.
@@ -193,6 +195,7 @@ pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle
             digester,
             map: None,
             attic: None,
+            emptied: None,
             swept: false,
             looked: Instant::now(),
             has_room: false,
@@ -291,6 +294,7 @@ impl Engine {
         }
         if attic.is_empty() {
             tracing::info!("the attic is empty: {:?}", attic.told());
+            self.emptied = Some(attic.told());
             self.attic = None;
         }
     }

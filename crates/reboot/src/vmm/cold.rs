@@ -1,20 +1,21 @@
-//! Cold: the guest is shut down and booted.
+//! Cold: the guest is shut down and booted, in a new QEMU; what it had of its disks may be kept for it.
 
-use super::{Change, Failure, Left, RebootError, Report, resume, switch};
+use super::{Again, Change, Failure, Left, RebootError, resume, switch};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::life::LifeError;
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{life, network};
+use rekindle_vm::{disks, life, network};
 
-/// Replace the VMM by a shutdown and a boot of the guest.
-pub(crate) fn reboot(mut change: Change) -> Result<Report, Failure> {
-    let journal = change.open_journal(Kind::VmmCold).map_err(|error| Failure::new(Left::AsItWas, error))?;
+/// Shut the guest down and boot it.
+pub(crate) fn reboot(mut change: Change, kind: Kind) -> Result<Again, Failure> {
+    let journal = change.open_journal(kind).map_err(|error| Failure::new(Left::AsItWas, error))?;
     shut_down_and_boot(&mut change, journal).map_err(|error| Failure::new(Left::NeedsRecovery, error))
 }
 
-fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Report, RebootError> {
+fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Again, RebootError> {
     let rundir = change.held.rundir.clone();
     let old = change.old.clone();
     change.hold_run_state()?;
@@ -30,9 +31,18 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Repor
     });
     fault::point("cold.suspend.off", Some(&old), None);
     change.recorder.phase(Phase::Renew);
-    life::renew_ram(&change.held.state.hardware)?;
-    let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let hardware = &change.held.state.hardware;
+    let warm = journal.operation.kind == Kind::OsWarmCache;
+    let kept = if warm {
+        life::renew_ram_beside(&rundir, hardware)?
+    } else {
+        life::renew_ram(&rundir, hardware)?;
+        None
+    };
+    fault::point("cold.renew.memory", Some(&old), None);
+    disks::start(&rundir, hardware).map_err(LifeError::from)?;
+    change.recorder.step("renew its memory");
+    let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused);
     let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
@@ -53,5 +63,5 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Repor
     change.recorder.step("record");
     fault::point("cold.settle.recorded", Some(&old), Some(&new));
     change.recorder.write(&rundir);
-    Ok(change.report(&new, &state, (stopped, resumed), None))
+    Ok(Again { report: change.report(&new, &state, (stopped, resumed), None), kept })
 }

@@ -7,8 +7,9 @@ use rekindle_qemu::stream;
 use rekindle_qemu::transfer::{Capabilities, Feed, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::journal::SavedState;
-use rekindle_vm::network;
+use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::{disks, network};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -93,6 +94,7 @@ pub(crate) fn start_from(
 ) -> Result<(Vmm, Qmp), RebootError> {
     let stream = read(rundir.name(), saved)?;
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
+    disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(file)?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);

@@ -24,9 +24,11 @@ pub use recover::{Recovered, recover};
 use rekindle_kernel::sched::First;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::{Vmm, VmmError};
+use rekindle_vm::disks::Kept;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
@@ -135,6 +137,14 @@ pub enum RebootError {
         name: String,
         /// What.
         problems: Vec<Problem>,
+    },
+    /// Something speaks against a reboot of the guest.
+    #[error("{name} was not rebooted: {problem}")]
+    Against {
+        /// The VM.
+        name: String,
+        /// What.
+        problem: Problem,
     },
     /// Nowhere to go back to.
     #[error("VM {name} has had no other QEMU: there is nothing to roll back to")]
@@ -331,7 +341,9 @@ impl Gate {
 
 /// One VM. Passes the barrier as often as all others do, whatever happens.
 fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Report, Failure> {
-    let begun = begin(host, name, options, together).map_err(|error| Failure::new(Left::AsItWas, error));
+    let operation = format!("reboot vmm --how {}", options.how);
+    let begun = begin(host, name, &operation, options, |path| together.probe(host, path))
+        .map_err(|error| Failure::new(Left::AsItWas, error));
     match options.how {
         How::Warm => {
             let prepared = begun.and_then(warm::Prepared::new);
@@ -351,9 +363,32 @@ fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Resul
         }
         How::Cold => {
             together.barrier.wait();
-            cold::reboot(begun?)
+            cold::reboot(begun?, Kind::VmmCold).map(|again| again.report)
         }
     }
+}
+
+/// A guest that was shut down and booted.
+pub(crate) struct Again {
+    pub(crate) report: Report,
+    /// What it had of its disks, if that was kept.
+    pub(crate) kept: Option<Kept>,
+}
+
+/// Shut the guest of VM `name` down and boot it, for `operation` of `kind`, unless `against` finds something that speaks against it.
+pub(crate) fn boot_again(
+    host: &Host,
+    name: &str,
+    (operation, kind): (&str, Kind),
+    against: impl FnOnce(&Hardware) -> Option<Problem>,
+) -> Result<Again, Failure> {
+    let options = Options { how: How::Cold, qemu: None, rollback: false, verify_memory: false };
+    let begun = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
+    let begun = begun.and_then(|change| match against(&change.held.state.hardware) {
+        None => Ok(change),
+        Some(problem) => Err(RebootError::Against { name: name.into(), problem }),
+    });
+    cold::reboot(begun.map_err(|error| Failure::new(Left::AsItWas, error))?, kind)
 }
 
 /// A change of VMMs in hand, past the preflight.
@@ -412,10 +447,15 @@ impl Change {
     }
 }
 
-fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Change, RebootError> {
-    let operation = format!("reboot vmm --how {}", options.how);
-    let recorder = Recorder::new(name, &operation);
-    let held = Held::take(host, name, &operation)?;
+fn begin(
+    host: &Host,
+    name: &str,
+    operation: &str,
+    options: &Options,
+    probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
+) -> Result<Change, RebootError> {
+    let recorder = Recorder::new(name, operation);
+    let held = Held::take(host, name, operation)?;
     let old = held.vmm()?.clone();
     held.refuse_attached("giving its guest to another QEMU")?;
     if held.state.hardware.foreign.is_some() {
@@ -426,7 +466,7 @@ fn begin(host: &Host, name: &str, options: &Options, together: &Together) -> Res
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
         (None, false) => old.binary.clone(),
     };
-    let binary = hardware::relied_on(&held.state.hardware, together.probe(host, &path)?, &host.binaries())?;
+    let binary = hardware::relied_on(&held.state.hardware, probe(&path)?, &host.binaries())?;
     let options = options.clone();
     let mut change =
         Change { host: host.clone(), held, old, binary, options, recorder, running: true, run_state: None };

@@ -13,6 +13,7 @@ use rekindle_kernel::sched;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::disks;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held, LifeError};
@@ -32,6 +33,8 @@ pub enum Recovered {
     Nothing,
     /// A checkpoint that was cut off had left the guest stopped; it goes on.
     Unpaused,
+    /// The server of a disk had ended; it is there again.
+    Served,
     /// The operation was undone: the guest runs in the QEMU that it ran in before, with its memory.
     Undone,
     /// The operation was finished: the guest runs in the new QEMU, with its memory.
@@ -53,6 +56,7 @@ impl std::fmt::Display for Recovered {
         f.pad(match self {
             Self::Nothing => "there was nothing to recover",
             Self::Unpaused => "a checkpoint that was cut off had left the guest stopped; it goes on",
+            Self::Served => "the server of a disk had ended; it is there again",
             Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
             Self::FromState => "the guest was started again from its saved state, with its memory",
@@ -79,7 +83,12 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
         return match held.vmm() {
             Ok(vmm) => {
                 forget_saved(host, &held);
-                end_pause(&held, vmm)
+                // Its guest waits for it, and may not answer before.
+                let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
+                match end_pause(&held, vmm)? {
+                    Recovered::Nothing if served > 0 => Ok(Recovered::Served),
+                    recovered => Ok(recovered),
+                }
             }
             // What it was started with is not ours to do again.
             Err(_) if held.state.attached.is_some() => {
@@ -111,7 +120,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
-        Kind::VmmCold => recover_cold(&held, journal),
+        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache => recover_cold(&held, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
     }?;
     forget_saved(host, &held);
@@ -250,7 +259,7 @@ fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, Reboo
             let hardware = &held.state.hardware;
             let start = |binary: &Path| {
                 if with_ram {
-                    life::renew_ram(hardware)?;
+                    life::renew_ram(&held.rundir, hardware)?;
                     saved::start_from_disk(&held.rundir, hardware, binary, generation, &saved)
                 } else {
                     handover::start_from(&held.rundir, hardware, binary, generation, &saved)
@@ -327,7 +336,8 @@ fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
 fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recovered, RebootError> {
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
-    life::renew_ram(hardware)?;
+    life::renew_ram(&held.rundir, hardware)?;
+    disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);

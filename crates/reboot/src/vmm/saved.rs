@@ -8,8 +8,9 @@ use rekindle_qemu::transfer::{TransferError, set_capabilities, wait_loaded, wait
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
+use rekindle_vm::life::LifeError;
 use rekindle_vm::timeline::Phase;
-use rekindle_vm::{life, network};
+use rekindle_vm::{disks, life, network};
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -85,7 +86,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     old.kill().map_err(change.file_error("qemu"))?;
     fault::point("saved.renew.old-gone", Some(&old), None);
     change.recorder.step("end the old QEMU");
-    life::renew_ram(&change.held.state.hardware)?;
+    life::renew_ram(&rundir, &change.held.state.hardware)?;
     let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
     let (new, mut qmp) = start_from_disk(&rundir, hardware, &change.binary.path, generation, saved)?;
     change.recorder.step("load from disk");
@@ -132,6 +133,7 @@ pub(crate) fn start_from_disk(
         return Err(damaged(format!("it has {bytes} bytes instead of {}", saved.bytes)));
     }
     let made = |source| RebootError::File { path: rundir.path().to_owned(), source };
+    disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(made)?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);

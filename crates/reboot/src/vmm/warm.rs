@@ -26,8 +26,9 @@ use rekindle_qemu::transfer::{self, Feed, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::network;
+use rekindle_vm::life::LifeError;
 use rekindle_vm::timeline::Phase;
+use rekindle_vm::{disks, network};
 use serde_json::Value;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -188,6 +189,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     let rundir = change.held.rundir.clone();
     let hardware = &change.held.state.hardware;
     let old = change.old.clone();
+    disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
     let taps = network::duplicate(hardware, old.process())?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);

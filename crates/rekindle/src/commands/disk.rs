@@ -92,7 +92,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, active, under_way, mapped, map_bytes, attic } = status;
+    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied } = status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
         "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
@@ -100,10 +100,10 @@ fn draw(status: &Status) -> String {
         bytes(*mapped as u64 * 4096),
         bytes(*map_bytes as u64)
     );
-    if let Some((blocks, told)) = attic {
+    if let Some((blocks, told)) = attic.or(emptied.map(|told| (0, told))) {
         text += &format!(
             "; of the guest before: {} left, {} served, {} not as on the disk, {} dropped for want of room",
-            bytes(*blocks as u64 * 4096),
+            bytes(blocks as u64 * 4096),
             bytes(told.served * 4096),
             bytes(told.refused * 4096),
             bytes(told.dropped * 4096)

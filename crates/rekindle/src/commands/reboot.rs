@@ -1,10 +1,12 @@
 //! `rekindle reboot`.
 
-use crate::cli::{How, RebootVmm};
-use crate::output::{Output, Usage, duration, status_left};
+use crate::cli::{How, HowOs, RebootOs, RebootVmm};
+use crate::output::{Output, Usage, bytes, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use rekindle_reboot::os::{self, Rebooted};
 use rekindle_reboot::vmm::{self, Options, Outcome, Report};
+use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::RunDir;
@@ -39,6 +41,15 @@ enum One<'a> {
     },
 }
 
+/// What machines are told of a guest's reboot.
+#[derive(Serialize)]
+struct ToldOs<'a> {
+    how: os::How,
+    #[serde(flatten)]
+    report: &'a Report,
+    kept: Option<&'a Kept>,
+}
+
 pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
     let names = if arguments.all { running(&host)? } else { distinct(arguments)? };
@@ -59,6 +70,30 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     tell(output, how, &outcomes)?;
     let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.left), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let name = arguments.name.as_str();
+    let how = match arguments.how {
+        Some(HowOs::Cold) => os::How::Cold,
+        Some(HowOs::WarmCache) => os::How::WarmCache,
+        None => os::usual(&host, name),
+    };
+    let waiting = spinner(output, format!("reboot of {name}"));
+    let rebooted = os::reboot(&host, name, how);
+    waiting.finish_and_clear();
+    let Rebooted { report, kept } = &rebooted?;
+    let mut text = format!("{name}: boots again after {}", duration(report.stopped_us));
+    match kept {
+        Some(kept) => {
+            text += &format!("; {} that it had of disk {} are kept for it", bytes(kept.bytes), kept.disk);
+        }
+        None if how == os::How::WarmCache => text += "; nothing that it had of its disks is kept",
+        None => {}
+    }
+    output.result(&ToldOs { how, report, kept: kept.as_ref() }, text)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// What is done takes as long as the guest or the disk takes: there is no amount to count down.

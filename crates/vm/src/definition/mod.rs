@@ -171,6 +171,9 @@ pub struct Disk {
     pub cache: DiskCache,
     /// The serial number that the guest sees, at most 20 characters.
     pub serial: Option<String>,
+    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself.
+    #[serde(default)]
+    pub server: bool,
 }
 
 /// How an image is written.

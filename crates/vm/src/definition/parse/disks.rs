@@ -41,16 +41,41 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             writers.push((real, readonly, path.at));
             format = format.or_else(|| guess_format(&section, &path.value));
         }
+        let server = section.flag("server", false);
+        let cache = section.choice("cache", CACHES).map(|found| found.value);
+        if server {
+            fits_server(&section, format, cache);
+        }
         Disk {
             id,
             path: path.map(|found| found.value).unwrap_or_default(),
             format: format.unwrap_or(DiskFormat::Raw),
             readonly,
-            cache: section.choice("cache", CACHES).map_or(DiskCache::Writeback, |found| found.value),
+            // What a server knows of its guest's cache is worth more than a second copy in the host's.
+            cache: cache.unwrap_or(if server { DiskCache::None } else { DiskCache::Writeback }),
             serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
+            server,
         }
     };
     top.sections("disk").into_iter().enumerate().map(disk).collect()
+}
+
+/// Notes what a server of Rekindle's cannot serve.
+fn fits_server(section: &Section<'_>, format: Option<DiskFormat>, cache: Option<DiskCache>) {
+    let at = section.at("server").unwrap_or(section.at);
+    if format == Some(DiskFormat::Qcow2) {
+        let why = "`server = true` is for raw images; convert it (qemu-img convert -O raw), or leave `server` out";
+        section.document().conflict(at, why);
+    }
+    if let Some(cache) = cache.filter(|cache| !matches!(cache, DiskCache::None | DiskCache::Writeback)) {
+        let cache = cache.as_str();
+        section.document().conflict(
+            section.at("cache").unwrap_or(at),
+            format!(
+                "`cache = \"{cache}\"` is QEMU's own; with `server = true` write \"none\" (O_DIRECT) or \"writeback\""
+            ),
+        );
+    }
 }
 
 /// By its extension. The content may only contradict, never decide: a guest could write a qcow2 header onto its raw

@@ -40,7 +40,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("ram", &["dir", "prealloc"]),
     ("boot", &["kernel", "initrd", "append"]),
     ("devices", &["vga", "agent", "rng", "vmgenid"]),
-    ("disk", &["id", "path", "format", "readonly", "cache", "serial"]),
+    ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server"]),
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
 

@@ -96,6 +96,21 @@ vmgenid = true
 }
 
 #[test]
+fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_said() {
+    let dir = folder();
+    let disk = |more: &str| {
+        let text = format!("name = \"web\"\n[[disk]]\npath = \"disk.img\"\nserver = true\n{more}");
+        parse(&dir, &text).disks.remove(0)
+    };
+    assert_eq!((disk("").server, disk("").cache), (true, DiskCache::None));
+    assert_eq!(disk("cache = \"writeback\"\n").cache, DiskCache::Writeback);
+    // A state of a Rekindle that had no servers.
+    let mut json = serde_json::to_value(disk("")).unwrap();
+    json.as_object_mut().unwrap().remove("server").unwrap();
+    assert!(!serde_json::from_value::<Disk>(json).unwrap().server);
+}
+
+#[test]
 fn a_disk_and_a_net_get_every_default() {
     let dir = folder();
     let vm = parse(
@@ -109,6 +124,7 @@ fn a_disk_and_a_net_get_every_default() {
         readonly: false,
         cache: DiskCache::Writeback,
         serial: None,
+        server: false,
     };
     assert_eq!(vm.disks, [disk("disk0", "root.qcow2", DiskFormat::Qcow2), disk("disk1", "disk.img", DiskFormat::Raw)]);
     assert_eq!(vm.boot, None);
@@ -345,10 +361,12 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
         Just(DiskCache::Directsync),
         Just(DiskCache::Writethrough)
     ];
-    let disk = (word(), any::<(bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}")).prop_map(
-        move |(id, (qcow2, readonly), cache, serial)| {
+    let disk = (word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}")).prop_map(
+        move |(id, (qcow2, readonly, server), cache, serial)| {
             let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
-            Disk { id, path: disk_dir.join(file), format, readonly, cache, serial }
+            let server = server && !qcow2;
+            let cache = if server { DiskCache::None } else { cache };
+            Disk { id, path: disk_dir.join(file), format, readonly, cache, serial, server }
         },
     );
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];

@@ -1,0 +1,219 @@
+//! The servers of a VM's disks: a process for each disk (`rekindle disk serve`) that outlives the QEMUs which come and go.
+//!
+//! One that has died is started again by the next operation on the VM; QEMU, which tries every second, goes on with it. What it
+//! knew of the guest's cache is gone then.
+
+use crate::rundir::RunDir;
+use rekindle_disk::block::BLOCK;
+use rekindle_disk::control::{Ask, Control};
+use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::spawn::detach;
+use rekindle_qemu::command::{Disk, Hardware, disk_queues};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a server may take to open its image and listen.
+const START: Duration = Duration::from_secs(30);
+/// How long one that was asked to end, or killed, may take for what it has under way.
+const END: Duration = Duration::from_secs(10);
+/// How long one may take to see that its QEMU has gone.
+const GONE: Duration = Duration::from_secs(10);
+
+/// Why a disk has no server.
+#[derive(Debug, thiserror::Error)]
+pub enum DisksError {
+    /// It does not start.
+    #[error("disk {id}: the server of {} does not start; it said:\n{said}", image.display())]
+    Start {
+        /// The disk.
+        id: String,
+        /// Its image.
+        image: PathBuf,
+        /// The end of its log.
+        said: String,
+    },
+    /// It does not end.
+    #[error("disk {id}: its server (process {pid}) was killed but does not end")]
+    Stuck {
+        /// The disk.
+        id: String,
+        /// The process.
+        pid: u32,
+    },
+    /// The system refuses.
+    #[error("disk {id}: {doing}")]
+    Io {
+        /// The disk.
+        id: String,
+        /// What was done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What of a guest that has ended is kept for the next one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// The disk.
+    pub disk: String,
+    /// Bytes of it that the guest had in its memory. Which of them are still what is on the disk is found out when they are wanted.
+    pub bytes: u64,
+}
+
+fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
+    hardware.disks.iter().filter(|disk| disk.server)
+}
+
+/// Where a server is asked for something beside its guest.
+#[must_use]
+pub fn control(rundir: &RunDir, id: &str) -> PathBuf {
+    rundir.file(&format!("disk-{id}.control"))
+}
+
+fn log(rundir: &RunDir, id: &str) -> PathBuf {
+    rundir.file(&format!("disk-{id}.log"))
+}
+
+/// As one argument, so that no other command is taken for a server.
+fn mark(rundir: &RunDir, id: &str) -> String {
+    format!("--control={}", control(rundir, id).display())
+}
+
+fn answers(rundir: &RunDir, id: &str) -> bool {
+    Control::connect(&control(rundir, id)).and_then(|mut control| control.status()).is_ok()
+}
+
+/// Have a server for each disk that is to have one; those that are there stay.
+///
+/// *On success:* a QEMU can connect to each of them; gives how many were started.
+///
+/// # Errors
+/// [`DisksError`]; those that were started run on, until [`end`].
+pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
+    let mut started = Vec::new();
+    for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
+        started.push((disk, spawn(rundir, disk, hardware.vcpus)?));
+    }
+    let count = started.len();
+    started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
+    Ok(count)
+}
+
+fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Child, DisksError> {
+    let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
+    let mut options = OpenOptions::new();
+    let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
+    let log = opened.map_err(failed("opening its log"))?;
+    let again = log.try_clone().map_err(failed("opening its log"))?;
+    let binary = std::env::current_exe().map_err(failed("finding this program"))?;
+    let mut command = Command::new(binary);
+    command.args(["disk", "serve"]).arg(&disk.path).arg(mark(rundir, &disk.id));
+    // Where QEMU looks for it, whichever of the VM's it is.
+    command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
+    if disk.readonly {
+        command.arg("--readonly");
+    }
+    if disk.cache != "none" {
+        command.arg("--buffered");
+    }
+    if let Some(serial) = &disk.serial {
+        command.arg(format!("--serial={serial}"));
+    }
+    detach(&mut command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
+}
+
+fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError> {
+    let deadline = Instant::now() + START;
+    while !answers(rundir, &disk.id) {
+        let ended = !matches!(child.try_wait(), Ok(None));
+        if ended || Instant::now() > deadline {
+            let _ = child.kill();
+            let _ = child.wait();
+            let text = fs::read_to_string(log(rundir, &disk.id)).unwrap_or_default();
+            let lines: Vec<_> = text.lines().collect();
+            let said = lines.get(lines.len().saturating_sub(10)..).unwrap_or_default().join("\n");
+            return Err(DisksError::Start { id: disk.id.clone(), image: disk.path.clone(), said });
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// End the servers of a VM whose QEMUs have ended. Those that are gone already are no error.
+///
+/// *On success:* nobody has the images open.
+///
+/// # Errors
+/// [`DisksError`].
+pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
+    served(hardware).try_for_each(|disk| {
+        let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
+        let mark = mark(rundir, &disk.id);
+        let servers = || process::with_argument_containing(&mark).map_err(failed("looking for its server"));
+        let found = servers()?;
+        if found.is_empty() {
+            return Ok(());
+        }
+        let asked =
+            Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
+        if let Err(e) = &asked {
+            tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
+        }
+        found.into_iter().try_for_each(|server| end_one(&disk.id, server, asked.is_ok()))
+    })
+}
+
+fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
+    let failed = |source| DisksError::Io { id: id.into(), doing: "ending its server", source };
+    if asked && server.wait_end(END).map_err(failed)? {
+        return Ok(());
+    }
+    server.kill().map_err(failed)?;
+    if server.wait_end(END).map_err(failed)? {
+        Ok(())
+    } else {
+        Err(DisksError::Stuck { id: id.into(), pid: server.pid })
+    }
+}
+
+/// Let the servers go of the memory of a guest that has ended. With `keep` they keep what of it is a cache of a disk, for the next
+/// one; gives what that is, if there is anything.
+///
+/// All disks of a VM have their blocks in one memory, and each server gives back what it does not need of it. So it is that of
+/// one disk that is kept: the one of which most is there.
+#[must_use]
+pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
+    let mut servers = Vec::new();
+    for disk in served(hardware) {
+        let connected = Control::connect(&control(rundir, &disk.id));
+        match connected.and_then(|mut control| Ok((control.wait_gone(GONE)?, control))) {
+            Ok((status, control)) => servers.push((status.mapped, disk, control)),
+            // It is started again, and has nothing then.
+            Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
+        }
+    }
+    servers.sort_by_key(|(mapped, ..)| *mapped);
+    let most = if keep { servers.pop() } else { None };
+    for (_, disk, mut control) in servers {
+        if let Err(e) = control.ask::<()>(&Ask::Drop {}) {
+            tracing::debug!("disk {}: {e}", disk.id);
+        }
+    }
+    let (_, disk, mut control) = most?;
+    match control.ask::<u64>(&Ask::Keep {}) {
+        Ok(0) => None,
+        Ok(blocks) => Some(Kept { disk: disk.id.clone(), bytes: blocks * BLOCK as u64 }),
+        Err(e) => {
+            tracing::warn!("what the guest had of disk {} is not kept: {e}", disk.id);
+            None
+        }
+    }
+}
