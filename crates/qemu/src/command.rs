@@ -23,9 +23,10 @@ const SLOT_RNG: u8 = 0x02;
 const SLOT_SERIAL: u8 = 0x03;
 const SLOT_DISK: u8 = 0x04;
 const SLOT_NET: u8 = 0x10;
+const SLOT_PANIC: u8 = 0x18;
 /// Devices of a kind that fit between one first slot and the next.
 const SLOTS_DISK: usize = (SLOT_NET - SLOT_DISK) as usize;
-const SLOTS_NET: usize = 0x18 - SLOT_NET as usize;
+const SLOTS_NET: usize = (SLOT_PANIC - SLOT_NET) as usize;
 
 /// Descriptor numbers at which a QEMU finds its taps: high enough never to be given to anything else before.
 const FIRST_TAP_FD: RawFd = 40;
@@ -70,6 +71,9 @@ pub struct Hardware {
     /// enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find another number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_ports: Option<u32>,
+    /// A device by which the guest's kernel tells of its panic.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub panic: bool,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
     /// Somebody else's command line, of which the machine is made instead of all this. Here are then its memory, networks,
@@ -195,6 +199,11 @@ impl Directory {
     pub fn save(&self) -> PathBuf {
         self.0.join("save.sock")
     }
+    /// QMP, for who waits for the guest's reboot or panic. Only where a disk has a server: without, nothing is done about it.
+    #[must_use]
+    pub fn events(&self) -> PathBuf {
+        self.0.join("events.sock")
+    }
     /// The guest's serial console.
     #[must_use]
     pub fn console(&self) -> PathBuf {
@@ -288,7 +297,8 @@ impl Hardware {
         );
         let (qmp, watch, protect, save) = (directory.qmp(), directory.watch(), directory.protect(), directory.save());
         let monitors = [("qmp", qmp), ("watch", watch), ("protect", protect), ("save", save)];
-        for (id, socket) in monitors {
+        let events = self.disks.iter().any(|disk| disk.server).then(|| ("events", directory.events()));
+        for (id, socket) in monitors.into_iter().chain(events) {
             line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
             line.add("-mon", format!("chardev={id},mode=control"));
         }
@@ -329,6 +339,9 @@ impl Hardware {
         }
         for (index, net) in self.nets.iter().enumerate() {
             line.net(SLOT_NET + index as u8, index, net, start);
+        }
+        if self.panic {
+            line.device(SLOT_PANIC, json!({"driver": "pvpanic-pci", "id": "panic"}));
         }
         line.0.extend(self.extra.iter().cloned());
         match start {
@@ -511,6 +524,7 @@ mod tests {
             agent_ports: Some(AGENT_PORTS),
             rng: true,
             vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
+            panic: false,
             extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
             foreign: None,
         }
@@ -593,6 +607,7 @@ mod tests {
             assert!(line.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{line}");
             assert!(line.contains(r#""num-queues":2"#) && !line.contains("-blockdev"), "{line}");
         }
+        assert!(line("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
         assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
         // A record of a disk that QEMU serves says nothing of servers, as before there were any.
         assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));

@@ -81,6 +81,13 @@ pub enum Command {
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
     Pager(Pager),
+    /// Reboot a VM with a warm cache when its guest reboots itself or panics, until it is gone.
+    ///
+    /// Needs: a VM with `on_reboot` or `on_crash` = "warm-cache". `rekindle run` and `recover` start one.
+    /// On success: the VM is gone, or another one waits already.
+    /// On failure: a guest that has rebooted itself or panicked stays stopped; `rekindle recover` boots it.
+    #[command(hide = true)]
+    Watch(NameOnly),
     /// Look after fail-over images: what `rekindle protect` writes and `rekindle restore` reads.
     #[command(subcommand)]
     Store(Store),

@@ -10,10 +10,12 @@ use rekindle_disk::attic::Told;
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_kernel::process::{self, Process};
+use rekindle_qemu::qmp::Qmp;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 const BLOCK: u64 = 4096;
 /// Of the disk.
@@ -109,6 +111,55 @@ fn a_rebooted_guest_is_given_what_it_had_of_its_disk() {
     guest.rekindle(&["stop"]).ok();
     assert!(!server.is_alive(), "it ends with the VM");
     assert!(!guest.file("").exists());
+}
+
+#[test]
+fn a_guest_that_reboots_itself_or_panics_has_its_cache_and_one_that_powers_off_is_off() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("self").section(&section(&path, "")).boot(&[]);
+    for command in ["reboot", "panic"] {
+        assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+        let (boot, qemu) = (guest.boot_id(), guest.only_qemu().process);
+        wait_for("somebody to wait for it", DEADLINE, || waits(&guest).then_some(()));
+        guest.tell(command);
+        wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
+        guest.wait_ready();
+        assert_ne!(guest.boot_id(), boot, "{command}");
+        assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+        let told = became(&guest).expect("an attic");
+        assert!(told.served > READ / 2 && told.refused < READ / 50, "{command}: {told:?}");
+        wait_for("the operation to end", DEADLINE, || (guest.status() == "running").then_some(()));
+    }
+    // Nobody waits: it stays stopped, and is booted when it is asked for.
+    watcher(&guest).expect("one that waits").kill().unwrap();
+    let boot = guest.boot_id();
+    guest.tell("reboot");
+    wait_for("it to be stopped", DEADLINE, || guest.status().contains("shutdown").then_some(()));
+    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.wait_ready();
+    assert_ne!(guest.boot_id(), boot);
+    wait_for("somebody to wait for it", DEADLINE, || waits(&guest).then_some(()));
+    guest.tell("poweroff");
+    wait_for("it to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
+    assert_eq!(guest.status(), "ended");
+}
+
+fn watcher(guest: &Guest<'_>) -> Option<Process> {
+    let found = process::with_argument_containing("watch").unwrap();
+    found.into_iter().find(|process| {
+        let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
+        let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
+        let root = String::from_utf8_lossy(&root).into_owned();
+        line.ends_with(format!("watch\0{}\0", guest.name).as_bytes())
+            && root.contains(guest.lab.run_root().to_str().unwrap())
+    })
+}
+
+/// Whether QEMU has been told what to do: its socket for that has somebody.
+fn waits(guest: &Guest<'_>) -> bool {
+    let events = guest.only_qemu().directory.join("events.sock");
+    watcher(guest).is_some() && Qmp::connect(&events, Duration::from_millis(50)).is_err()
 }
 
 #[test]

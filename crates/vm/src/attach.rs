@@ -4,7 +4,7 @@
 //! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching takes away what was left of that,
 //! also by one that was killed.
 
-use crate::definition::{Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, Ram, Span};
+use crate::definition::{Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Ram, Span};
 use crate::host::Host;
 use crate::life::{Held, LifeError, clean_up, run_state};
 use crate::lock::{Lock, RunState};
@@ -264,6 +264,8 @@ fn state(
         qemu: binary.clone(),
         probe: None,
         shutdown_timeout: Span::from_secs(60),
+        on_reboot: OnReboot::Reset,
+        on_crash: OnCrash::Leave,
         save_dir: None,
         qemu_args: Vec::new(),
         ram: Ram::default(),
@@ -296,6 +298,7 @@ fn state(
         vga: false,
         agent: foreign.agent.is_some(),
         agent_ports: None,
+        panic: false,
         rng: false,
         vm_generation: generation,
         extra: Vec::new(),

@@ -1,6 +1,6 @@
 //! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
 
-use crate::definition::{Accel, Definition, NetBackend, TapPlace};
+use crate::definition::{Accel, Definition, NetBackend, OnCrash, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::{self, AGENT_PORTS, Hardware};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -95,6 +95,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         agent_ports: Some(AGENT_PORTS),
         rng: definition.devices.rng,
         vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
+        panic: definition.on_crash == OnCrash::WarmCache,
         extra: definition.qemu_args.clone(),
         foreign: None,
     };

@@ -399,6 +399,11 @@ pub enum Ended {
     Prepared,
 }
 
+/// QEMU's run states of a guest that has come to its end by itself: there is nothing to be asked.
+pub const SHUT_DOWN: &[&str] = &["shutdown", PANICKED];
+/// That of one whose kernel has panicked.
+pub const PANICKED: &str = "guest-panicked";
+
 /// Shut a guest down: through its agent, else by the ACPI power button, else, after `patience`, by pulling the plug.
 ///
 /// On success: its QEMU has ended.
@@ -409,7 +414,7 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
     let process = vmm.process();
     let gone = |patience| process.wait_end(patience).unwrap_or(false);
     let agent_patience = Duration::from_secs(1).min(patience);
-    let asked = if patience.is_zero() {
+    let asked = if patience.is_zero() || is_shut_down(vmm) {
         Ended::PoweredOff
     } else if agent::shut_down(&vmm.directory().agent(), agent_patience).is_ok() {
         Ended::ByAgent
@@ -430,6 +435,17 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
         vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
     }
     Ok(Ended::PoweredOff)
+}
+
+/// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.
+fn is_shut_down(vmm: &Vmm) -> bool {
+    let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
+    if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+        return true;
+    }
+    // One that does not know it was not told otherwise.
+    let _ = qmp.execute::<Value>("set-action", serde_json::json!({"shutdown": "poweroff"}));
+    false
 }
 
 /// Shut a VM down and remove all that Rekindle keeps of it. `patience` zero: at once.

@@ -83,6 +83,9 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
         return match held.vmm() {
             Ok(vmm) => {
                 forget_saved(host, &held);
+                if has_ended(vmm) {
+                    return boot_ended(&held, vmm);
+                }
                 // Its guest waits for it, and may not answer before.
                 let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
                 match end_pause(&held, vmm)? {
@@ -125,6 +128,22 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     }?;
     forget_saved(host, &held);
     Ok(recovered)
+}
+
+/// Whether a guest has rebooted itself or panicked, and QEMU was told to stop there; who was to boot it has died.
+fn has_ended(vmm: &Vmm) -> bool {
+    let state = vmm.connect(vmm::START).map_err(RebootError::from).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?));
+    state.is_ok_and(|state| life::SHUT_DOWN.contains(&state.as_str()))
+}
+
+/// Boot it.
+fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let generation = held.state.generation + 1;
+    let journal = Journal::open(&held.rundir, Kind::OsWarmCache, held.state.vmm.clone(), generation);
+    let mut journal = journal.map_err(|source| file(held, source))?;
+    journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
+    life::shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
+    boot(held, journal, Recovered::Started)
 }
 
 /// Let a guest go on whose checkpoint was cut off in the pause.
@@ -336,7 +355,8 @@ fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
 fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recovered, RebootError> {
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
-    life::renew_ram(&held.rundir, hardware)?;
+    // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
+    life::renew_ram_beside(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = network::reopen(hardware)?;

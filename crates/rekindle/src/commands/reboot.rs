@@ -1,6 +1,6 @@
 //! `rekindle reboot`.
 
-use crate::cli::{How, HowOs, RebootOs, RebootVmm};
+use crate::cli::{How, HowOs, NameOnly, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -93,6 +93,11 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         None => {}
     }
     output.result(&ToldOs { how, report, kept: kept.as_ref() }, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
+    os::watch::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 

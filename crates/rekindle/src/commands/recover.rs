@@ -4,10 +4,12 @@ use crate::cli::NameOnly;
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::restore::start_pager;
+use rekindle_reboot::os::watch;
 use rekindle_reboot::vmm;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use std::process::ExitCode;
 
 pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
@@ -21,6 +23,9 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
         start_pager(&rundir)?;
     }
     let recovered = vmm::recover(&host, name.as_str())?;
+    if let Some(state) = State::read(&rundir)?.filter(|state| state.vmm.is_some()) {
+        watch::start(&rundir, &state.definition)?;
+    }
     output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
     Ok(ExitCode::SUCCESS)
 }

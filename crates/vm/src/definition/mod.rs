@@ -91,6 +91,12 @@ pub struct Definition {
     pub probe: Option<Probe>,
     /// How long a guest may take to shut down by itself before it is powered off.
     pub shutdown_timeout: Span,
+    /// What is done when the guest reboots itself.
+    #[serde(default)]
+    pub on_reboot: OnReboot,
+    /// What is done when its kernel panics.
+    #[serde(default)]
+    pub on_crash: OnCrash,
     /// The folder into which a `saved` reboot writes the guest's RAM; `None` leaves it to Rekindle.
     pub save_dir: Option<PathBuf>,
     /// Further arguments for QEMU, passed on as they are.
@@ -120,6 +126,28 @@ pub enum Accel {
     Kvm,
     /// By translation.
     Tcg,
+}
+
+/// What is done when the guest reboots itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnReboot {
+    /// QEMU resets it in place.
+    #[default]
+    Reset,
+    /// It is booted in a new QEMU, and finds what it had cached of its disk.
+    WarmCache,
+}
+
+/// What is done when the guest's kernel panics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnCrash {
+    /// Nothing: it stays as it is, or resets itself.
+    #[default]
+    Leave,
+    /// It is booted in a new QEMU, and finds what it had cached of its disk.
+    WarmCache,
 }
 
 /// `[ram]`: where guest RAM is kept.

@@ -12,7 +12,7 @@ use super::document::{Document, Section, quoted};
 use super::error::Problem;
 use super::files::{self, Wanted};
 use super::names::check_id;
-use super::{Accel, Boot, Bytes, Definition, DefinitionErrors, Devices, Name, Ram, Span, arguments};
+use super::{Accel, Boot, Bytes, Definition, DefinitionErrors, Devices, Name, OnCrash, OnReboot, Ram, Span, arguments};
 
 /// Every key by its section: what the readers below may ask for, and what hints at unknown keys are taken from.
 pub(super) const SECTIONS: &[(&str, &[&str])] = &[
@@ -28,6 +28,8 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
             "qemu",
             "probe",
             "shutdown_timeout",
+            "on_reboot",
+            "on_crash",
             "save_dir",
             "qemu_args",
             "ram",
@@ -44,6 +46,11 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
 
+/// Why nothing can be kept over a reboot.
+const NO_CACHE: &str =
+    "no disk has a server, which knows what the guest has cached; add server = true to a [[disk]], or leave this out";
+const ON_REBOOT: &[(&str, OnReboot)] = &[("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache)];
+const ON_CRASH: &[(&str, OnCrash)] = &[("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache)];
 const ACCELS: &[(&str, Accel)] = &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)];
 
 pub(super) fn parse(text: &str, base: &Path, file: &str) -> Result<Definition, DefinitionErrors> {
@@ -91,6 +98,8 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
         document.conflict(0, why);
     }
     let nets = nets::read(&top, stem);
+    let served = disks.iter().any(|disk| disk.server);
+    let (on_reboot, on_crash) = (on_reboot(&top, served), on_crash(&top, served));
     Some(Definition {
         memory,
         vcpus: top.number("vcpus", 1, u8::MAX).map_or(1, |found| found.value),
@@ -100,6 +109,8 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
         qemu: qemu(&top),
         probe: top.parsed("probe").map(|found| found.value),
         shutdown_timeout: shutdown_timeout.map_or(Span::from_secs(60), |found| found.value),
+        on_reboot,
+        on_crash,
         save_dir: files::path(&top, "save_dir", Wanted::Folder).map(|found| found.value),
         qemu_args: qemu_args.into_iter().map(|argument| argument.value.to_owned()).collect(),
         ram,
@@ -109,6 +120,24 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
         nets,
         name: name?,
     })
+}
+
+fn on_reboot(top: &Section<'_>, served: bool) -> OnReboot {
+    let usual = if served { OnReboot::WarmCache } else { OnReboot::Reset };
+    let found = top.choice("on_reboot", ON_REBOOT).map_or(usual, |found| found.value);
+    if found == OnReboot::WarmCache && !served {
+        top.reject("on_reboot", NO_CACHE);
+    }
+    found
+}
+
+fn on_crash(top: &Section<'_>, served: bool) -> OnCrash {
+    let usual = if served { OnCrash::WarmCache } else { OnCrash::Leave };
+    let found = top.choice("on_crash", ON_CRASH).map_or(usual, |found| found.value);
+    if found == OnCrash::WarmCache && !served {
+        top.reject("on_crash", NO_CACHE);
+    }
+    found
 }
 
 fn name(top: &Section<'_>) -> Option<Name> {

@@ -56,6 +56,8 @@ fn the_least_definition_gets_every_default() {
         qemu: PathBuf::from("qemu-system-x86_64"),
         probe: None,
         shutdown_timeout: Span::from_secs(60),
+        on_reboot: OnReboot::Reset,
+        on_crash: OnCrash::Leave,
         save_dir: None,
         qemu_args: vec![],
         ram: Ram { dir: None, prealloc: false },
@@ -77,6 +79,8 @@ machine = "q35"
 cpu = "auto"
 qemu = "qemu-system-x86_64"
 shutdown_timeout = "1m"
+on_reboot = "reset"
+on_crash = "leave"
 qemu_args = []
 
 [ram]
@@ -103,6 +107,8 @@ fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_said() {
         parse(&dir, &text).disks.remove(0)
     };
     assert_eq!((disk("").server, disk("").cache), (true, DiskCache::None));
+    let whole = parse(&dir, "name = \"web\"\n[[disk]]\npath = \"disk.img\"\nserver = true\n");
+    assert_eq!((whole.on_reboot, whole.on_crash), (OnReboot::WarmCache, OnCrash::WarmCache));
     assert_eq!(disk("cache = \"writeback\"\n").cache, DiskCache::Writeback);
     // A state of a Rekindle that had no servers.
     let mut json = serde_json::to_value(disk("")).unwrap();
@@ -385,6 +391,8 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             qemu: if some { dir.join("bzImage") } else { "qemu-kvm".into() },
             probe: some.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
             shutdown_timeout: Span::from_millis(millis),
+            on_reboot: if disk.server && some { OnReboot::WarmCache } else { OnReboot::Reset },
+            on_crash: if disk.server && vga { OnCrash::WarmCache } else { OnCrash::Leave },
             save_dir: some.then(|| dir.join("ram")),
             qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
             ram: Ram { dir: some.then(|| dir.join("ram")), prealloc },

@@ -7,6 +7,8 @@
 //!
 //! Either way it is shut down and booted in a QEMU of its own; `docs/disk.md` has the argument for the second.
 
+pub mod watch;
+
 use crate::vmm::{self, Failure, Problem, Report};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::command::Hardware;

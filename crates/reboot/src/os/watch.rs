@@ -1,0 +1,221 @@
+//! Waits beside a VM until its guest reboots itself or panics, and then reboots it with a warm cache.
+//!
+//! QEMU would reset the guest in place, and its cache with it. So it is told to stop there instead (`set-action`), and the
+//! process here does what `rekindle reboot os --how warm-cache` does. It goes on with whichever QEMU the VM has, and
+//! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
+
+use super::{How, reboot};
+use crate::vmm::{Failure, RebootError};
+use rekindle_kernel::spawn::detach;
+use rekindle_qemu::qmp::{Event, Qmp, QmpError};
+use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{LifeError, SHUT_DOWN, run_state};
+use rekindle_vm::lock;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rustix::fs::{FlockOperation, flock};
+use serde_json::{Value, json};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a QEMU may take to answer.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long is waited for the guest at a time.
+const LONG: Duration = Duration::from_secs(24 * 3600);
+/// Between two looks at what cannot be waited for.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long an operation in hand may be in the way of a reboot.
+const BUSY: Duration = Duration::from_secs(600);
+/// How long a VM without a QEMU may be between two of them.
+const BETWEEN: Duration = Duration::from_secs(5);
+
+/// What a guest has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Happened {
+    Rebooted,
+    PoweredOff,
+    Panicked,
+}
+
+/// Whether there is something to wait for.
+fn is_wanted(definition: &Definition) -> bool {
+    definition.on_reboot == OnReboot::WarmCache || definition.on_crash == OnCrash::WarmCache
+}
+
+/// Start the process that waits, if the VM's definition wants it. One that is there already is enough: the second one ends.
+///
+/// # Errors
+/// The system's.
+pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
+    if !is_wanted(definition) {
+        return Ok(());
+    }
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(rundir.file("watch.log"));
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["watch", rundir.name()]).stdout(open()?).stderr(open()?);
+    if let Some(root) = rundir.path().parent() {
+        command.env("REKINDLE_RUN_DIR", root);
+    }
+    detach(&mut command).stdin(Stdio::null()).spawn().map(drop)
+}
+
+/// Why it waits no more.
+#[derive(Debug, thiserror::Error)]
+pub enum WatchError {
+    /// A file of the run directory.
+    #[error("run directory of VM {name}")]
+    RunDir {
+        /// The VM.
+        name: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The guest could not be rebooted.
+    #[error(transparent)]
+    Reboot(#[from] Failure),
+}
+
+/// Wait, until the VM is gone or its QEMU has ended and is not replaced.
+///
+/// # Errors
+/// [`WatchError`].
+pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
+    let rundir = RunDir::new(&host.root, name);
+    let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
+    let Some(_lock) = lock_file(&rundir).map_err(failed)? else { return Ok(()) };
+    loop {
+        let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
+        match wait(&vmm, &definition) {
+            Ok(Some(Happened::PoweredOff) | None) => {}
+            Ok(Some(what @ (Happened::Rebooted | Happened::Panicked))) => {
+                tracing::info!(
+                    "the guest has {}: it is booted",
+                    if what == Happened::Rebooted { "rebooted itself" } else { "panicked" }
+                );
+                again(host, name)?;
+            }
+            Err(e) => {
+                tracing::debug!("QEMU (process {}): {e}", vmm.pid);
+                thread::sleep(LOOK);
+            }
+        }
+        // It ends, or is being replaced.
+        while vmm.is_alive() && is_done(&vmm) {
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+/// Whether a QEMU has nothing to do any more.
+fn is_done(vmm: &Vmm) -> bool {
+    let state = Qmp::connect(&vmm.directory().events(), ANSWER).and_then(|mut qmp| run_state(&mut qmp));
+    state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
+}
+
+/// One at a time.
+fn lock_file(rundir: &RunDir) -> io::Result<Option<File>> {
+    let file =
+        OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(rundir.file("watch.lock"))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The VM's QEMU; none if it has none any more.
+fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
+    let mut deadline = Instant::now() + BETWEEN;
+    loop {
+        if let Some(State { vmm: Some(vmm), definition, .. }) = State::read(rundir)?
+            && vmm.is_alive()
+        {
+            return Ok(Some((vmm, definition)));
+        }
+        if !rundir.exists() || Instant::now() > deadline {
+            return Ok(None);
+        }
+        if lock::holder(rundir).is_some() {
+            deadline = Instant::now() + BETWEEN;
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Wait for what the guest does that is to be dealt with here. One that powers itself off has its QEMU ended.
+fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError> {
+    let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER)?;
+    let mut actions = serde_json::Map::new();
+    if definition.on_reboot == OnReboot::WarmCache {
+        actions.insert("reboot".into(), "shutdown".into());
+        actions.insert("shutdown".into(), "pause".into());
+    }
+    if definition.on_crash == OnCrash::WarmCache {
+        actions.insert("panic".into(), "pause".into());
+    }
+    qmp.execute::<Value>("set-action", actions)?;
+    // Before that it would have been reset in place, or would have ended.
+    let wanted = |event: &Event| match event.name.as_str() {
+        "SHUTDOWN" => match event.data.get("reason").and_then(Value::as_str) {
+            Some("guest-reset") => Some(Happened::Rebooted),
+            Some("guest-shutdown") => Some(Happened::PoweredOff),
+            // What `rekindle` does itself.
+            _ => None,
+        },
+        "GUEST_PANICKED" => Some(Happened::Panicked),
+        _ => None,
+    };
+    let happened = loop {
+        match qmp.wait_event("SHUTDOWN", LONG, wanted) {
+            Ok(happened) => break happened,
+            Err(QmpError::Timeout { .. }) => {}
+            Err(QmpError::Closed { .. }) => return Ok(None),
+            Err(e) => return Err(e),
+        }
+    };
+    if happened == Happened::PoweredOff {
+        qmp.execute::<Value>("quit", json!({}))?;
+    }
+    Ok(Some(happened))
+}
+
+/// Reboot it, when whoever is at work on it is done.
+fn again(host: &Host, name: &str) -> Result<(), WatchError> {
+    let deadline = Instant::now() + BUSY;
+    loop {
+        match reboot(host, name, How::WarmCache) {
+            Err(failure)
+                if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
+            {
+                thread::sleep(LOOK);
+            }
+            // `rekindle stop`, or another reboot, was faster.
+            Err(failure)
+                if matches!(*failure.error, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })) =>
+            {
+                return Ok(());
+            }
+            other => return Ok(other.map(drop)?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_without_a_warm_cache_has_nobody_waiting() {
+        let text = "name = \"x\"\n[boot]\nkernel = \"/bin/true\"\n";
+        let definition = Definition::parse(text, "/", "x.toml").unwrap();
+        assert!(!is_wanted(&definition));
+        assert!(is_wanted(&Definition { on_crash: OnCrash::WarmCache, ..definition }));
+    }
+}
