@@ -80,12 +80,18 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
     let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
     let Some(journal) = journal else {
+        if let Ok(vmm) = held.vmm()
+            && held.state.hardware.disks.iter().any(|disk| disk.server)
+        {
+            if has_ended(vmm) {
+                return boot_ended(&held, vmm);
+            }
+            // It was asked, and may have been about to end.
+            vmm.wait_released().map_err(|source| file(&held, source))?;
+        }
         return match held.vmm() {
             Ok(vmm) => {
                 forget_saved(host, &held);
-                if has_ended(vmm) {
-                    return boot_ended(&held, vmm);
-                }
                 // Its guest waits for it, and may not answer before.
                 let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
                 match end_pause(&held, vmm)? {
