@@ -127,6 +127,9 @@ fn remote(url: &str, rest: &str) -> Result<Remote, UrlError> {
     if host.is_empty() {
         return Err(wrong("it has no host"));
     }
+    if host.contains(['[', ']']) {
+        return Err(wrong("a bracket is where none belongs"));
+    }
     let port =
         port.parse().ok().filter(|port| *port != 0).ok_or_else(|| wrong("its port is not a number from 1 to 65535"))?;
     Ok(Remote { host: host.to_owned(), port, name: name.parse()? })
@@ -215,6 +218,8 @@ mod tests {
             ("tls://:7000/web", "no host"),
             ("tls://fd00::1:7000/web", "brackets"),
             ("tls://[fd00::1:7000/web", "bracket"),
+            ("tls://[[]:7000/web", "bracket"),
+            ("tls://host]:7000/web", "bracket"),
             ("tls://host:7000/", "cannot be the name"),
             ("tls://host:7000/../etc", "cannot be the name"),
             ("tls://host:7000/a/b", "cannot be the name"),
