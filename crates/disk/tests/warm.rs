@@ -16,6 +16,7 @@ fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
     drop(guest);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
     let kept = disk.control().ask(&Control::Keep {}).unwrap();
+    assert_eq!(disk.control().ask::<u64>(&Control::Keep {}).unwrap(), kept, "asked for once more, it stays");
     (Guest::start(&disk.socket()), kept)
 }
 

@@ -213,6 +213,16 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     guest.rekindle(&["recover"]).ok().says(&["booted from its disks"]);
     guest.wait_ready();
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
+    // What it had cached was in its memory still.
+    assert!(became(&guest).is_some_and(|told| told.served > 100), "{:?}", became(&guest));
+    // A reboot that is killed when everything is kept and nothing boots yet.
+    let mut command = guest.lab.command(["reboot", "os", &guest.name]);
+    command.env("REKINDLE_FAULT", "cold.renew.memory:kill");
+    assert_ne!(guest.lab.finish(command).code, Some(0));
+    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.wait_ready();
+    assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
+    assert!(became(&guest).is_some_and(|told| told.served > 100), "{:?}", became(&guest));
 }
 
 #[test]

@@ -195,12 +195,15 @@ pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> 
     for disk in served(hardware) {
         let connected = Control::connect(&control(rundir, &disk.id));
         match connected.and_then(|mut control| Ok((control.wait_gone(GONE)?, control))) {
-            Ok((status, control)) => servers.push((status.mapped, disk, control)),
+            Ok((status, control)) => {
+                let kept = status.attic.map_or(0, |(blocks, _)| blocks);
+                servers.push((if status.mapped > 0 { status.mapped } else { kept }, disk, control));
+            }
             // It is started again, and has nothing then.
             Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
         }
     }
-    servers.sort_by_key(|(mapped, ..)| *mapped);
+    servers.sort_by_key(|(blocks, ..)| *blocks);
     let most = if keep { servers.pop() } else { None };
     for (_, disk, mut control) in servers {
         if let Err(e) = control.ask::<()>(&Ask::Drop {}) {

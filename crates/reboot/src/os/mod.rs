@@ -59,11 +59,22 @@ pub struct Rebooted {
 /// # Errors
 /// [`Failure`].
 pub fn reboot(host: &Host, name: &str, how: How) -> Result<Rebooted, Failure> {
+    reboot_unless(host, name, how, |_| None)
+}
+
+/// The same, unless `against` finds something that speaks against it once nobody else is at work on the VM.
+fn reboot_unless(
+    host: &Host,
+    name: &str,
+    how: How,
+    against: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Rebooted, Failure> {
     let (operation, kind) = match how {
         How::Cold => ("reboot os --how cold", Kind::OsCold),
         How::WarmCache => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
-    let against = |hardware: &Hardware| if how == How::WarmCache { no_cache(hardware) } else { None };
+    let against =
+        |state: &State| against(state).or_else(|| (how == How::WarmCache).then(|| no_cache(&state.hardware)).flatten());
     vmm::boot_again(host, name, (operation, kind), against)
         .map(|again| Rebooted { report: again.report, kept: again.kept })
 }

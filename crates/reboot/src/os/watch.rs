@@ -4,8 +4,8 @@
 //! process here does what `rekindle reboot os --how warm-cache` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
-use super::{How, reboot};
-use crate::vmm::{Failure, RebootError};
+use super::{How, reboot_unless};
+use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
@@ -99,7 +99,7 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
                     "the guest has {}: it is booted",
                     if what == Happened::Rebooted { "rebooted itself" } else { "panicked" }
                 );
-                again(host, name)?;
+                again(host, name, &vmm)?;
             }
             Err(e) => {
                 tracing::debug!("QEMU (process {}): {e}", vmm.pid);
@@ -186,19 +186,27 @@ fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError
     Ok(Some(happened))
 }
 
-/// Reboot it, when whoever is at work on it is done.
-fn again(host: &Host, name: &str) -> Result<(), WatchError> {
+/// Reboot it, when whoever is at work on it is done; not if that has booted it meanwhile.
+fn again(host: &Host, name: &str, ended: &Vmm) -> Result<(), WatchError> {
+    let is_another = |state: &State| {
+        let other = state.vmm.as_ref() != Some(ended);
+        other.then(|| Problem("it runs in another QEMU already".into()))
+    };
     let deadline = Instant::now() + BUSY;
     loop {
-        match reboot(host, name, How::WarmCache) {
+        match reboot_unless(host, name, How::WarmCache, is_another) {
             Err(failure)
                 if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
             {
                 thread::sleep(LOOK);
             }
-            // `rekindle stop`, or another reboot, was faster.
+            // `rekindle stop`, `recover` or another reboot was faster.
             Err(failure)
-                if matches!(*failure.error, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })) =>
+                if matches!(
+                    *failure.error,
+                    RebootError::Against { .. }
+                        | RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })
+                ) =>
             {
                 return Ok(());
             }

@@ -24,7 +24,6 @@ pub use recover::{Recovered, recover};
 use rekindle_kernel::sched::First;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::{Binary, BinaryError};
-use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::{Vmm, VmmError};
@@ -380,11 +379,11 @@ pub(crate) fn boot_again(
     host: &Host,
     name: &str,
     (operation, kind): (&str, Kind),
-    against: impl FnOnce(&Hardware) -> Option<Problem>,
+    against: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Again, Failure> {
     let options = Options { how: How::Cold, qemu: None, rollback: false, verify_memory: false };
     let begun = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
-    let begun = begun.and_then(|change| match against(&change.held.state.hardware) {
+    let begun = begun.and_then(|change| match against(&change.held.state) {
         None => Ok(change),
         Some(problem) => Err(RebootError::Against { name: name.into(), problem }),
     });
