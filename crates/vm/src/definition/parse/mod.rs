@@ -49,8 +49,8 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
 /// Why nothing can be kept over a reboot.
 const NO_CACHE: &str =
     "no disk has a server, which knows what the guest has cached; add server = true to a [[disk]], or leave this out";
-const ON_REBOOT: &[(&str, OnReboot)] = &[("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache)];
-const ON_CRASH: &[(&str, OnCrash)] = &[("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache)];
+const ON_REBOOT: [(&str, OnReboot); 2] = [("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache)];
+const ON_CRASH: [(&str, OnCrash); 2] = [("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache)];
 const ACCELS: &[(&str, Accel)] = &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)];
 
 pub(super) fn parse(text: &str, base: &Path, file: &str) -> Result<Definition, DefinitionErrors> {
@@ -99,7 +99,8 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     }
     let nets = nets::read(&top, stem);
     let served = disks.iter().any(|disk| disk.server);
-    let (on_reboot, on_crash) = (on_reboot(&top, served), on_crash(&top, served));
+    let on_reboot = after_end(&top, "on_reboot", ON_REBOOT, served);
+    let on_crash = after_end(&top, "on_crash", ON_CRASH, served);
     Some(Definition {
         memory,
         vcpus: top.number("vcpus", 1, u8::MAX).map_or(1, |found| found.value),
@@ -122,20 +123,17 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     })
 }
 
-fn on_reboot(top: &Section<'_>, served: bool) -> OnReboot {
-    let usual = if served { OnReboot::WarmCache } else { OnReboot::Reset };
-    let found = top.choice("on_reboot", ON_REBOOT).map_or(usual, |found| found.value);
-    if found == OnReboot::WarmCache && !served {
-        top.reject("on_reboot", NO_CACHE);
-    }
-    found
-}
-
-fn on_crash(top: &Section<'_>, served: bool) -> OnCrash {
-    let usual = if served { OnCrash::WarmCache } else { OnCrash::Leave };
-    let found = top.choice("on_crash", ON_CRASH).map_or(usual, |found| found.value);
-    if found == OnCrash::WarmCache && !served {
-        top.reject("on_crash", NO_CACHE);
+/// What is done when a guest ends by itself: `warm` where a disk has a server, else `plain`, unless it is said.
+fn after_end<T: Copy + PartialEq>(
+    top: &Section<'_>,
+    key: &'static str,
+    [plain, warm]: [(&str, T); 2],
+    served: bool,
+) -> T {
+    let usual = if served { warm.1 } else { plain.1 };
+    let found = top.choice(key, &[plain, warm]).map_or(usual, |found| found.value);
+    if found == warm.1 && !served {
+        top.reject(key, NO_CACHE);
     }
     found
 }

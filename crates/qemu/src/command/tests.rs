@@ -1,0 +1,131 @@
+//! The command line of a machine, as QEMU gets it.
+
+use super::*;
+
+fn hardware() -> Hardware {
+    Hardware {
+        name: "a,b".into(),
+        uuid: Some(Uuid::from_u128(7)),
+        machine: "pc-q35-7.2".into(),
+        cpu: "qemu64".into(),
+        accel: "tcg".into(),
+        vcpus: 2,
+        ram: Ram { path: "/ram/a,b".into(), bytes: 512 << 20, prealloc: true },
+        boot: None,
+        disks: vec![Disk {
+            id: "disk0".into(),
+            path: "/d,1.raw".into(),
+            format: "raw".into(),
+            readonly: false,
+            cache: "none".into(),
+            serial: Some("S".into()),
+            server: false,
+        }],
+        nets: vec![
+            Net {
+                id: "net0".into(),
+                mac: "52:54:00:00:00:01".into(),
+                backend: NetBackend::User(vec!["tcp:127.0.0.1:2222-:22".into()]),
+            },
+            Net {
+                id: "net1".into(),
+                mac: "52:54:00:00:00:02".into(),
+                backend: NetBackend::Tap(Tap { ifname: "t".into(), netns: None }),
+            },
+        ],
+        vga: true,
+        agent: true,
+        agent_ports: Some(AGENT_PORTS),
+        rng: true,
+        vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
+        panic: false,
+        extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
+        foreign: None,
+    }
+}
+
+fn text(start: Start) -> String {
+    hardware().arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), start).join(" ")
+}
+
+#[test]
+fn commas_are_escaped_and_slots_fixed() {
+    let text = text(Start::Boot);
+    assert!(text.contains("guest=a,,b"), "{text}");
+    assert!(text.contains("mem-path=/ram/a,,b,share=on,prealloc=on"), "{text}");
+    assert!(text.contains(r#""filename":"/d,1.raw""#), "{text}");
+    assert!(text.contains(r#""addr":"0x4""#) && text.contains(r#""addr":"0x11""#), "{text}");
+    assert!(text.contains("fd=41,vhost=off"), "{text}");
+}
+
+#[test]
+fn one_that_takes_over_waits_and_leaves_ports_and_ram_alone() {
+    assert!(text(Start::Boot).contains("hostfwd="));
+    let text = text(Start::Incoming);
+    assert!(text.contains("-incoming defer -S"), "{text}");
+    assert!(!text.contains("hostfwd=") && text.contains("prealloc=off"), "{text}");
+}
+
+#[test]
+fn every_device_is_named_for_the_preflight() {
+    let types = hardware().device_types();
+    for wanted in
+        ["VGA", "virtio-rng-pci", "vmgenid", "virtserialport", "virtio-blk-pci", "virtio-net-pci", "virtio-balloon-pci"]
+    {
+        assert!(types.iter().any(|t| t == wanted), "{wanted} in {types:?}");
+    }
+}
+
+#[test]
+fn hardware_that_was_written_down_without_a_generation_has_none() {
+    let hardware = hardware();
+    let text = text(Start::Incoming);
+    assert!(text.contains(r#""guid":"324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87""#), "{text}");
+    let mut json = serde_json::to_value(&hardware).unwrap();
+    assert_eq!(serde_json::from_value::<Hardware>(json.clone()).unwrap(), hardware);
+    json.as_object_mut().unwrap().remove("vm_generation").unwrap();
+    let before: Hardware = serde_json::from_value(json).unwrap();
+    assert_eq!(before, Hardware { vm_generation: None, ..hardware });
+    assert!(!before.device_types().contains(&"vmgenid".to_owned()));
+}
+
+#[test]
+fn the_agent_s_bus_keeps_the_ports_that_its_guest_knows() {
+    let before = Hardware { agent_ports: None, ..hardware() };
+    let line = |hardware: &Hardware| {
+        hardware.arguments(&Directory("/run".into()), Path::new("/run/log"), Start::Boot).join(" ")
+    };
+    assert!(line(&hardware()).contains(r#""max_ports":4"#));
+    assert!(!line(&before).contains("max_ports"), "an older one");
+    let mut json = serde_json::to_value(hardware()).unwrap();
+    json.as_object_mut().unwrap().remove("agent_ports").unwrap();
+    assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), before);
+}
+
+#[test]
+fn a_disk_that_a_server_has_is_reached_where_every_qemu_of_the_vm_looks() {
+    let mut served = hardware();
+    served.disks[0].server = true;
+    let line = |generation: &str| {
+        let directory = Directory(Path::new("/run/a,b").join(generation));
+        served.arguments(&directory, Path::new("/run/log"), Start::Incoming).join(" ")
+    };
+    for generation in ["vmm-1", "vmm-2"] {
+        let line = line(generation);
+        assert!(line.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{line}");
+        assert!(line.contains(r#""num-queues":2"#) && !line.contains("-blockdev"), "{line}");
+    }
+    assert!(line("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
+    assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
+    // A record of a disk that QEMU serves says nothing of servers, as before there were any.
+    assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
+    assert_eq!(disk_queues(0), 1);
+    assert_eq!(disk_queues(64), 8);
+}
+
+#[test]
+fn too_many_devices_are_refused() {
+    let mut many = hardware();
+    many.disks = vec![many.disks[0].clone(); SLOTS_DISK + 1];
+    assert!(many.check_slots().unwrap_err().contains("13 disks"));
+}
