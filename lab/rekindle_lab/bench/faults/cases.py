@@ -89,6 +89,7 @@ def faults(stage: Stage, plan: Plan) -> None:
         stopping.set()
         for thread in threads:
             thread.join()
+        stage.left_out.append(f"{len(waiting)} of {total} runs: broken off before them")
         raise
     if waiting:
         stage.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
