@@ -16,11 +16,17 @@ class Bar:
     """What a figure must reach."""
 
     limit: float
-    op: Literal["<=", "<", "=="] = "<="
+    op: Literal["<=", "<", "==", ">"] = "<="
 
     def met(self, value: float) -> bool:
         """Whether `value` reaches it."""
-        return {"<=": value <= self.limit, "<": value < self.limit, "==": value == self.limit}[self.op]
+        reached = {
+            "<=": value <= self.limit,
+            "<": value < self.limit,
+            "==": value == self.limit,
+            ">": value > self.limit,
+        }
+        return reached[self.op]
 
     def __str__(self) -> str:
         """As in the table of the issue."""

@@ -65,6 +65,9 @@ pub struct Status {
     pub attic: Option<(usize, Told)>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
+    /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
 }
 
 /// See [the module](self).

@@ -496,6 +496,7 @@ impl Engine {
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
             attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
             emptied: self.emptied,
+            unchecked: crate::attic::UNCHECKED,
         }
     }
 }
