@@ -21,6 +21,7 @@ use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures}
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 /// `VIRTIO_F_VERSION_1`, `VIRTIO_RING_F_EVENT_IDX`, `VIRTIO_BLK_F_FLUSH`, `VHOST_USER_F_PROTOCOL_FEATURES`.
@@ -105,6 +106,8 @@ struct Client {
     front: Frontend,
     kick: EventFd,
     call: EventFd,
+    /// Of `call`.
+    wait: Epoll,
     available: u16,
     used: u16,
     free: Vec<u16>,
@@ -141,6 +144,8 @@ impl Client {
             mmap_handle: handle,
         }])?;
         let (kick, call) = (EventFd::new(0)?, EventFd::new(0)?);
+        let wait = Epoll::new()?;
+        wait.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
         front.set_vring_num(0, ENTRIES)?;
         front.set_vring_base(0, 0)?;
         let rings = VringConfigData {
@@ -157,7 +162,7 @@ impl Client {
         front.set_vring_kick(0, &kick)?;
         front.set_vring_enable(0, true)?;
         let free = (0..ENTRIES / EACH).rev().collect();
-        Ok(Self { memory, front, kick, call, available: 0, used: 0, free })
+        Ok(Self { memory, front, kick, call, wait, available: 0, used: 0, free })
     }
 
     /// Put a request into the ring; the device does not see it yet.
@@ -218,7 +223,9 @@ impl Client {
             fence(Ordering::SeqCst);
             let index: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire)?;
             if index == self.used {
-                self.call.read()?;
+                // A server may have made it one that does not wait: it is the same file.
+                self.wait.wait(-1, &mut [EpollEvent::default()])?;
+                let _ = self.call.read();
             }
         }
     }
