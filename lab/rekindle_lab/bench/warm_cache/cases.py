@@ -120,7 +120,7 @@ def peers(stage: Stage, plan: Plan) -> None:
 
 
 def map_cost(stage: Stage, plan: Plan) -> None:
-    """Figures 8 to 10: what remembering costs while nothing reboots. Two guests, all of whose accesses reach the disk."""
+    """Figures 8 to 10: what remembering costs while nothing reboots. Two guests; all accesses reach the disk."""
     if stage.slow:
         stage.hold(None)
     image = stage.image("debian-cache")

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
@@ -86,14 +87,14 @@ class Client:
 def rates(answers: list[Answer], begin: float, rebooted: float, end: float) -> list[tuple[int, int, int, int]]:
     """By seconds: which one, requests, bytes, and the time that these requests took, in microseconds.
 
-    Seconds before the reboot are counted from it, the last is -1; those after it from the first answer of the new guest on, 1 first: that is
-    the first one behind the longest silence.
+    Seconds before the reboot are counted from it, the last is -1; those after it from the first answer of the new guest
+    on, 1 first: that is the first one behind the longest silence.
     """
     seen = [answer for answer in answers if begin <= answer.at <= end]
     after = [answer for answer in seen if answer.at > rebooted]
     if len(after) < 2:
         return []
-    gaps = [(next_.at - one.at, next_.at - next_.took_s) for one, next_ in zip(after, after[1:], strict=False)]
+    gaps = [(next_.at - one.at, next_.at - next_.took_s) for one, next_ in pairwise(after)]
     back = max(gaps)[1]
     found: dict[int, list[Answer]] = {}
     for answer in seen:
