@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! native SOCKET --what read|write --order random|in-order --bytes 4096 --depth 32 --span 1073741824 --requests 100000
-//!               [--seconds 5] [--fresh] [--server PID]
+//!               [--seconds 5] [--fresh | --reuse] [--server PID]
 //! ```
 //!
 //! The front end is rust-vmm's (`vhost`), the driver is a split ring with `VIRTIO_RING_F_EVENT_IDX`, as Linux has it: the device is kicked
 //! and the client woken only where that was asked for. Byte n of the disk goes to byte n of the data in the client's memory, as in a guest
-//! that caches all of it. Memory is touched beforehand, as that of a guest which runs; with `--fresh` it is not, as after a reboot.
+//! that caches all of it. Memory is touched beforehand, as that of a guest which runs; with `--fresh` it is not, as after a reboot. With
+//! `--reuse` each request has a buffer that is used again and again, as fio has, and nothing else is touched.
 //! Prints one JSON object. `--server`: what that process has used of a processor meanwhile is told as well.
 
 use anyhow::{Context, Result, bail, ensure};
@@ -50,6 +51,7 @@ struct Options {
     requests: u64,
     seconds: f64,
     is_fresh: bool,
+    is_reused: bool,
     server: Option<u32>,
 }
 
@@ -65,11 +67,12 @@ fn options() -> Result<Options> {
         requests: u64::MAX,
         seconds: f64::MAX,
         is_fresh: false,
+        is_reused: false,
         server: None,
     };
     while let Some(name) = arguments.next() {
-        if name == "--fresh" {
-            options.is_fresh = true;
+        if name == "--fresh" || name == "--reuse" {
+            (options.is_fresh, options.is_reused) = (true, name == "--reuse");
             continue;
         }
         let value = arguments.next().with_context(|| format!("{name} needs a value"))?;
@@ -86,6 +89,8 @@ fn options() -> Result<Options> {
         }
     }
     ensure!(options.depth > 0 && options.depth <= ENTRIES / EACH, "--depth: 1 to {}", ENTRIES / EACH);
+    let buffers = u64::from(ENTRIES / EACH) * options.bytes;
+    ensure!(!options.is_reused || buffers <= options.span, "--reuse: --span must have room for the buffers");
     ensure!(options.bytes > 0 && options.span.is_multiple_of(options.bytes), "--span: a multiple of --bytes");
     Ok(options)
 }
@@ -166,15 +171,16 @@ impl Client {
     }
 
     /// Put a request into the ring; the device does not see it yet.
-    fn put(&mut self, at: u64, bytes: u64, is_write: bool) -> Result<()> {
+    fn put(&mut self, at: u64, bytes: u64, is_write: bool, is_reused: bool) -> Result<()> {
         let slot = self.free.pop().context("the queue is full")?;
+        let data = DATA + if is_reused { u64::from(slot) * bytes } else { at };
         let (head, header) = (slot * EACH, HEADERS + u64::from(slot) * 64);
         let status = header + 32;
         self.memory.write_obj(u32::from(is_write).to_le(), GuestAddress(header))?;
         self.memory.write_obj((at / 512).to_le(), GuestAddress(header + 8))?;
         self.memory.write_obj(0xffu8, GuestAddress(status))?;
         let data_flags = if is_write { 1 } else { 3 };
-        let parts = [(header, 16, 1), (DATA + at, bytes, data_flags), (status, 1, 2u128)];
+        let parts = [(header, 16, 1), (data, bytes, data_flags), (status, 1, 2u128)];
         for (n, (address, len, flags)) in (head..).zip(parts) {
             let raw = u128::from(address) | u128::from(len) << 64 | flags << 96 | u128::from(n + 1) << 112;
             self.memory.write_obj(raw.to_le(), GuestAddress(DESCRIPTORS + u64::from(n) * 16))?;
@@ -245,7 +251,7 @@ fn main() -> Result<()> {
         let before = client.available;
         while !is_over && begun < options.requests && begun - ended < u64::from(options.depth) {
             let place = if options.is_random { random.u64(..places) } else { begun % places };
-            client.put(place * bytes, bytes, options.is_write)?;
+            client.put(place * bytes, bytes, options.is_write, options.is_reused)?;
             begun += 1;
         }
         client.show(before)?;

@@ -7,6 +7,7 @@ import pandas as pd
 from rekindle_lab.bench.report import Bar, Figure, Found
 from rekindle_lab.stats import median, p95
 
+from .plan import LIMITS
 from .rows import WAYS
 
 WARM, COLD = "warm-cache", "cold"
@@ -46,14 +47,13 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def _first_read(frame: pd.DataFrame, found: Found) -> None:
-    reads = where(frame, case="files", what="read", block=4096)
-    limits = list(dict.fromkeys(reads["limit"]))
-    if not limits:
-        for name in ("first_read_vs_cold", "first_read_vs_before"):
-            found.lacks(name)
-    for n, limit in enumerate(limits):
-        tail = "" if n == 0 else f"_{limit}"
-        of = where(reads, limit=limit)
+    reads = where(frame, case="files", what="read")
+    kinds = [(limit, block) for limit in LIMITS for block in (4096, 1 << 20)]
+    for limit, block in kinds:
+        of = where(reads, limit=limit, block=block)
+        if not len(of) and (limit, block) != kinds[0]:
+            continue
+        tail = ("_1m" if block > 4096 else "") + ("" if limit == kinds[0][0] else f"_{limit}")
         first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
         before = rate(where(of, how=WARM, at=-1))
         name = f"first_read_vs_cold{tail}"
@@ -105,15 +105,15 @@ def _native(frame: pd.DataFrame, found: Found) -> None:
         rows = where(frame, case="native", what=what, block=block)
         ours, peer = rate(where(rows, how="server")), rate(where(rows, how="qsd"))
         found.ratio(name, at_least(1.0), ours, peer, "server", "qemu-storage-daemon", unit="MB/s")
-    rows = where(frame, how="attic")
-    if len(rows):
+    for name, how in (("attic_read_native", "attic"), ("attic_read_native_fresh", "attic-fresh")):
+        rows = where(frame, how=how)
+        if not len(rows):
+            found.lacks(name)
+            continue
         a_core = [float(value) for value in rows["bytes"] / rows["cpu_us"] / 1e3]
-        wall = [value / 1e3 for value in rate(rows)]
-        extra = {"of_wall_time": median(wall)}
+        extra = {"of_wall_time": median([value / 1e3 for value in rate(rows)])}
         n, bar = len(a_core), at_least(2.0)
-        found.add(Figure("attic_read_native", median(a_core), "GB/s", n, p95(a_core), bar, found.raw, extra=extra))
-    else:
-        found.lacks("attic_read_native")
+        found.add(Figure(name, median(a_core), "GB/s", n, p95(a_core), bar, found.raw, extra=extra))
 
 
 def taken(rows: pd.DataFrame) -> pd.Series:
@@ -180,6 +180,7 @@ def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
         line: dict[str, object] = {"case": case, "reboot": how, "guest": int(last["memory_mib"])}
         line |= {"memory files": last["ram_kib"] / 1024, "QEMU and server": last["private_kib"] / 1024}
         line |= {"of that translated code": last["code_kib"] / 1024, "all but that": float(last["taken"])}
+        line |= {"out of the attic": float(of["bytes"].median()) / (1 << 20)}
         line |= {"host's cache of the image": float(of["cached_kib"].max()) / 1024, "n": len(of)}
         lines.append(line)
     return lines

@@ -75,8 +75,19 @@ def memory(
 ) -> None:
     """A row of what the host gave at the peak."""
     cached = cached_kib(guest.disk) if guest.disk else None
+    served = None
+    if guest.cache == "server":
+        status = stage.rekindle.call("disk", "status", str(stage.rekindle.run_dir / guest.name / "disk-disk0.control"))
+        # How much came out of the attic; nothing after a cold reboot.
+        became = status["attic"][1] if status["attic"] else status["emptied"]
+        served = became["served"] * 4096 if became else 0
     given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
-    told = {"memory_mib": guest.memory_mib, "cached_kib": cached, "steps": steps if isinstance(steps, list) else []}
+    told = {
+        "memory_mib": guest.memory_mib,
+        "bytes": served,
+        "cached_kib": cached,
+        "steps": steps if isinstance(steps, list) else [],
+    }
     stage.rows.append(Row(case, "memory", how, limit, number, **given, **told))
 
 

@@ -21,7 +21,8 @@ class Row:
     what: str
     """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one a page), `tpch`, `http`, `memory`."""
     how: str
-    """One of the `WAYS`; `map` and `no-map`; `server` and `qsd`; `attic`."""
+    """One of the `WAYS`; `map` and `no-map`; `server` and `qsd`; `attic` (into buffers) and
+    `attic-fresh` (into memory that nobody has touched)."""
     limit: str
     """What the disk is held to: one of the plan's, or `none`."""
     round: int
@@ -31,6 +32,7 @@ class Row:
     block: int | None = None
     """Bytes of a request."""
     bytes: int | None = None
+    """That were moved; of `memory`: that came out of the attic."""
     us: int | None = None
     requests: int | None = None
     cpu_us: int | None = None
