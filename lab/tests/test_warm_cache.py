@@ -84,15 +84,16 @@ def test_a_topic_is_analysed_again_from_its_rows(tmp_path):
     assert "first 5 s" in (out / "warm-cache.md").read_text()
 
 
-def test_seconds_are_counted_from_the_reboot_and_from_the_first_answer_after_it():
+def test_seconds_are_counted_until_the_reboot_and_since_the_guest_is_well_again():
     before = [Answer(n / 10, 0.01, 100) for n in range(1, 31)]
-    # One more while the guest shuts down, then nothing for 5 s.
-    after = [Answer(3.2, 0.01, 100)] + [Answer(8.25 + n / 10, 0.05, 100) for n in range(1, 26)]
-    found = {second: requests for second, requests, _, _ in rates(before + after, 0.0, 3.0, 10.8)}
+    # One more while the guest shuts down, then nothing for 5 s; it is well at 8.5.
+    after = [Answer(3.2, 0.01, 100)] + [Answer(8.25 + n / 10, 0.05, 100) for n in range(1, 30)]
+    found = {second: requests for second, requests, _, _ in rates(before + after, 0.0, 3.0, 8.5, 10.8)}
     assert set(found) == {-3, -2, -1, 1, 2}
     assert sum(found[second] for second in (-3, -2, -1)) == 30
     assert found[1] == found[2] == 10
-    assert rates(before, 0.0, 3.0, 10.0) == []
+    # A second without an answer is one in which nothing came.
+    assert rates(before, 0.0, 3.0, 5.0, 6.5)[-1] == (1, 0, 0, 0)
 
 
 def test_what_a_quick_run_leaves_out_is_named():

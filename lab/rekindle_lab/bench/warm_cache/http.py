@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
@@ -84,25 +83,22 @@ class Client:
         self._thread.join()
 
 
-def rates(answers: list[Answer], begin: float, rebooted: float, end: float) -> list[tuple[int, int, int, int]]:
+def rates(
+    answers: list[Answer], begin: float, rebooted: float, well: float, end: float
+) -> list[tuple[int, int, int, int]]:
     """By seconds: which one, requests, bytes, and the time that these requests took, in microseconds.
 
-    Seconds before the reboot are counted from it, the last is -1; those after it from the first answer of the new guest
-    on, 1 first: that is the first one behind the longest silence.
+    Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of the
+    guest were `well` again.
     """
     seen = [answer for answer in answers if begin <= answer.at <= end]
-    after = [answer for answer in seen if answer.at > rebooted]
-    if len(after) < 2:
-        return []
-    gaps = [(next_.at - one.at, next_.at - next_.took_s) for one, next_ in pairwise(after)]
-    back = max(gaps)[1]
     found: dict[int, list[Answer]] = {}
     for answer in seen:
         if answer.at <= rebooted:
             found.setdefault(-1 - int(rebooted - answer.at), []).append(answer)
-        elif answer.at >= back:
-            found.setdefault(1 + int(answer.at - back), []).append(answer)
-    whole = range(-int(rebooted - begin), int(end - back) + 1)
+        elif answer.at >= well:
+            found.setdefault(1 + int(answer.at - well), []).append(answer)
+    whole = range(-int(rebooted - begin), int(end - well) + 1)
     return [
         (second, len(of), sum(one.bytes for one in of), round(sum(one.took_s for one in of) * 1e6))
         for second in whole

@@ -89,7 +89,7 @@ QUICK = Plan(
     map_mib=128,
     tpch=1,
     http=1,
-    http_s=10,
+    http_s=15,
     budget_s=330.0,
 )
 

@@ -60,7 +60,7 @@ def _web(frame: pd.DataFrame, folder: Path) -> str | None:
             axes.plot(part.index, part.to_numpy(), color=COLOURS[way], label=label)
     axes.axvline(0, color="#888888", linestyle=":")
     axes.set_ylim(0)
-    axes.set_xlabel("s: before 0 until the reboot, after 0 since the service is back")
+    axes.set_xlabel("s: before 0 until the reboot, after 0 since the guest is well again")
     axes.set_ylabel("MB/s (medians)")
     axes.legend()
     figure.suptitle("A web server through a reboot (the paper's figure 13)", x=0.01, ha="left", fontweight="bold")

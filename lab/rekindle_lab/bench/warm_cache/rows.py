@@ -38,7 +38,7 @@ class Row:
     cpu_us: int | None = None
     """Of a processor, used by the server meanwhile."""
     second: int | None = None
-    """Of `http`: since the service was back, before 0 since the reboot began."""
+    """Of `http`: since the guest was well again, 1 first; before 0 until the reboot, the last is -1."""
     ram_kib: int | None = None
     """At the peak: the files of guest memory, the attic's too."""
     private_kib: int | None = None
