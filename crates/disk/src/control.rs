@@ -55,6 +55,8 @@ pub enum Ask {
     /// The pages that were written since they were last asked for, by the QEMU's addresses. Refused where not all were noted: the QEMU
     /// is another one.
     Collect {},
+    /// A restore has brought all of the guest's memory: nothing of it is missing any more.
+    Filled {},
     /// End.
     End {},
 }
@@ -73,6 +75,7 @@ pub(crate) fn answer(engine: &Handle, line: &str) -> Value {
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
+        Ask::Filled {} => value(engine.ask(Command::Filled)),
         Ask::End {} => value(engine.ask(Command::End)),
     };
     match answered {

@@ -13,6 +13,7 @@ use crate::request::{self, Disk, IDENTITY, Kind, Range, Request, Segment, Status
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Bytes that are under way at a time, at most; one part always goes.
@@ -497,6 +498,11 @@ impl Engine {
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
+                Command::Filled(answer) => {
+                    self.settings.filling.store(false, Ordering::Relaxed);
+                    self.fronts.values().filter_map(|front| front.memory.as_ref()).for_each(|memory| memory.filled());
+                    let _ = answer.send(Ok(()));
+                }
                 Command::Status(answer) => drop(answer.send(Ok(self.status()))),
                 Command::End(answer) => {
                     self.ended = true;
