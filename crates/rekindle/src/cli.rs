@@ -183,6 +183,12 @@ pub enum Disk {
     Keep(DiskAt),
     /// Use the former guest's memory no more, and give it back.
     Drop(DiskAt),
+    /// Merge the redo log of a disk that no server has into its image.
+    ///
+    /// Needs: that nobody has the image open.
+    /// On success: the image is the newest disk, and has no log; the disk of no checkpoint is to be had any more.
+    /// On failure: exit status 1; the log is still there, and can be merged again.
+    Merge(DiskMerge),
     /// End a server.
     End(DiskAt),
 }
@@ -214,6 +220,30 @@ pub struct DiskServe {
     pub no_map: bool,
     #[command(flatten)]
     pub rate: DiskRate,
+    /// The directory of its redo log [default: IMAGE.redo; a block device has none].
+    #[arg(long, value_name = "DIR")]
+    pub redo: Option<PathBuf>,
+    /// Bytes that its redo log may take [default: a quarter of the disk, at least 4G].
+    #[arg(long, value_name = "BYTES")]
+    pub redo_limit: Option<Bytes>,
+    /// Serve the disk of a checkpoint: of its redo log only what was written up to this epoch. The rest is given up when the guest writes.
+    #[arg(long, value_name = "N", requires = "disk_id")]
+    pub epoch: Option<u64>,
+    /// The identity that the disk must have.
+    #[arg(long, value_name = "UUID", requires = "epoch")]
+    pub disk_id: Option<uuid::Uuid>,
+}
+
+#[derive(Debug, Args)]
+pub struct DiskMerge {
+    /// The image.
+    pub image: PathBuf,
+    /// The directory of its redo log [default: IMAGE.redo].
+    #[arg(long, value_name = "DIR")]
+    pub redo: Option<PathBuf>,
+    /// Through the host's page cache.
+    #[arg(long)]
+    pub buffered: bool,
 }
 
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! What others ask the engine for.
 
+use super::visit::Visit;
 use crate::attic::Told;
 use crate::limit::Limits;
 use crate::map::Frame;
@@ -66,6 +67,9 @@ pub struct Status {
     pub attic: Option<(usize, Told)>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
+    /// The redo log, if the disk has one.
+    #[serde(default)]
+    pub redo: Option<super::logged::Told>,
 }
 
 /// See [the module](self).
@@ -97,6 +101,8 @@ pub enum Command {
     Note(bool, Answer<()>),
     /// The frames that were written since.
     Collect(Answer<Vec<Frame>>),
+    /// Do something with the log.
+    Visit(Visit),
     /// What it does.
     Status(Answer<Status>),
     /// End when nothing is under way any more.
