@@ -5,7 +5,8 @@
 //! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
-//! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]) and who runs first ([`sched`]).
+//! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), memory for
+//! much data ([`large`]) and who runs first ([`sched`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -16,6 +17,7 @@ pub mod descriptor;
 pub mod file;
 pub mod inject;
 mod ioctl;
+pub mod large;
 pub mod maps;
 pub mod memory;
 pub mod netns;

@@ -90,6 +90,10 @@ pub struct Done {
     pub devices_bytes: u64,
     /// From the guest's resume to the commit, in µs.
     pub commit_us: u64,
+    /// Of it and of what went before the pause: writing, in µs; waiting for the disk is not part of it.
+    pub writing_us: u64,
+    /// Waiting until what was written is durable, in µs.
+    pub syncing_us: u64,
     /// From the beginning of the checkpoint, before the guest was stopped, to the commit, in µs.
     #[serde(default)]
     pub took_us: u64,

@@ -1,5 +1,6 @@
 //! Runs of pages on their way from the guest's memory into a checkpoint.
 
+use crate::session::SessionError;
 use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::Dirty;
@@ -96,6 +97,22 @@ pub(crate) fn send(
 ) -> Result<(), StoreError> {
     let (pages, _) = bytes.as_chunks::<PAGE_SIZE>();
     checkpoint.pages(block, numbers(runs).zip(pages))
+}
+
+/// As [`send`], out of the guest's memory.
+pub(crate) fn send_from(
+    checkpoint: &mut Checkpoint<'_>,
+    number: usize,
+    runs: &[Range<u64>],
+    ram: &GuestRam,
+    block: &Block,
+) -> Result<(), SessionError> {
+    let page = PAGE_SIZE as u64;
+    let numbers: Vec<_> = runs.iter().map(|run| run.start / page..run.end / page).collect();
+    checkpoint.read(number, &numbers, |runs, room| {
+        let runs: Vec<_> = runs.iter().map(|run| run.start * page..run.end * page).collect();
+        Ok(ram.read(block, &runs, room)?)
+    })
 }
 
 pub(crate) fn send_zeroes(checkpoint: &mut Checkpoint<'_>, zero: &Runs) -> Result<(), StoreError> {

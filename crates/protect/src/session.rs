@@ -9,9 +9,10 @@ use crate::first;
 use crate::pager::FillError;
 use crate::pause::{Laps, Monitors, PauseError, Paused};
 use crate::policy::Policy;
-use crate::runs::{BATCH, batches, copy_all, merged, nothing, read, send, send_zeroes};
+use crate::runs::{BATCH, copy_all, merged, nothing, read, send, send_from, send_zeroes};
 use crate::target::{Target, TargetError};
 use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
@@ -145,6 +146,7 @@ impl Session {
         }
         // A QEMU of another user may not make a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
+        let first = (first::of(monitors.control(), &ram), LOOK);
         let paused: Result<Paused<(Tracking, bool)>, SessionError> = monitors.pause(|stopped, laps| {
             let anew = |stopped: &mut Stopped<'_>| {
                 let tracker = Asynchronous::attach(injector, Arc::clone(&ram), stopped, device)?;
@@ -200,7 +202,7 @@ impl Session {
                 Begin::Anew | Begin::Resume => None,
             },
             foreign,
-            first: (Vec::new(), 0),
+            first,
             _protection: protection,
         })
     }
@@ -255,10 +257,6 @@ impl Session {
         if let Some(change) = changes.first() {
             return Err(SessionError::Reshaped(format!("{change:?}")));
         }
-        self.first = match std::mem::take(&mut self.first) {
-            (_, 0) => (first::of(self.monitors.control(), &self.ram), LOOK),
-            (runs, left) => (runs, left - 1),
-        };
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
@@ -283,7 +281,11 @@ impl Session {
             "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (first::KEY): self.first.0,
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
-        let now = host_us();
+        let (now, took) = (host_us(), began.elapsed());
+        self.first.1 -= 1;
+        if self.first.1 == 0 {
+            self.first = (first::of(self.monitors.control(), &self.ram), LOOK);
+        }
         let full = std::mem::replace(&mut self.full, false);
         self.owed = nothing(&self.ram);
         let interval = self.stopped_host_us.map(|at| paused.stopped_host_us.saturating_sub(at) / 1000);
@@ -306,7 +308,9 @@ impl Session {
             bytes: committed.bytes,
             devices_bytes: paused.devices.len() as u64,
             commit_us: now.saturating_sub(paused.resumed_host_us),
-            took_us: began.elapsed().as_micros() as u64,
+            writing_us: committed.writing.as_micros() as u64,
+            syncing_us: committed.syncing.as_micros() as u64,
+            took_us: took.as_micros() as u64,
             steps: paused.steps,
         })
     }
@@ -410,11 +414,8 @@ impl Session {
         for pass in 0..PASSES {
             for (index, runs) in now.written.iter().enumerate() {
                 let Some(block) = self.ram.blocks().get(index) else { continue };
-                for batch in batches(runs) {
-                    read(&self.ram, block, &batch, &mut self.buffer)?;
-                    send(checkpoint, index, &batch, &self.buffer)?;
-                    sent += self.buffer.len() as u64;
-                }
+                send_from(checkpoint, index, runs, &self.ram, block)?;
+                sent += pages::bytes(runs);
             }
             if !fresh {
                 send_zeroes(checkpoint, &now.zero)?;
@@ -434,9 +435,8 @@ impl Session {
                 // Few, but they count as unwritten now: they go too.
                 for (index, runs) in now.written.iter().enumerate() {
                     let Some(block) = self.ram.blocks().get(index) else { continue };
-                    read(&self.ram, block, runs, &mut self.buffer)?;
-                    send(checkpoint, index, runs, &self.buffer)?;
-                    sent += self.buffer.len() as u64;
+                    send_from(checkpoint, index, runs, &self.ram, block)?;
+                    sent += pages::bytes(runs);
                 }
                 if !fresh {
                     send_zeroes(checkpoint, &now.zero)?;

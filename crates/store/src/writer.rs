@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! caller               packers (threads)      the store's own thread
-//! digest, drop what    compress               append, commit, compact
+//! digest, drop what    compress in place      append, commit, compact
 //! is unchanged ------> -------------------->  (or send to a server)
 //! ```
 //!
+//! A page stays in one buffer from the guest's memory to the disk: the frame's, with room for its directory before the first page.
 //! Digesting a page costs the caller some 200 ns and saves the copy of those that have not changed. All else happens
 //! elsewhere. Frames keep their order, whichever packer is done first.
 
@@ -18,14 +19,19 @@ use crate::remote::{self, Identity};
 use crate::sparse::PageSet;
 use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
 use crate::url::StoreUrl;
+use rekindle_kernel::large::HUGE;
 use serde_json::Value;
 use std::io;
+use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// Pages of a frame at most.
-const FRAME_PAGES: usize = 512;
+/// Pages of a frame at most: with header and directory it fits into a huge page.
+const FRAME_PAGES: usize = 507;
+/// Bytes before the first page of a frame in the making: room for the longest directory.
+const HEAD: usize = FRAME_HEADER_LEN + FRAME_RECORDS * RECORD_LEN;
+const _: () = assert!(HEAD + FRAME_PAGES * PAGE_SIZE <= HUGE);
 
 /// How a store is to be written.
 #[derive(Debug, Clone)]
@@ -55,16 +61,30 @@ impl Options {
     }
 }
 
-/// Pages of a frame before they are packed.
-#[derive(Debug, Default)]
+/// A frame in the making: its pages lie behind [`HEAD`], one after another.
+#[derive(Debug)]
 struct Raw {
-    /// `len` is 0 for pages of zeroes; the others are in `bytes`, one after another.
+    /// `len` is 0 for pages of zeroes, of which nothing else is there.
     records: Vec<Record>,
-    bytes: Vec<u8>,
+    frame: Frame,
 }
 
-/// What a packer is asked to do: pack into the frame, and send it on.
-type Job = (Raw, Frame, Sender<Frame>);
+impl Raw {
+    fn new(mut frame: Frame) -> Self {
+        frame.bytes.clear();
+        frame.bytes.grow(HEAD);
+        Self { records: Vec::with_capacity(FRAME_RECORDS), frame }
+    }
+
+    /// How many more pages it has room for.
+    fn room(&self) -> usize {
+        let pages = self.frame.bytes.len().saturating_sub(HEAD) / PAGE_SIZE;
+        FRAME_PAGES.saturating_sub(pages).min(FRAME_RECORDS.saturating_sub(self.records.len()))
+    }
+}
+
+/// What a packer is asked to do: pack, and send on.
+type Job = (Raw, Sender<Frame>);
 
 /// What is known of a store that was opened for writing.
 #[derive(Debug, Clone, Copy)]
@@ -86,8 +106,7 @@ pub struct Writer {
     epoch: u64,
     requests: Option<Sender<Request>>,
     jobs: Option<Sender<Job>>,
-    /// Buffers that are free, each with the way back for those that are not.
-    raws: Receiver<Raw>,
+    /// Buffers that are free, with the way back for those that are not.
     frames: (Sender<Frame>, Receiver<Frame>),
     threads: Vec<JoinHandle<()>>,
     raw: Option<Raw>,
@@ -139,19 +158,17 @@ impl Writer {
         };
         let (requests, asked) = mpsc::channel();
         let (jobs, todo) = mpsc::channel::<Job>();
-        let (raw_back, raws) = mpsc::channel();
         let frames = mpsc::channel();
         let mut threads =
             vec![thread::Builder::new().name("store".into()).spawn(move || serve(&asked)).map_err(failed)?];
         let todo = Arc::new(Mutex::new(todo));
         for _ in 0..packers {
-            let (todo, raw_back) = (todo.clone(), raw_back.clone());
-            let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo, &raw_back));
+            let todo = todo.clone();
+            let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo));
             threads.push(packer.map_err(failed)?);
         }
-        // One more than are packed is being filled, and one being written.
-        for _ in 0..packers + 2 {
-            let _ = raw_back.send(Raw::default());
+        // Beside those that are packed one is being filled, one written, and one waits for either.
+        for _ in 0..packers + 3 {
             let _ = frames.0.send(Frame::default());
         }
         let (requests, jobs) = (Some(requests), Some(jobs));
@@ -163,7 +180,6 @@ impl Writer {
             epoch,
             requests,
             jobs,
-            raws,
             frames,
             threads,
             raw: None,
@@ -254,28 +270,34 @@ impl Writer {
     fn flush(&mut self) -> Result<()> {
         // An empty one stays for the next checkpoint.
         let Some(raw) = self.raw.take_if(|raw| !raw.records.is_empty()) else { return Ok(()) };
-        // Both buffers are taken here, in order: a packer never waits for one that a later frame has.
-        let frame = self.frames.1.recv().map_err(|_| self.ended())?;
         let (packed, coming) = mpsc::channel();
-        self.jobs.as_ref().and_then(|jobs| jobs.send((raw, frame, packed)).ok()).ok_or_else(|| self.ended())?;
+        self.jobs.as_ref().and_then(|jobs| jobs.send((raw, packed)).ok()).ok_or_else(|| self.ended())?;
         self.ask(Request::Frame(coming, self.frames.0.clone()))
     }
 
-    fn push(&mut self, record: Record, page: Option<&Page>) -> Result<()> {
-        if self.raw.is_none() {
-            let mut raw = self.raws.recv().map_err(|_| self.ended())?;
-            raw.records.clear();
-            raw.bytes.clear();
-            self.raw = Some(raw);
+    /// The frame in the making, which has room for a page.
+    fn room(&mut self) -> Result<Raw> {
+        if self.raw.as_ref().is_some_and(|raw| raw.room() == 0) {
+            self.flush()?;
         }
-        if let Some(raw) = &mut self.raw {
-            raw.records.push(record);
-            raw.bytes.extend_from_slice(page.map_or(&[], |page| page.as_slice()));
-            if raw.bytes.len() >= FRAME_PAGES * PAGE_SIZE || raw.records.len() >= FRAME_RECORDS {
-                self.flush()?;
-            }
+        match self.raw.take() {
+            Some(raw) => Ok(raw),
+            None => Ok(Raw::new(self.frames.1.recv().map_err(|_| self.ended())?)),
         }
-        Ok(())
+    }
+
+    /// What is stored of page `number` of a block of the checkpoint in hand, if anything.
+    fn record(&mut self, block: usize, number: u64, content: &Page) -> Option<Record> {
+        let digest = self.digester.digest(content);
+        let (begun, sent) = self.blocks.get_mut(block)?;
+        // One that was sent already may have been something else.
+        if begun.digests.get(number) == digest && !sent.contains(number) {
+            self.unchanged += 1;
+            return None;
+        }
+        sent.insert(number);
+        let len = if digest == 0 { 0 } else { PAGE_SIZE as u16 };
+        Some(Record { digest, page: number as u32, len, block: begun.number })
     }
 }
 
@@ -315,30 +337,88 @@ impl Checkpoint<'_> {
     /// # Errors
     /// [`StoreError::NoSuchPage`] for one that the block does not have; [`StoreError::Closed`].
     pub fn pages<'p>(&mut self, block: usize, pages: impl IntoIterator<Item = (u64, &'p Page)>) -> Result<()> {
-        let checkpoint = self.writer.next;
-        let none = |writer: &Writer, page| {
-            let (store, block) = (writer.store.clone(), format!("number {block}"));
-            StoreError::NoSuchPage { store, checkpoint, block, page }
-        };
-        let Some((begun, _)) = self.writer.blocks.get(block) else { return Err(none(self.writer, 0)) };
-        let (begun, digester) = (begun.clone(), self.writer.digester);
-        for (page, content) in pages {
-            if page >= begun.pages {
-                return Err(none(self.writer, page));
+        self.check(block, None)?;
+        for (number, content) in pages {
+            self.check(block, Some(number))?;
+            let Some(record) = self.writer.record(block, number, content) else { continue };
+            let mut raw = self.writer.room()?;
+            raw.records.push(record);
+            if record.len != 0 {
+                raw.frame.bytes.extend_from_slice(content);
             }
-            let digest = digester.digest(content);
-            let Some((_, sent)) = self.writer.blocks.get_mut(block) else { continue };
-            // One that was sent already may have been something else.
-            if begun.digests.get(page) == digest && !sent.contains(page) {
-                self.writer.unchanged += 1;
-                continue;
-            }
-            sent.insert(page);
-            let len = if digest == 0 { 0 } else { PAGE_SIZE as u16 };
-            let record = Record { digest, page: page as u32, len, block: begun.number };
-            self.writer.push(record, (digest != 0).then_some(content))?;
+            self.writer.raw = Some(raw);
         }
         Ok(())
+    }
+
+    /// As [`Checkpoint::pages`], for the pages in `runs`, which `read` puts into the room that it is given: it gets some runs of pages, and as
+    /// many bytes as they have. Saves a copy of each.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::pages`], and those of `read`.
+    pub fn read<E: From<StoreError>>(
+        &mut self,
+        block: usize,
+        runs: &[Range<u64>],
+        mut read: impl FnMut(&[Range<u64>], &mut [u8]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        self.check(block, runs.iter().map(|run| run.end.saturating_sub(1)).max())?;
+        let mut runs = runs.iter().cloned();
+        let mut rest = runs.next();
+        while rest.is_some() {
+            let mut raw = self.writer.room()?;
+            let kept = raw.frame.bytes.len();
+            let mut left = raw.room() as u64;
+            let mut part = Vec::new();
+            while left > 0
+                && let Some(run) = rest.take()
+            {
+                let end = run.end.min(run.start.saturating_add(left));
+                left -= end.saturating_sub(run.start);
+                part.push(run.start..end);
+                rest = if end < run.end { Some(end..run.end) } else { runs.next() };
+            }
+            let pages: u64 = part.iter().map(|run| run.end.saturating_sub(run.start)).sum();
+            let done = read(&part, raw.frame.bytes.grow(pages as usize * PAGE_SIZE));
+            if done.is_ok() {
+                self.take(block, &part, kept, &mut raw);
+            } else {
+                raw.frame.bytes.truncate(kept);
+            }
+            self.writer.raw = Some(raw);
+            done?;
+        }
+        Ok(())
+    }
+
+    /// Of the pages in `runs`, whose contents lie in `raw` from `at` on, only those stay that are to be stored.
+    fn take(&mut self, block: usize, runs: &[Range<u64>], at: usize, raw: &mut Raw) {
+        let (mut from, mut to) = (at, at);
+        let Raw { records, frame: Frame { bytes, .. } } = raw;
+        for number in runs.iter().flat_map(Clone::clone) {
+            let content = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>());
+            if let Some(record) = content.and_then(|content| self.writer.record(block, number, content)) {
+                records.push(record);
+                if record.len != 0 {
+                    if from != to {
+                        bytes.copy_within(from..from + PAGE_SIZE, to);
+                    }
+                    to += PAGE_SIZE;
+                }
+            }
+            from += PAGE_SIZE;
+        }
+        bytes.truncate(to);
+    }
+
+    /// Whether there is a block in position `block` that has page `page`.
+    fn check(&self, block: usize, page: Option<u64>) -> Result<()> {
+        let found = self.writer.blocks.get(block);
+        if found.is_some_and(|(begun, _)| page.is_none_or(|page| page < begun.pages)) {
+            return Ok(());
+        }
+        let (store, checkpoint) = (self.writer.store.clone(), self.writer.next);
+        Err(StoreError::NoSuchPage { store, checkpoint, block: format!("number {block}"), page: page.unwrap_or(0) })
     }
 
     /// Let the checkpoint count. `definition` says how to build the VM again, `metadata` what the protecting loop wants to
@@ -371,7 +451,7 @@ impl Drop for Checkpoint<'_> {
         if self.open {
             if let Some(raw) = &mut self.writer.raw {
                 raw.records.clear();
-                raw.bytes.clear();
+                raw.frame.bytes.truncate(HEAD);
             }
             let _ = self.writer.ask(Request::Abort);
         }
@@ -379,27 +459,44 @@ impl Drop for Checkpoint<'_> {
 }
 
 /// Pack frames until there are no more.
-fn pack_all(todo: &Mutex<Receiver<Job>>, raw_back: &Sender<Raw>) {
+fn pack_all(todo: &Mutex<Receiver<Job>>) {
     let mut packer = Packer::default();
     loop {
         let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok((raw, mut frame, packed)) = job else { return };
-        frame.count = raw.records.len();
-        frame.bytes.clear();
-        frame.bytes.resize(FRAME_HEADER_LEN + RECORD_LEN * frame.count, 0);
-        let mut pages = raw.bytes.as_chunks::<PAGE_SIZE>().0.iter();
-        for (n, mut record) in raw.records.iter().copied().enumerate() {
-            if record.len != 0
-                && let Some(page) = pages.next()
-            {
-                record.len = packer.pack(page, &mut frame.bytes);
-            }
-            let at = FRAME_HEADER_LEN + RECORD_LEN * n;
-            if let Some(place) = frame.bytes.get_mut(at..at + RECORD_LEN) {
-                place.copy_from_slice(&record.encode());
-            }
-        }
-        let _ = raw_back.send(raw);
-        let _ = packed.send(frame);
+        let Ok((raw, packed)) = job else { return };
+        let _ = packed.send(pack(&mut packer, raw));
     }
+}
+
+/// Pages become what is stored of them, where they are, and the directory is put before them.
+fn pack(packer: &mut Packer, raw: Raw) -> Frame {
+    let Raw { mut records, mut frame } = raw;
+    frame.count = records.len();
+    frame.start = HEAD - FRAME_HEADER_LEN - RECORD_LEN * frame.count.min(FRAME_RECORDS);
+    let bytes = &mut frame.bytes;
+    let (mut from, mut to) = (HEAD, HEAD);
+    for record in records.iter_mut().filter(|record| record.len != 0) {
+        let Some(page) = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>()) else { break };
+        // No longer than the page, so that it ends before the next one begins.
+        match packer.pack(page) {
+            Some(stored) => {
+                record.len = stored.len() as u16;
+                if let Some(place) = bytes.get_mut(to..to + stored.len()) {
+                    place.copy_from_slice(stored);
+                }
+            }
+            None if from != to => bytes.copy_within(from..from + PAGE_SIZE, to),
+            None => {}
+        }
+        from += PAGE_SIZE;
+        to += usize::from(record.len);
+    }
+    bytes.truncate(to);
+    let head = bytes.get_mut(frame.start..HEAD).unwrap_or_default();
+    let (header, directory) = head.split_at_mut_checked(FRAME_HEADER_LEN).unwrap_or_default();
+    header.fill(0);
+    for (place, record) in directory.as_chunks_mut::<RECORD_LEN>().0.iter_mut().zip(&records) {
+        *place = record.encode();
+    }
+    frame
 }

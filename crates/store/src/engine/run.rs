@@ -5,6 +5,7 @@ use super::commit::State;
 use crate::error::Result;
 use crate::sparse::Digests;
 use crate::types::{Block, Committed};
+use rekindle_kernel::large::Large;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 
@@ -22,10 +23,19 @@ pub(crate) struct Begun {
 /// A frame of pages: free bytes for its header, the directory, the content.
 #[derive(Debug, Default)]
 pub(crate) struct Frame {
-    /// All of it.
-    pub bytes: Vec<u8>,
+    /// It, at their end.
+    pub bytes: Large,
+    /// Where it begins in them.
+    pub start: usize,
     /// How many pages.
     pub count: usize,
+}
+
+impl Frame {
+    /// All of it.
+    pub fn content(&mut self) -> &mut [u8] {
+        self.bytes.get_mut(self.start..).unwrap_or_default()
+    }
 }
 
 /// What the thread is asked to do.
@@ -111,7 +121,8 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
             Request::Begin(blocks, reply) => drop(reply.send(engine.begin(blocks))),
             Request::Frame(frame, back) => match frame.recv() {
                 Ok(mut frame) => {
-                    engine.append(&mut frame.bytes, frame.count);
+                    let count = frame.count;
+                    engine.append(frame.content(), count);
                     let _ = back.send(frame);
                 }
                 Err(_) => engine.fail("a thread that compresses pages has ended"),

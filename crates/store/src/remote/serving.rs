@@ -224,8 +224,9 @@ impl Session<'_> {
             back.map_err(|_| LineError::protocol("the store's thread has ended"))?
         };
         frame.count = u32::from_le_bytes(*count) as usize;
+        frame.start = 0;
         frame.bytes.clear();
-        frame.bytes.resize(FRAME_HEADER_LEN, 0);
+        frame.bytes.grow(FRAME_HEADER_LEN).fill(0);
         frame.bytes.extend_from_slice(body);
         let (ready, coming) = mpsc::channel();
         let _ = ready.send(frame);

@@ -205,7 +205,7 @@ impl WriteSession {
 
     fn pages(&mut self, frame: &Frame) {
         let (Some(sent), None) = (&mut self.sent, &self.lost) else { return };
-        let body = frame.bytes.get(FRAME_HEADER_LEN..).unwrap_or_default();
+        let body = frame.bytes.get(frame.start + FRAME_HEADER_LEN..).unwrap_or_default();
         let records = body.get(..frame.count * RECORD_LEN).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
         sent.extend(records.iter().map(|bytes| {
             let record = Record::decode(*bytes);

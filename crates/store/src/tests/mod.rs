@@ -8,3 +8,4 @@ mod full;
 mod history;
 mod model;
 mod remote;
+mod writing;

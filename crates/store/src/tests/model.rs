@@ -105,8 +105,9 @@ pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
         for (n, (block, page, kind)) in some.iter().enumerate() {
             let content = content(*kind);
             let digest = digester.digest(&content);
-            let len = if digest == 0 { 0 } else { packer.pack(&content, &mut frame) };
-            let record = Record { digest, page: *page as u32, len, block: *block };
+            let stored: &[u8] = if digest == 0 { &[] } else { packer.pack(&content).unwrap_or(&content) };
+            frame.extend_from_slice(stored);
+            let record = Record { digest, page: *page as u32, len: stored.len() as u16, block: *block };
             frame[FRAME_HEADER_LEN + 16 * n..][..16].copy_from_slice(&record.encode());
         }
         engine.append(&mut frame, some.len());

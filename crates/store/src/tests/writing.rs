@@ -1,0 +1,106 @@
+//! What a writer is given page by page, and what it reads itself: the store has the same.
+
+use super::disk::MemoryDisk;
+use super::model::{block, content, image, vm};
+use crate::error::StoreError;
+use crate::types::PAGE_SIZE;
+use crate::writer::{Options, Writer};
+use proptest::prelude::*;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+const PAGES: u64 = 2500;
+
+fn writer(disk: &MemoryDisk) -> Writer {
+    Writer::on_disk(Arc::new(disk.clone()), &Options::new(vm(), "test")).unwrap()
+}
+
+fn numbers(runs: &[Range<u64>]) -> impl Iterator<Item = u64> + '_ {
+    runs.iter().flat_map(Clone::clone)
+}
+
+fn runs_of(lengths: &[(u64, u64)]) -> Vec<Range<u64>> {
+    let mut at = 0;
+    let mut runs = Vec::new();
+    for (gap, length) in lengths {
+        runs.push((at + gap).min(PAGES)..(at + gap + length).min(PAGES));
+        at = (at + gap + length).min(PAGES);
+    }
+    runs
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn pages_that_are_read_by_runs_are_those_that_were_there(
+        rounds in proptest::collection::vec((proptest::collection::vec((0u64..200, 0u64..900), 1..6), 0u64..5, any::<bool>()), 1..4),
+    ) {
+        let disk = MemoryDisk::default();
+        let mut writer = writer(&disk);
+        let mut expected = BTreeMap::new();
+        for (lengths, salt, by_reading) in rounds {
+            let runs = runs_of(&lengths);
+            let kind = |page: u64| (page * 7 + salt) % 5;
+            let mut checkpoint = writer.begin(&[block("ram", PAGES)]).unwrap();
+            if by_reading {
+                let done: Result<(), StoreError> = checkpoint.read(0, &runs, |runs, room| {
+                    assert_eq!(numbers(runs).count() * PAGE_SIZE, room.len());
+                    for (page, place) in numbers(runs).zip(room.as_chunks_mut::<PAGE_SIZE>().0) {
+                        *place = content(kind(page));
+                    }
+                    Ok(())
+                });
+                done.unwrap();
+            } else {
+                let pages: Vec<_> = numbers(&runs).map(|page| (page, content(kind(page)))).collect();
+                checkpoint.pages(0, pages.iter().map(|(page, content)| (*page, content))).unwrap();
+            }
+            let committed = checkpoint.commit(&Value::Null, &Value::Null, &[]).unwrap();
+            let sent = numbers(&runs).count() as u64;
+            let of = |page| expected.get(&page).copied().unwrap_or(0);
+            let unchanged = numbers(&runs).filter(|page| of(*page) == kind(*page)).count() as u64;
+            prop_assert_eq!(committed.pages.unchanged, unchanged);
+            prop_assert_eq!(committed.pages.stored + committed.pages.zero + unchanged, sent);
+            expected.extend(numbers(&runs).map(|page| (page, kind(page))));
+        }
+        drop(writer);
+        let image = image(&disk, None).unwrap();
+        let mut page = [1; PAGE_SIZE];
+        for number in 0..PAGES {
+            image.read_page(0, number, &mut page).unwrap();
+            prop_assert!(page == content(expected.get(&number).copied().unwrap_or(0)), "page {}", number);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_read_is_not_stored_and_the_rest_is() {
+    let disk = MemoryDisk::default();
+    let mut writer = writer(&disk);
+    let mut checkpoint = writer.begin(&[block("ram", 8)]).unwrap();
+    let fill = |runs: &[Range<u64>], room: &mut [u8]| {
+        if numbers(runs).any(|page| page == 4) {
+            let source = io::Error::other("no such memory");
+            return Err(StoreError::Io { store: "s".into(), file: "f".into(), doing: "reading", source });
+        }
+        room.fill(9);
+        Ok(())
+    };
+    checkpoint.read(0, &[1..2, 3..4], fill).unwrap();
+    assert!(checkpoint.read(0, &[4..5], fill).is_err());
+    assert!(matches!(checkpoint.read(0, &[7..9], fill), Err(StoreError::NoSuchPage { page: 8, .. })));
+    checkpoint.read(0, &[7..8], fill).unwrap();
+    let committed = checkpoint.commit(&Value::Null, &Value::Null, &[]).unwrap();
+    assert_eq!((committed.pages.stored, committed.pages.zero), (3, 0));
+    drop(writer);
+    let image = image(&disk, None).unwrap();
+    let mut page = [1; PAGE_SIZE];
+    for (number, byte) in [(0, 0), (1, 9), (3, 9), (4, 0), (7, 9)] {
+        image.read_page(0, number, &mut page).unwrap();
+        assert_eq!(page, [byte; PAGE_SIZE], "page {number}");
+    }
+}
