@@ -65,7 +65,7 @@ fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iter
 /// End the server without a word, as a host that dies does; what was written stays.
 fn restart(disk: &mut Disk, wanted: Wanted) -> Guest {
     disk.end();
-    let place = redo(disk.directory.path(), wanted);
+    let place = redo(wanted);
     disk.serve(|service| service.redo = place);
     Guest::start(&disk.socket())
 }
@@ -161,7 +161,7 @@ fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
     disk.end();
     let refused = |epoch, of| {
         let mut service = disk.service();
-        service.redo = redo(disk.directory.path(), Wanted::Epoch { epoch, disk: of });
+        service.redo = redo(Wanted::Epoch { epoch, disk: of });
         let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
         e.to_string()
     };
@@ -312,4 +312,27 @@ fn a_segment_that_cannot_be_read_is_an_error_and_never_other_data() {
     let why = wait_for("a merge that fails", || told(&disk)?.failed);
     assert!(why.contains("merging it into the image"), "{why}");
     assert_eq!(disk.block(3), content(3, 0));
+}
+
+#[test]
+fn a_full_log_of_which_nobody_takes_checkpoints_ends() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let begun = begin(&disk);
+    let mut versions = BTreeMap::new();
+    write(&mut guest, &mut versions, 0..8, 1);
+    let at = mark(&disk, &mut guest);
+    seal(&disk, at.epoch);
+    drop(guest);
+    // Restored, and nobody protects it.
+    disk.end();
+    disk.serve(|service| {
+        service.redo = redo(Wanted::Epoch { epoch: at.epoch, disk: begun.disk });
+        service.redo.limit = Some(256 << 10);
+    });
+    let mut guest = Guest::start(&disk.socket());
+    write(&mut guest, &mut versions, 50..100, 2);
+    wait_for("the log's end", || told(&disk).is_none().then_some(()));
+    check(&mut guest, &versions, "after its log has ended");
+    assert!(!directory(&disk).exists());
 }

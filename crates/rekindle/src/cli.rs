@@ -183,9 +183,9 @@ pub enum Disk {
     Keep(DiskAt),
     /// Use the former guest's memory no more, and give it back.
     Drop(DiskAt),
-    /// Merge the redo log of a disk that no server has into its image.
+    /// Merge the redo log of a disk into its image.
     ///
-    /// Needs: that nobody has the image open.
+    /// Needs: the control socket of the disk's server, or the image, which nobody has open then.
     /// On success: the image is the newest disk, and has no log; the disk of no checkpoint is to be had any more.
     /// On failure: exit status 1; the log is still there, and can be merged again.
     Merge(DiskMerge),
@@ -236,7 +236,8 @@ pub struct DiskServe {
 
 #[derive(Debug, Args)]
 pub struct DiskMerge {
-    /// The image.
+    /// The image, or the control socket of its server.
+    #[arg(value_name = "IMAGE|CONTROL")]
     pub image: PathBuf,
     /// The directory of its redo log [default: IMAGE.redo].
     #[arg(long, value_name = "DIR")]

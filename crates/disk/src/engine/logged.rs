@@ -74,6 +74,8 @@ pub struct Logged {
     wanted: Sender<()>,
     held: VecDeque<(usize, u32)>,
     waiting: Option<String>,
+    /// They wait for room.
+    is_full: bool,
     /// When what waits is tried again.
     retry: Option<Instant>,
     own: Slab<Own>,
@@ -85,7 +87,7 @@ impl Logged {
     #[must_use]
     pub fn new(log: Log<LocalFile>, wanted: Sender<()>, image_dirty: bool) -> Self {
         let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
-        Self { log, image_dirty, closing: false, wanted, held, waiting: None, retry: None, own, grace }
+        Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
     }
 
     /// What it is doing, as far as it is known here.
@@ -106,12 +108,24 @@ impl Logged {
         }
     }
 
+    /// Whether writes wait for room.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.is_full
+    }
+
     /// How long to wait at most.
     pub(super) fn limit(&mut self) -> Option<Duration> {
         if self.log.sweep() {
             return Some(Duration::ZERO);
         }
         self.retry.map(|retry| retry.saturating_duration_since(Instant::now()))
+    }
+
+    fn full(&mut self, number: usize, part: u32, why: &str) {
+        self.is_full = true;
+        let _ = self.wanted.send(());
+        self.hold(number, part, &format!("there is no room for the redo log where it is{why}"));
     }
 
     fn hold(&mut self, number: usize, part: u32, why: &str) {
@@ -169,9 +183,18 @@ impl Engine {
             _ => What::Data,
         };
         let placed = match work.place {
+            place if logged.closing => {
+                if let Place::Entry(placed) = place {
+                    logged.log.abandoned(&placed);
+                }
+                logged.hold(number, part, "the log is about to end");
+                if let Some(part) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
+                    part.place = Place::Image;
+                }
+                return;
+            }
             // Tried before.
             Place::Entry(placed) => placed,
-            _ if logged.closing => return logged.hold(number, part, "the log is about to end"),
             _ => match logged.log.place(work.at, work.bytes, what, !is_stopping) {
                 Ok(placed) => placed,
                 Err(Wait::Segment(epoch)) => {
@@ -180,6 +203,8 @@ impl Engine {
                 }
                 Err(Wait::Limit) => {
                     let (_, limit) = logged.log.bytes();
+                    logged.is_full = true;
+                    let _ = logged.wanted.send(());
                     let why = format!(
                         "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
                          rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
@@ -242,7 +267,7 @@ impl Engine {
             Ok(written) if written as u64 == placed.length() => {
                 logged.log.written(placed);
                 if logged.held.is_empty() {
-                    logged.waiting = None;
+                    (logged.waiting, logged.is_full) = (None, false);
                 }
                 let data = buffer.get(PAGE as usize..).unwrap_or_default();
                 let work = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied()?;
@@ -250,7 +275,7 @@ impl Engine {
             }
             // A part of it: there is no room for the rest.
             Ok(_) => {
-                logged.hold(number, part, "there is no room for the redo log where it is");
+                logged.full(number, part, "");
                 None
             }
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
@@ -258,7 +283,7 @@ impl Engine {
                 None
             }
             Err(e) if is_full(&e) => {
-                logged.hold(number, part, &format!("there is no room for the redo log where it is ({e})"));
+                logged.full(number, part, &format!(" ({e})"));
                 None
             }
             Err(e) => {

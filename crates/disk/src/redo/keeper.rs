@@ -5,6 +5,7 @@
 
 use super::error::{RedoError, chain};
 use super::files::{LocalFile, LocalFiles, LogFile};
+use super::left::beside;
 use super::log::Log;
 use super::merge::merge;
 use super::recover::{self, Wanted};
@@ -16,6 +17,7 @@ use crate::engine::visit::Reach;
 use crate::image::Image;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -34,10 +36,10 @@ const WORK: Duration = Duration::from_millis(20);
 const LOOK: Duration = Duration::from_millis(1);
 
 /// Where a disk's log is, and how it is opened.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Place {
-    /// Its directory.
-    pub directory: PathBuf,
+    /// Its directory, if it is not the one beside the image. A block device has none beside it.
+    pub directory: Option<PathBuf>,
     /// Which disk is wanted.
     pub wanted: Wanted,
     /// Bytes that it may take; a quarter of the disk, at least 4 GiB, if nothing is said.
@@ -70,6 +72,10 @@ pub struct Keeper {
     bytes: u64,
     limit: u64,
     is_readonly: bool,
+    /// It is known where a log would be.
+    is_placed: bool,
+    /// Somebody takes checkpoints, or did so when this server was there already.
+    is_protected: AtomicBool,
     home: Mutex<Option<Home<LocalFiles>>>,
     merging: Mutex<Merging>,
     wanted: Sender<()>,
@@ -103,11 +109,13 @@ fn no_log() -> Refused {
 /// # Errors
 /// [`RedoError`]; nothing has changed.
 pub fn open(image: &Image, place: Place) -> Result<Opened, RedoError> {
-    let files = LocalFiles::new(&place.directory, image.how.direct);
+    let is_placed = place.directory.is_some() || !image.is_device;
+    let directory = place.directory.unwrap_or_else(|| beside(&image.path));
+    let files = LocalFiles::new(&directory, image.how.direct);
     let limit = place.limit.unwrap_or_else(|| (image.bytes / 4).max(LEAST));
     let found = recover::open(files.clone(), image.bytes, place.wanted, limit)?;
     if found.is_some() && image.how.readonly {
-        return Err(RedoError::ReadOnly { path: place.directory });
+        return Err(RedoError::ReadOnly { path: directory });
     }
     let (wanted, asked) = channel();
     let (home, log) = found.unzip();
@@ -118,6 +126,8 @@ pub fn open(image: &Image, place: Place) -> Result<Opened, RedoError> {
         bytes: image.bytes,
         limit,
         is_readonly: image.how.readonly,
+        is_placed,
+        is_protected: AtomicBool::new(false),
         home: Mutex::new(home),
         merging: Mutex::default(),
         wanted,
@@ -140,7 +150,9 @@ impl Opened {
         thread::spawn(move || {
             while asked.recv().is_ok() {
                 while asked.try_recv().is_ok() {}
-                if let Err(Refused(why)) = kept.prepare(&engine) {
+                let prepared = kept.prepare(&engine);
+                let room = kept.make_room(&engine, prepared.is_err());
+                for Refused(why) in [prepared.err(), room.err()].into_iter().flatten() {
                     tracing::warn!("{why}");
                 }
             }
@@ -177,6 +189,20 @@ impl Keeper {
         Ok(())
     }
 
+    /// A log of which nobody takes checkpoints, as after a restore, ends when there is no more room for it: nobody would commit
+    /// one, and the guest would wait for ever.
+    fn make_room(self: &Arc<Self>, engine: &Handle, is_failing: bool) -> Result<(), Refused> {
+        if self.is_protected.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let is_waiting = |reach: &mut Reach<'_>| Ok(reach.logged.as_ref().is_some_and(Logged::is_full));
+        if is_failing || engine.visit(is_waiting)? {
+            tracing::warn!("the redo log is full and nobody protects the VM: it is merged, and ends");
+            self.end(engine)?;
+        }
+        Ok(())
+    }
+
     /// From here on writes go to a log. A disk that has one keeps it.
     ///
     /// *On success:* the log is there, durably; gives the disk's identity and the epoch of what is written now.
@@ -188,9 +214,14 @@ impl Keeper {
         if self.is_readonly {
             return Err(Refused("the disk is served read-only: it has no epochs".into()));
         }
+        if !self.is_placed {
+            let why = "a block device has nothing beside it: say where its redo log is to be (rekindle disk serve --redo DIR)";
+            return Err(Refused(why.into()));
+        }
         if *lock(&self.ending) {
             return Err(Refused("the disk's redo log is being merged, to end: ask again when it has".into()));
         }
+        self.is_protected.store(true, Ordering::Relaxed);
         let mut home = lock(&self.home);
         if home.is_none() {
             let made = Home::create(self.files.clone(), self.bytes).map_err(|e| refused(&e))?;
@@ -416,10 +447,11 @@ impl Keeper {
             return Ok(());
         }
         for round in 0.. {
-            self.prepare(engine)?;
+            // Without room for a further segment the guest has to wait a little longer.
+            let is_last = self.prepare(engine).is_err() || round >= ROUNDS;
             let is_short = engine.visit(move |reach| {
                 let logged = reach.logged.as_mut().ok_or_else(no_log)?;
-                let is_short = logged.log.current_bytes() < SHORT || round >= ROUNDS;
+                let is_short = logged.log.current_bytes() < SHORT || is_last;
                 if is_short {
                     logged.closing = true;
                 } else {

@@ -41,8 +41,8 @@ pub struct Disk {
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
-pub fn redo(directory: &Path, wanted: Wanted) -> Place {
-    Place { directory: directory.join("disk.raw.redo"), wanted, limit: None }
+pub fn redo(wanted: Wanted) -> Place {
+    Place { wanted, ..Place::default() }
 }
 
 pub fn service(directory: &Path, image: &Path) -> Service {
@@ -53,7 +53,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         how,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
-        redo: redo(directory, Wanted::Newest),
+        redo: redo(Wanted::Newest),
         settings,
     }
 }

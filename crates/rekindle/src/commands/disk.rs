@@ -15,9 +15,15 @@ use rekindle_disk::server::{Service, serve};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
+use std::time::Duration;
+
+/// How long a server may take to merge a log, beside its guest.
+const MERGE: Duration = Duration::from_secs(3600);
 
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     match disk {
@@ -47,6 +53,11 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({}), "done")?;
         }
         Disk::Merge(DiskMerge { image, redo, buffered }) => {
+            if fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+                Control::connect(&image)?.end_epochs(MERGE)?;
+                output.result(&json!({}), "merged; the disk has no redo log any more")?;
+                return Ok(ExitCode::SUCCESS);
+            }
             let directory = redo.unwrap_or_else(|| beside(&image));
             let merged = merge_all(&image, &directory, !buffered)?;
             let text = match merged {
@@ -73,8 +84,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
     };
-    let directory = arguments.redo.unwrap_or_else(|| beside(&image));
-    let redo = Place { directory, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
+    let redo = Place { directory: arguments.redo, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
     let control = control.unwrap_or_else(|| {
         let mut path = socket.clone().into_os_string();
         path.push(".control");
