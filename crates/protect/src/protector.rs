@@ -383,6 +383,10 @@ impl Loop<'_> {
                 tell(&Event::Waiting { state: format!("somebody has stopped the guest ({state})") });
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))
             }
+            e @ SessionError::Epoch(_) if target.vmm().is_alive() => {
+                tell(&Event::Waiting { state: chain(&e) });
+                Ok(Next::Wait(self.settings.every.max(AGAIN)))
+            }
             e @ SessionError::Filling { .. } if target.vmm().is_alive() => {
                 tell(&Event::Waiting { state: e.to_string() });
                 Ok(Next::Wait(AGAIN))

@@ -3,6 +3,7 @@
 mod compare;
 mod plan;
 
+use crate::epochs::{self, DiskEpoch, EpochError, Epochs};
 use crate::event::Done;
 use crate::filling::Held;
 use crate::first;
@@ -66,6 +67,9 @@ pub(crate) enum SessionError {
     Filling { why: String },
     #[error(transparent)]
     Fill(#[from] FillError),
+    /// A disk that has a server did not do as it was asked.
+    #[error(transparent)]
+    Epoch(#[from] EpochError),
     /// The owner's command for the disks failed.
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
@@ -110,6 +114,7 @@ pub(crate) struct Session {
     policy: Policy,
     /// The owner's command that snapshots disks.
     hook: Option<String>,
+    epochs: Epochs,
     monitors: Monitors,
     ram: Arc<GuestRam>,
     tracking: Tracking,
@@ -186,6 +191,7 @@ impl Session {
             (_, false) => Dirty::everything(&ram)?,
         };
         Ok(Self {
+            epochs: Epochs::of(&target),
             target,
             policy,
             hook,
@@ -257,6 +263,7 @@ impl Session {
         if let Some(change) = changes.first() {
             return Err(SessionError::Reshaped(format!("{change:?}")));
         }
+        self.epochs.begin()?;
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
@@ -268,20 +275,23 @@ impl Session {
                 return Err(e);
             }
         };
-        let Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
+        let Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
         if let Some((adopted, facts)) = &self.foreign
             && foreign::facts(adopted, self.monitors.control())? != *facts
         {
             // It could not be restored: devices or disks are not those of the command line any more.
             return Err(SessionError::Reshaped("devices or disks have come, gone or changed".into()));
         }
+        self.epochs.seal(&disks)?;
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
         let metadata = json!({
             "policy": self.policy, "stopped_us": paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
             "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (first::KEY): self.first.0,
+            (epochs::KEY): disks,
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let (now, took) = (host_us(), began.elapsed());
+        self.epochs.committed(&disks);
         self.first.1 -= 1;
         if self.first.1 == 0 {
             self.first = (first::of(self.monitors.control(), &self.ram), LOOK);
@@ -325,8 +335,10 @@ impl Session {
         let (ram, owed) = (Arc::clone(&self.ram), &mut self.owed);
         let (hook, name, number) = (self.hook.as_deref(), self.target.name(), checkpoint.number());
         let ahead = sent > 0;
-        let tracking = &mut self.tracking;
+        let (tracking, epochs) = (&mut self.tracking, &mut self.epochs);
+        let mut disks = Vec::new();
         let paused = self.monitors.pause(|stopped, laps: &mut Laps| {
+            disks = epochs.mark()?;
             if let Some(command) = hook {
                 run_hook(command, name, number)?;
             }
@@ -401,7 +413,7 @@ impl Session {
         }
         let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
         let dirty_bytes = if self.policy == Policy::Cow { dirty.bytes() } else { sent.max(dirty.bytes()) };
-        Ok(Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes })
+        Ok(Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
     }
 
     /// Send what is dirty while the guest runs, until little is left. Gives the bytes that were sent, at least 1.
@@ -471,6 +483,7 @@ impl Session {
 
 struct Taken {
     paused: Paused<()>,
+    disks: Vec<DiskEpoch>,
     dirty_bytes: u64,
     copied_stopped_bytes: u64,
     copied_for_writes: u64,

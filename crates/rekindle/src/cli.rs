@@ -24,7 +24,8 @@ Exit status: 0 done; 1 failed, and the guest is as it was; 2 wrong usage; 3 fail
 pub enum Command {
     /// Start a VM from its definition.
     ///
-    /// Needs: the files that the definition names; room for its RAM; root for taps.
+    /// Needs: the files that the definition names; room for its RAM; root for taps; where a failure has left a disk with a redo log,
+    /// --newest-disk (or rekindle restore).
     /// On success: the guest boots in a QEMU that does not depend on this command.
     /// On failure: nothing is left behind.
     Run(Run),
@@ -354,6 +355,9 @@ pub struct Run {
     /// The QEMU to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// A failure has left disks with a redo log: start from the newest ones. The disks of the last checkpoint are given up.
+    #[arg(long)]
+    pub newest_disk: bool,
 }
 
 #[derive(Debug, Args)]
