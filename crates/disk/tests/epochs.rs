@@ -11,11 +11,14 @@ use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{beside, look, merge_all};
 use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{ServeError, serve};
+use rustix::process::{Pid, Resource, Rlimit, prlimit, setrlimit};
 use std::collections::BTreeMap;
 use std::fs;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 const BLOCKS: u64 = 256;
 
@@ -271,6 +274,68 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
     write(&mut guest, &mut versions, 130..150, 2);
     assert_eq!(told(&disk).unwrap().waiting, None);
     check(&mut guest, &versions, "after it was full");
+}
+
+const AT: &str = "REKINDLE_TEST_DISK";
+/// Bytes that a file may have, until the test lets it have more.
+const MOST: u64 = 6 << 20;
+
+#[test]
+#[ignore = "run by another test"]
+fn server() {
+    let directory = PathBuf::from(std::env::var_os(AT).unwrap());
+    // As on a disk that is full: the kernel refuses to make a file longer.
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
+    setrlimit(Resource::Fsize, Rlimit { current: Some(MOST), maximum: Some(MOST * 4) }).unwrap();
+    serve(common::service(&directory, &directory.join("disk.raw")), || ()).unwrap();
+}
+
+#[test]
+fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
+    let mut disk = Disk::new(BLOCKS * 4);
+    disk.end();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["server", "--exact", "--ignored"]).env(AT, disk.directory.path());
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk);
+    let mut versions = BTreeMap::new();
+    // 64 KiB a request, until one waits.
+    let mut ended = 0;
+    let mut put = 0;
+    for first in (0..BLOCKS * 4).step_by(16) {
+        let frame = FIRST + (put % 14) * 16;
+        (0..16).for_each(|of| guest.fill(frame + of, &content(first + of, 1)));
+        guest.put(0, &Ask { kind: 1, sector: first * 8, data: vec![(frame * PAGE, 16 * PAGE as u32, false)] });
+        guest.kick(0);
+        put += 1;
+        versions.extend((first..first + 16).map(|block| (block, 1)));
+        let why = wait_for("its end, or that it waits", || {
+            let all = guest.ended(0);
+            assert!(all.iter().all(|(_, _, status)| *status == 0), "{all:?}");
+            ended += all.len() as u64;
+            if ended == put { Some(None) } else { told(&disk)?.waiting.map(Some) }
+        });
+        if let Some(why) = why {
+            assert!(why.contains("no room"), "{why}");
+            break;
+        }
+    }
+    assert_eq!(put, ended + 1, "one of them waits");
+    assert!(told(&disk).unwrap().bytes > MOST / 2);
+    // There is room again, and it goes on by itself.
+    let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+    let more = Rlimit { current: Some(MOST * 4), maximum: Some(MOST * 4) };
+    prlimit(Some(pid), Resource::Fsize, more).unwrap();
+    let last = wait_for("the one that waited", || Some(guest.ended(0)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(last[..], [(_, 1, 0)]), "{last:?}");
+    wait_for("that to be told", || told(&disk).filter(|told| told.waiting.is_none()));
+    for (block, version) in &versions {
+        assert!(guest.read(*block, FIRST + 300) == content(*block, *version), "block {block}");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    disk.serve(|_| ());
 }
 
 #[test]
