@@ -200,7 +200,8 @@ mod tests {
     fn former() -> (Attic, Arc<Memory>, File) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * BLOCK as u64).unwrap();
-        let region = Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0 };
+        let region =
+            Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0, front: 0 };
         let memory = Arc::new(Memory::map(vec![region]).unwrap());
         let (mut map, digester) = (BlockMap::new(memory.frames()), Digester::new().unwrap());
         for frame in 0..PAGES {
@@ -226,7 +227,7 @@ mod tests {
         assert!(attic.is_in(&memory));
         let other = tempfile::tempfile().unwrap();
         other.set_len(BLOCK as u64).unwrap();
-        let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0 };
+        let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0, front: 0 };
         assert!(!attic.is_in(&Memory::map(vec![region]).unwrap()));
         assert!(attic.take(1000, &mut [0; BLOCK]).is_some());
         let before = file.metadata().unwrap().blocks();

@@ -8,6 +8,7 @@ use crate::image::{How, Image, ImageError};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, Place};
 use crate::session::Frontend;
+use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -139,7 +140,8 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 
 /// Speak vhost-user with one front end until it goes.
 fn serve_front(engine: Handle, session: Session, shape: Shape, stream: UnixStream) {
-    engine.tell(Command::Join(session));
+    let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
+    engine.tell(Command::Join(session, process));
     let frontend = Arc::new(Mutex::new(Frontend::new(engine.clone(), session, shape)));
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {

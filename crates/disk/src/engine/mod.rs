@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
+//! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
 //! | [`logged`] | writes that go to the redo log, and reads of what is there |
 //! | [`command`], `asked`, [`visit`] | what others ask the engine for |
@@ -20,6 +21,7 @@ pub mod command;
 mod front;
 mod job;
 pub mod logged;
+mod record;
 pub mod visit;
 
 use crate::attic::Attic;
@@ -32,6 +34,7 @@ use command::{Command, Refused, Session};
 use front::Front;
 use job::Job;
 use logged::Logged;
+use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
@@ -140,6 +143,8 @@ struct Engine {
     fronts: BTreeMap<Session, Front>,
     /// The one whose queues run.
     active: Option<Session>,
+    /// What is written of a guest's memory, for a protector.
+    record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
     /// Parts that wait for room in the ring, or for the rate.
@@ -204,6 +209,7 @@ pub fn start(
             wake,
             fronts: BTreeMap::new(),
             active: None,
+            record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
             waiting: VecDeque::new(),
