@@ -22,6 +22,13 @@ pub(crate) struct EpochError {
     source: ControlError,
 }
 
+impl EpochError {
+    /// Whether its server does not answer.
+    pub(crate) fn is_gone(&self) -> bool {
+        matches!(self.source, ControlError::Connect { .. })
+    }
+}
+
 /// A disk at a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DiskEpoch {
