@@ -4,12 +4,13 @@
 //! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
 
 use crate::map::Frame;
+use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::memory::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
@@ -184,14 +185,6 @@ impl Memory {
         self.frames() == other.frames() && self.places() == other.places()
     }
 
-    /// Whether a file of the one is a file of the other.
-    #[must_use]
-    pub fn shares(&self, other: &Self) -> bool {
-        let files =
-            |memory: &Self| -> BTreeSet<_> { memory.places().iter().map(|(dev, ino, _)| (*dev, *ino)).collect() };
-        !files(self).is_disjoint(&files(other))
-    }
-
     /// The files, and how far each is shifted in the guest: device, inode, address less offset.
     fn places(&self) -> BTreeSet<(u64, u64, u64)> {
         let place = |region: &GuestRegionMmap<Marks>| {
@@ -226,6 +219,31 @@ impl Memory {
     #[must_use]
     pub fn write(&self, address: u64, bytes: &[u8]) -> Option<()> {
         self.map.write_slice(bytes, GuestAddress(address)).ok()
+    }
+
+    /// Copy into the guest what fills pages that it may not have taken of the host yet. Through the file: that takes no fault for each, and none
+    /// is zeroed first.
+    #[must_use]
+    pub fn fill(&self, address: u64, bytes: &[u8]) -> Option<()> {
+        let region = self.map.find_region(GuestAddress(address))?;
+        let within = address - region.start_addr().raw_value();
+        let fits = within.checked_add(bytes.len() as u64).is_some_and(|end| end <= region.len());
+        let Some(file) = region.file_offset().filter(|_| fits) else { return self.write(address, bytes) };
+        // Huge pages cannot be written that way.
+        if file.file().write_all_at(bytes, file.start() + within).is_err() {
+            return self.write(address, bytes);
+        }
+        region.bitmap().mark_dirty(usize::try_from(within).ok()?, bytes.len());
+        Some(())
+    }
+
+    /// Its files, without the mapping.
+    #[must_use]
+    pub fn files(&self) -> Files {
+        let part = |region: &GuestRegionMmap<Marks>| {
+            Some((region.start_addr().raw_value(), region.len(), region.file_offset()?.clone()))
+        };
+        Files { parts: self.map.iter().filter_map(part).collect() }
     }
 
     /// The log of a QEMU that migrates.
@@ -280,6 +298,49 @@ impl Memory {
             }
         }
         found
+    }
+}
+
+/// The files of a guest's memory, not mapped: what nobody has mapped is quicker given back.
+#[derive(Debug)]
+pub struct Files {
+    /// First address in the guest, bytes, where in which file.
+    parts: Vec<(u64, u64, FileOffset)>,
+}
+
+impl Files {
+    /// The addresses that there are: first, bytes.
+    pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.parts.iter().map(|(first, bytes, _)| (*first, *bytes))
+    }
+
+    fn place(&self, address: u64, bytes: u64) -> Option<(&File, u64)> {
+        let end = address.checked_add(bytes)?;
+        let (first, _, file) = self.parts.iter().find(|(first, long, _)| *first <= address && end <= first + long)?;
+        Some((file.file(), file.start() + (address - first)))
+    }
+
+    /// Copy out of it.
+    #[must_use]
+    pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
+        let (file, at) = self.place(address, into.len() as u64)?;
+        file.read_exact_at(into, at).ok()
+    }
+
+    /// Give a part of it back to the host.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn punch(&self, address: u64, bytes: u64) -> io::Result<()> {
+        self.place(address, bytes).map_or(Ok(()), |(file, at)| punch_hole(file, at, bytes))
+    }
+
+    /// Whether a file of it is a file of `memory`.
+    #[must_use]
+    pub fn shares(&self, memory: &Memory) -> bool {
+        let ours = self.parts.iter().filter_map(|(_, _, file)| file.file().metadata().ok());
+        let ours: BTreeSet<_> = ours.map(|metadata| (metadata.dev(), metadata.ino())).collect();
+        memory.places().iter().any(|(dev, ino, _)| ours.contains(&(*dev, *ino)))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The process that serves one disk: its two sockets.
 
+use crate::attic::UNCHECKED;
 use crate::config::Shape;
 use crate::control;
 use crate::engine::command::{Command, Session};
@@ -80,6 +81,12 @@ pub struct Service {
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let Service { image: path, how, socket, control, redo, settings } = service;
+    if UNCHECKED {
+        tracing::error!(
+            "BUILT WITH unchecked-attic, for the fault experiment: {} is served with blocks that nobody checks; its guest's data is damaged",
+            path.display()
+        );
+    }
     // Locked: of two servers only one comes to its sockets.
     let image = Image::open(&path, how)?;
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };

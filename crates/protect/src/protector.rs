@@ -80,9 +80,9 @@ pub enum ProtectError {
     },
     /// It writes disks.
     #[error(
-        "{name} writes to {disk}, whose content will not belong to its memory after a restore: let a server have it (server = true), make it \
-         read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory does no harm, say \
-         --disk crash-consistent"
+        "{name} writes to {disk}, whose content will not belong to its memory after a restore: let Rekindle serve it (server = \
+         true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory \
+         does no harm, say --disk crash-consistent"
     )]
     Disk {
         /// The VM.

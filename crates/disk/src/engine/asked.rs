@@ -59,7 +59,7 @@ impl Engine {
         }
         // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
         let Some((map, memory)) = self.map.take() else { return Ok(self.attic.as_ref().map_or(0, Attic::len)) };
-        let attic = Attic::new(memory, map, self.digester);
+        let attic = Attic::new(&memory, map, self.digester);
         let blocks = attic.len();
         self.attic = (blocks > 0).then_some(attic);
         self.emptied = None;
@@ -77,6 +77,7 @@ impl Engine {
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
             attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
             emptied: self.emptied,
+            unchecked: crate::attic::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::told),
         }
     }

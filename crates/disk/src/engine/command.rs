@@ -69,6 +69,9 @@ pub struct Status {
     /// The redo log, if the disk has one.
     #[serde(default)]
     pub redo: Option<super::logged::Told>,
+    /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
 }
 
 /// See [the module](self).

@@ -52,6 +52,8 @@ const DEPTH: u32 = 256;
 pub const CHUNK: usize = 1 << 20;
 /// Bytes of buffers that are kept for the next request.
 const POOL: usize = 16 << 20;
+/// So many bytes may be moved between buffers and the guest before it is seen to that the disk is not idle.
+const FEED: usize = 256 << 10;
 /// How often it is looked after the attic while there is one.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -169,6 +171,8 @@ struct Engine {
     has_room: bool,
     /// Bytes that are under way.
     moving: usize,
+    /// Bytes that were moved since the disk was seen to.
+    has_moved: usize,
     pool: Vec<Buffer>,
     pooled: usize,
     ended: bool,
@@ -225,6 +229,7 @@ pub fn start(
             looked: Instant::now(),
             has_room: false,
             moving: 0,
+            has_moved: 0,
             pool: Vec::new(),
             pooled: 0,
             ended: false,
@@ -254,6 +259,12 @@ impl Engine {
             self.ring.wait(limit)?;
             for done in self.ring.ended() {
                 self.completed(done);
+                // What was moved has taken its time: meanwhile the disk is to have something to do.
+                if std::mem::take(&mut self.has_moved) > FEED {
+                    self.take_all();
+                    self.begin_waiting();
+                    self.ring.submit()?;
+                }
             }
             self.look_after_attic();
         }

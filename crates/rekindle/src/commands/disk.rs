@@ -121,7 +121,8 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, redo } = status;
+    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, redo, unchecked } =
+        status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
         "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
@@ -153,6 +154,9 @@ fn draw(status: &Status) -> String {
         for why in told.waiting.iter().map(|why| format!("writes wait: {why}")).chain(told.failed.clone()) {
             text += &format!("\n{why}");
         }
+    }
+    if *unchecked {
+        text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";
     }
     text
 }
