@@ -15,6 +15,7 @@
 //! | [`inflight`] | requests under way, in memory that outlives this process |
 //! | [`limit`] | the rates that a disk is held to |
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
+//! | [`redo`] | the log of a protected VM's disk: epochs |
 //! | [`attic`] | the memory of the guest's former life, as a cache |
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
@@ -33,6 +34,7 @@ pub mod limit;
 pub mod map;
 pub mod memory;
 pub mod missing;
+pub mod redo;
 pub mod request;
 pub mod server;
 pub mod session;

@@ -6,6 +6,8 @@ use crate::control;
 use crate::engine::command::{Command, Session};
 use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
+use crate::redo::error::RedoError;
+use crate::redo::keeper::{self, Place};
 use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
@@ -24,6 +26,9 @@ pub enum ServeError {
     /// The image.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// Its redo log.
+    #[error(transparent)]
+    Redo(#[from] RedoError),
     /// Somebody listens there already.
     #[error("{}: another server listens there", path.display())]
     Busy {
@@ -61,6 +66,8 @@ pub struct Service {
     pub socket: PathBuf,
     /// The socket for everybody else.
     pub control: PathBuf,
+    /// Its redo log.
+    pub redo: Place,
     /// What it is served with.
     pub settings: Settings,
 }
@@ -74,7 +81,7 @@ pub struct Service {
 /// # Errors
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, how, socket, control, settings } = service;
+    let Service { image: path, how, socket, control, redo, settings } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: {} is served with blocks that nobody checks; its guest's data is damaged",
@@ -87,17 +94,22 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
-    let (engine, thread) = engine::start(image, settings).map_err(failed)?;
+    let mut redo = keeper::open(&image, redo)?;
+    let logged = redo.logged.take();
+    let (engine, thread) = engine::start(image, settings, logged).map_err(failed)?;
+    let keeper = redo.start(&engine);
     accept(guests, &engine, move |engine, number, stream| {
         serve_front(engine, Session(number), shape, &filling, stream);
     });
-    accept(asked, &engine, |engine, _, stream| {
-        if let Err(e) = control::serve(&engine, &stream) {
+    let kept = Arc::clone(&keeper);
+    accept(asked, &engine, move |engine, _, stream| {
+        if let Err(e) = control::serve(&engine, &kept, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });
     ready();
     let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    keeper.release();
     for socket in [&socket, &control] {
         let _ = fs::remove_file(socket);
     }

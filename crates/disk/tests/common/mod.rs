@@ -6,6 +6,8 @@ use rekindle_disk::control::Control;
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
+use rekindle_disk::redo::keeper::Place;
+use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{ServeError, Service, serve};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -40,6 +42,10 @@ pub struct Disk {
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
+pub fn redo(wanted: Wanted) -> Place {
+    Place { wanted, ..Place::default() }
+}
+
 pub fn service(directory: &Path, image: &Path) -> Service {
     let settings = Settings {
         serial: "rekindle-test".into(),
@@ -54,6 +60,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         how,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
+        redo: redo(Wanted::Newest),
         settings,
     }
 }
