@@ -3,6 +3,7 @@
 import pwd
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rekindle_lab.guests import COMMAND_PORT, Image
 
 USER = "nobody"
 START_DEADLINE_S = 60.0
+TUN = Path("/dev/net/tun")
 _DIRECTORIES = {
     "HOME": "home",
     "XDG_RUNTIME_DIR": "run",
@@ -120,11 +122,15 @@ class Domain:
 def tap(name: str, address: str) -> Iterator[str]:
     """A tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
     _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
+    # Everybody may open it where udev made it, and then only what is his own is of use; a machine without udev is closed.
+    mode = stat.S_IMODE(TUN.stat().st_mode)
+    TUN.chmod(mode | 0o666)
     try:
         _run("ip", "address", "add", address, "dev", name)
         _run("ip", "link", "set", name, "up")
         yield name
     finally:
+        TUN.chmod(mode)
         _run("ip", "link", "del", name)
 
 

@@ -12,8 +12,8 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
 use rekindle_store::{Image, StoreError, StoreUrl, Which};
-use rekindle_vm::fault;
 use rekindle_vm::rundir::{RunDir, write_json};
+use rekindle_vm::{disks, fault};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
@@ -329,6 +329,7 @@ fn bring(
     };
     if progress.complete {
         fault::point("fill.end.closed", None, None);
+        disks::filled(rundir);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
         tell(&Told::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });

@@ -68,7 +68,10 @@ fn host_dies(guest: &Guest<'_>, protector: Protector) {
 /// Memory and disk agree: what the guest has of the disk in its cache is what is on it.
 fn agrees(guest: &Guest<'_>) -> String {
     // What it was about to write is written.
-    guest.ask(&format!("write vda {WRITTEN} 1 1"));
+    let last = format!("write vda {WRITTEN} 1 1");
+    wait_for("the command of the checkpoint to end", DEADLINE, || {
+        guest.try_ask(&last).ok().filter(|answer| !answer.contains("busy"))
+    });
     let cached = read(guest);
     guest.ask("drop-caches");
     assert_eq!(read(guest), cached, "the guest's memory has another disk");
@@ -131,12 +134,13 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     let section = |more: &str| format!("[[disk]]\npath = {path:?}\n{more}");
     let guest = lab.vm("ended").section(&section("server = true\n")).boot(&[]);
     let store = store(&lab, "ended");
-    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
-    protector.next_checkpoint();
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
     guest.ask("write vda 5 20 9");
     let newest = read(&guest);
     assert_ne!(digest(&path), newest, "it is in the log");
     // Committed, it comes to the image while the guest runs.
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
     wait_for("the merge", DEADLINE, || (digest(&path) == newest).then_some(()));
     guest.ask("write vda 8 20 10");

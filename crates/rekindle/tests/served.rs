@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::protector::{Protector, store};
+use common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use common::served::{BLOCK, READ, digest, image, read, section, server};
 use common::{Guest, Lab};
 use std::panic::{self, AssertUnwindSafe};
@@ -89,4 +89,41 @@ fn what_would_miss_its_writes_is_refused() {
     let all = ["protect", "refused", "--store", store, "--policy", "cow"];
     lab.rekindle(all).status(1).says(&["the server of disk0", "--policy precopy or basic"]);
     guest.assert_sound();
+}
+
+#[test]
+fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("comes").memory("512M").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "comes");
+    guest.touch("300M");
+    // In its cache, so that what it reads elsewhere after the restore is not.
+    read(&guest, 0, 64);
+    for round in 0..4u64 {
+        let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+        assert!(protector.child.wait().unwrap().success());
+        crash(&guest);
+        let restored = restore(&guest, &store, &[]);
+        assert_eq!(restored["filled"], false, "{restored}");
+        if round == 1 {
+            // The pager dies, and whoever waits for a page, in the guest or in the disk's server, waits.
+            if let Some(pager) = pager(&guest) {
+                pager.kill().unwrap();
+            }
+            guest.rekindle(&["recover"]).ok();
+        }
+        if round == 2 {
+            // The one that comes after it waits for missing pages too.
+            server(&guest).expect("a server").kill().unwrap();
+            guest.rekindle(&["recover"]).ok();
+        }
+        guest.ask(&format!("write vda {} 64 {round}", 600 + 64 * round));
+        let cached = read(&guest, 0, READ);
+        guest.ask("drop-caches");
+        assert_eq!(read(&guest, 0, READ), cached, "round {round}: the disk has what its guest wrote");
+        wait_filled(&guest);
+        guest.verify();
+        guest.assert_sound();
+    }
 }

@@ -117,24 +117,32 @@ pub type Epochs = BTreeMap<String, At>;
 /// # Errors
 /// [`DisksError`]; those that were started run on, until [`end`].
 pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
-    start_at(rundir, hardware, &Epochs::new())
+    start_with(rundir, hardware, None)
 }
 
-/// The same, with the disks of a checkpoint. None of them may have a server.
+/// The same, with the disks of a checkpoint, whose memory still comes: they wait for pages that are missing, until [`filled`]. None of
+/// them may have a server.
 ///
 /// # Errors
 /// [`DisksError`]; a disk that is newer than its epoch, or another one, has no server, which says so.
 pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
+    start_with(rundir, hardware, Some(epochs))
+}
+
+fn start_with(rundir: &RunDir, hardware: &Hardware, epochs: Option<&Epochs>) -> Result<usize, DisksError> {
+    // One that has died while a restore fills waits too.
+    let filling = epochs.is_some() || rundir.fill().exists();
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
-        started.push((disk, spawn(rundir, disk, hardware.vcpus, epochs.get(&disk.id))?));
+        let at = epochs.and_then(|epochs| epochs.get(&disk.id));
+        started.push((disk, spawn(rundir, disk, hardware.vcpus, at, filling)?));
     }
     let count = started.len();
     started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
     Ok(count)
 }
 
-fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>) -> Result<Child, DisksError> {
+fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: bool) -> Result<Child, DisksError> {
     let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
     let mut options = OpenOptions::new();
     let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
@@ -159,6 +167,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>) -> Result<Ch
     }
     if let Some(serial) = &disk.serial {
         command.arg(format!("--serial={serial}"));
+    }
+    if filling {
+        command.arg("--filling");
     }
     if let Some(At { disk, epoch }) = at {
         command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
@@ -263,6 +274,21 @@ pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
         match ended {
             Ok(()) => {}
             Err(e) => tracing::warn!("disk {}: its redo log, if it has one, is not merged: {e}", disk.id),
+        }
+    }
+}
+
+/// A restore has brought all of the guest's memory: the servers need wait for nothing any more. If one is not told, it is slower.
+pub fn filled(rundir: &RunDir) {
+    let entries = fs::read_dir(rundir.path()).into_iter().flatten().flatten();
+    let of_server = |name: &std::ffi::OsStr| {
+        let name = name.to_str()?.strip_prefix("disk-")?.strip_suffix(".control")?;
+        Some(name.to_owned())
+    };
+    for id in entries.filter_map(|entry| of_server(&entry.file_name())) {
+        let told = Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
+        if let Err(e) = told {
+            tracing::debug!("disk {id}: it looks for missing pages still: {e}");
         }
     }
 }

@@ -160,8 +160,7 @@ impl<'a> Site<'a> {
     /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
     #[must_use]
     pub fn place_of(self, plan: Plan) -> Place<'a> {
-        let epochs = Epochs::new();
-        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, epochs, _lock: self.lock }
+        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, epochs: None, _lock: self.lock }
     }
 }
 
@@ -174,8 +173,8 @@ pub struct Place<'a> {
     /// What its run directory says.
     pub state: State,
     ram: RamDirectory,
-    /// Of a checkpoint.
-    epochs: Epochs,
+    /// Of a checkpoint that is to be restored.
+    epochs: Option<Epochs>,
     _lock: Lock,
 }
 
@@ -220,10 +219,10 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Its disks are wanted as they were at a checkpoint.
+    /// Its disks are wanted as they were at a checkpoint, whose memory comes while the guest runs.
     #[must_use]
     pub fn at_epochs(self, epochs: Epochs) -> Self {
-        Self { epochs, ..self }
+        Self { epochs: Some(epochs), ..self }
     }
 
     /// Make the network and the RAM file, and start the servers of disks, under a journal of `kind`.
@@ -257,7 +256,10 @@ impl<'a> Place<'a> {
         for (path, bytes) in self.state.hardware.ram_files() {
             create(&self.ram, &ram_name(&path), bytes)?;
         }
-        disks::start_at(&self.rundir, &self.state.hardware, &self.epochs)?;
+        match &self.epochs {
+            Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs)?,
+            None => disks::start(&self.rundir, &self.state.hardware)?,
+        };
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }

@@ -262,9 +262,6 @@ fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<R
         site.clear()?;
     }
     let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
-    // The server of a disk writes the guest's memory through a mapping of its own, which would not wait for a missing page.
-    let eager = request.eager || place.state.hardware.disks.iter().any(|disk| disk.server);
-    let request = &Request { eager, ..request.clone() };
     match fresh(&place, chosen, request, &mut recorder, began) {
         Ok(restored) => {
             recorder.write(&place.rundir);
