@@ -16,17 +16,12 @@ class Bar:
     """What a figure must reach."""
 
     limit: float
-    op: Literal["<=", "<", "==", ">"] = "<="
+    op: Literal["<=", "<", "==", ">="] = "<="
 
     def met(self, value: float) -> bool:
         """Whether `value` reaches it."""
-        reached = {
-            "<=": value <= self.limit,
-            "<": value < self.limit,
-            "==": value == self.limit,
-            ">": value > self.limit,
-        }
-        return reached[self.op]
+        limit = self.limit
+        return {"<=": value <= limit, "<": value < limit, "==": value == limit, ">=": value >= limit}[self.op]
 
     def __str__(self) -> str:
         """As in the table of the issue."""
