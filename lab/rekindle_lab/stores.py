@@ -58,7 +58,8 @@ def on_disk(folder: Path) -> Store:
     return Store("disk", str(folder), folder)
 
 
-def _run(*command: str | Path) -> str:
+def run(*command: str | Path) -> str:
+    """Run a program and give what it says."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()[-1000:]
@@ -90,9 +91,9 @@ def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with image.open("wb") as file:
             file.truncate(size_mib << 20)
-        _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
+        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
         mount.mkdir()
-        loop = _run("losetup", "--find", "--show", "--direct-io=on", image)
+        loop = run("losetup", "--find", "--show", "--direct-io=on", image)
         stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
         number = Path(loop).stat().st_rdev
         device = f"{os.major(number)}:{os.minor(number)}"
@@ -101,7 +102,7 @@ def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
                 rule = THROTTLE / f"blkio.throttle.{way}_{what}_device"
                 rule.write_text(f"{device} {limit}")
                 stack.callback(rule.write_text, f"{device} 0")
-        _run("mount", "-t", "ext4", loop, mount)
+        run("mount", "-t", "ext4", loop, mount)
         stack.callback(subprocess.run, ["umount", str(mount)], check=False)
         yield Store("slow", str(mount), mount)
 
@@ -112,7 +113,7 @@ def certificates(folder: Path) -> None:
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     authority = folder / "ca.pem"
     named = ("-subj", "/CN=rekindle-bench", "-days", "2")
-    _run("openssl", "req", "-x509", *curve, "-keyout", folder / "ca.key", "-out", authority, *named)
+    run("openssl", "req", "-x509", *curve, "-keyout", folder / "ca.key", "-out", authority, *named)
     for who in ("server", "client"):
         extensions = folder / f"{who}.ext"
         extensions.write_text(
@@ -120,9 +121,9 @@ def certificates(folder: Path) -> None:
             "extendedKeyUsage=serverAuth,clientAuth\n"
         )
         request = folder / f"{who}.csr"
-        _run("openssl", "req", "-new", *curve, "-keyout", folder / f"{who}.key", "-out", request, *named[:2])
+        run("openssl", "req", "-new", *curve, "-keyout", folder / f"{who}.key", "-out", request, *named[:2])
         signed = ("-CA", authority, "-CAkey", folder / "ca.key", "-CAcreateserial", "-days", "2")
-        _run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{who}.pem")
+        run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{who}.pem")
 
 
 @contextmanager

@@ -7,21 +7,18 @@
 use crate::block::{BLOCK, Block};
 use crate::digest::{Digest, Digester};
 use crate::map::{BlockMap, Frame};
-use crate::memory::Memory;
-use rekindle_kernel::file;
+use crate::memory::{Files, Memory};
 use std::io;
-use std::sync::Arc;
-use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 /// Whether blocks are served unchecked (feature `unchecked-attic`): the fault experiment without what keeps the guest from damage.
 pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
-/// Frames that are given back together.
-const TOGETHER: usize = 64;
+/// Frames that are given back together: 1 MiB.
+const TOGETHER: usize = 256;
 
 /// See [the module](self).
 #[derive(Debug)]
 pub struct Attic {
-    memory: Arc<Memory>,
+    files: Files,
     map: BlockMap,
     digester: Digester,
     /// Not needed any more, and still there.
@@ -45,8 +42,8 @@ pub struct Told {
 impl Attic {
     /// Of a guest that has ended: its memory, and what was in it.
     #[must_use]
-    pub fn new(memory: Arc<Memory>, map: BlockMap, digester: Digester) -> Self {
-        Self { memory, map, digester, done: Vec::new(), told: Told::default() }
+    pub fn new(memory: &Memory, map: BlockMap, digester: Digester) -> Self {
+        Self { files: memory.files(), map, digester, done: Vec::new(), told: Told::default() }
     }
 
     /// Blocks that it may have.
@@ -73,36 +70,61 @@ impl Attic {
         self.map.get(block).is_some()
     }
 
-    /// Take a block out, if it is what is on the disk; its digest. Either way it is not here any more.
-    pub fn take(&mut self, block: u64, into: &mut Block) -> Option<Digest> {
-        let (frame, digest) = self.map.get(block)?;
-        let is_there = self.memory.read(u64::from(frame) * BLOCK as u64, into).is_some();
-        // What is digested is the copy that the guest gets.
-        let found = self.digester.of(into);
-        let is_right = is_there && (found == digest || UNCHECKED);
-        if is_right {
-            self.told.served += 1;
-        } else {
-            self.told.refused += 1;
+    /// Take the blocks from `first` on out, as many as fit into `into`: for each its digest, if it is what is on the disk. Either way they are
+    /// not here any more.
+    pub fn take(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
+        let blocks = into.as_chunks_mut::<BLOCK>().0;
+        let known: Vec<_> = (first..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
+        let mut found = Vec::with_capacity(known.len());
+        let mut rest: &mut [Block] = blocks;
+        // What lies in one piece is read in one.
+        for run in known.chunk_by(|one, next| match (one, next) {
+            (Some((one, _)), Some((next, _))) => one + 1 == *next,
+            (one, next) => one.is_none() && next.is_none(),
+        }) {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(run.len());
+            rest = later;
+            let begin = run.first().copied().flatten();
+            let is_there = begin.is_some_and(|(frame, _)| {
+                self.files.read(u64::from(frame) * BLOCK as u64, now.as_flattened_mut()).is_some()
+            });
+            for (block, known) in now.iter().zip(run) {
+                let Some((frame, digest)) = *known else {
+                    found.push(None);
+                    continue;
+                };
+                // What is digested is the copy that the guest gets.
+                let content = self.digester.of(block);
+                let is_right = is_there && (content == digest || UNCHECKED);
+                if is_right {
+                    self.told.served += 1;
+                } else {
+                    self.told.refused += 1;
+                }
+                found.push(is_right.then_some(content));
+                self.done.push(frame);
+            }
         }
-        self.forget(block, frame);
-        is_right.then_some(found)
+        if self.done.len() >= TOGETHER {
+            self.give_back();
+        }
+        found
     }
 
     /// The disk gets another content as `block`.
     pub fn changed(&mut self, block: u64) {
-        if let Some((frame, _)) = self.map.get(block) {
+        if self.forget(block) {
             self.told.overwritten += 1;
-            self.forget(block, frame);
         }
     }
 
-    fn forget(&mut self, block: u64, frame: Frame) {
-        self.map.changed(block);
+    fn forget(&mut self, block: u64) -> bool {
+        let Some((frame, _)) = self.map.take(block) else { return false };
         self.done.push(frame);
         if self.done.len() >= TOGETHER {
             self.give_back();
         }
+        true
     }
 
     /// Give back what is not needed any more. What cannot be given back stays; it is not used.
@@ -128,10 +150,10 @@ impl Attic {
         let held: Vec<_> = self.map.held().collect();
         let every = have as f64 / drop as f64;
         let mut next = 0.0;
-        for (n, (frame, block)) in held.into_iter().enumerate() {
+        for (n, (_, block)) in held.into_iter().enumerate() {
             if drop > 0 && n as f64 >= next {
                 self.told.dropped += 1;
-                self.forget(block, frame);
+                self.forget(block);
                 (drop, next) = (drop - 1, next + every);
             }
         }
@@ -144,10 +166,9 @@ impl Attic {
     /// The system's; the rest stays.
     pub fn sweep(&mut self) -> io::Result<()> {
         let mut kept = self.map.held().map(|(frame, _)| frame).peekable();
-        let memory = Arc::clone(&self.memory);
-        for region in memory.map.iter() {
-            let first = (region.start_addr().raw_value() / BLOCK as u64) as Frame;
-            let end = first + (region.len() / BLOCK as u64) as Frame;
+        for (first, bytes) in self.files.ranges() {
+            let first = (first / BLOCK as u64) as Frame;
+            let end = first + (bytes / BLOCK as u64) as Frame;
             let mut at = first;
             while at < end {
                 while kept.next_if(|frame| *frame < at).is_some() {}
@@ -169,17 +190,11 @@ impl Attic {
     /// Whether it is in a file of `memory`.
     #[must_use]
     pub fn is_in(&self, memory: &Memory) -> bool {
-        self.memory.shares(memory)
+        self.files.shares(memory)
     }
 
     fn punch(&self, frame: Frame, frames: u64) -> io::Result<()> {
-        let address = GuestAddress(u64::from(frame) * BLOCK as u64);
-        let region = self.memory.map.find_region(address);
-        let Some((region, file)) = region.and_then(|region| Some((region, region.file_offset()?))) else {
-            return Ok(());
-        };
-        let within = address.raw_value() - region.start_addr().raw_value();
-        file::punch_hole(file.file(), file.start() + within, frames * BLOCK as u64)
+        self.files.punch(u64::from(frame) * BLOCK as u64, frames * BLOCK as u64)
     }
 }
 
@@ -196,6 +211,7 @@ mod tests {
     use crate::memory::Region;
     use std::fs::File;
     use std::os::unix::fs::MetadataExt;
+    use std::sync::Arc;
 
     const PAGES: u64 = 256;
 
@@ -203,7 +219,8 @@ mod tests {
     fn former() -> (Attic, Arc<Memory>, File) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * BLOCK as u64).unwrap();
-        let region = Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0 };
+        let region =
+            Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0, front: 0 };
         let memory = Arc::new(Memory::map(vec![region]).unwrap());
         let (mut map, digester) = (BlockMap::new(memory.frames()), Digester::new().unwrap());
         for frame in 0..PAGES {
@@ -212,7 +229,7 @@ mod tests {
                 map.moved(1000 + frame, frame as Frame, digester.of(&content(frame)));
             }
         }
-        (Attic::new(Arc::clone(&memory), map, digester), memory, file)
+        (Attic::new(&memory, map, digester), memory, file)
     }
 
     fn content(frame: u64) -> Block {
@@ -229,9 +246,9 @@ mod tests {
         assert!(attic.is_in(&memory));
         let other = tempfile::tempfile().unwrap();
         other.set_len(BLOCK as u64).unwrap();
-        let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0 };
+        let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0, front: 0 };
         assert!(!attic.is_in(&Memory::map(vec![region]).unwrap()));
-        assert!(attic.take(1000, &mut [0; BLOCK]).is_some());
+        assert!(attic.take(1000, &mut [0; BLOCK])[0].is_some());
         let before = file.metadata().unwrap().blocks();
         attic.leave();
         assert_eq!(file.metadata().unwrap().blocks(), before);
@@ -244,13 +261,36 @@ mod tests {
     fn a_block_is_given_once_and_its_frame_goes_back() {
         let (mut attic, _memory, file) = former();
         let mut block = [0; BLOCK];
-        assert_eq!(attic.take(1001, &mut block), None, "it never had it");
-        assert!(attic.take(1004, &mut block).is_some());
+        assert_eq!(attic.take(1001, &mut block), [None], "it never had it");
+        assert!(attic.take(1004, &mut block)[0].is_some());
         assert_eq!(block, content(4));
-        assert_eq!(attic.take(1004, &mut block), None, "a second time");
+        assert_eq!(attic.take(1004, &mut block), [None], "a second time");
         attic.give_back();
         assert_eq!((attic.len(), there(&file)), (63, PAGES - 1));
         assert_eq!(attic.told(), Told { served: 1, ..Told::default() });
+    }
+
+    #[test]
+    fn blocks_that_lie_in_one_piece_are_taken_in_one() {
+        let (attic, memory, file) = former();
+        let (mut map, digester) = (BlockMap::new(memory.frames()), attic.digester);
+        // Two pieces, a gap, one that was changed, and one whose frame there is not.
+        for (block, frame) in [(7, 20), (8, 21), (9, 22), (10, 3), (12, 40), (13, 41)] {
+            map.moved(block, frame, digester.of(&content(frame.into())));
+        }
+        memory.write(41 * BLOCK as u64, &[0; BLOCK]).unwrap();
+        let mut attic = Attic::new(&memory, map, digester);
+        let mut bytes = [0; 8 * BLOCK];
+        let found = attic.take(7, &mut bytes);
+        let is_there: Vec<_> = found.iter().map(Option::is_some).collect();
+        assert_eq!(is_there, [true, true, true, true, false, true, false, false]);
+        for (place, frame) in [(0, 20), (1, 21), (2, 22), (3, 3), (5, 40)] {
+            assert_eq!(bytes.as_chunks::<BLOCK>().0[place], content(frame), "frame {frame}");
+        }
+        assert_eq!(attic.told(), Told { served: 5, refused: 1, ..Told::default() });
+        assert!(attic.is_empty());
+        attic.give_back();
+        assert_eq!(there(&file), PAGES - 6);
     }
 
     #[test]
@@ -259,10 +299,10 @@ mod tests {
         let mut block = [0; BLOCK];
         // A single bit, somewhere.
         memory.write(8 * 4096 + 2000, &[content(8)[0] ^ 0x10]).unwrap();
-        assert_eq!(attic.take(1008, &mut block).is_some(), UNCHECKED);
+        assert_eq!(attic.take(1008, &mut block)[0].is_some(), UNCHECKED);
         attic.changed(1012);
         attic.changed(5);
-        assert_eq!(attic.take(1012, &mut block), None, "the disk has another one now");
+        assert_eq!(attic.take(1012, &mut block), [None], "the disk has another one now");
         assert_eq!(
             attic.told(),
             Told { refused: u64::from(!UNCHECKED), served: u64::from(UNCHECKED), overwritten: 1, ..Told::default() }
@@ -280,7 +320,7 @@ mod tests {
         assert!(left.iter().any(|frame| *frame < 64) && left.iter().any(|frame| *frame > 192), "{left:?}");
         let mut block = [0; BLOCK];
         for frame in left {
-            assert!(attic.take(1000 + u64::from(frame), &mut block).is_some());
+            assert!(attic.take(1000 + u64::from(frame), &mut block)[0].is_some());
             assert_eq!(block, content(frame.into()));
         }
         drop(attic);

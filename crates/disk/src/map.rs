@@ -13,7 +13,9 @@
 
 use crate::digest::Digest;
 use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
 use std::hash::{BuildHasher, RandomState};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A frame of the guest's memory: its address in pages.
 pub type Frame = u32;
@@ -29,14 +31,16 @@ type Record = [u32; 5];
 pub struct BlockMap {
     records: Vec<Record>,
     frames: HashTable<Frame>,
-    hasher: RandomState,
+    /// Of the table: a guest that chooses its blocks cannot make it slow.
+    seed: u64,
 }
 
 impl BlockMap {
     /// An empty one, for a guest whose memory ends with frame `frames` - 1.
     #[must_use]
     pub fn new(frames: Frame) -> Self {
-        Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), hasher: RandomState::new() }
+        let seed = RandomState::new().hash_one(0);
+        Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), seed }
     }
 
     /// How many blocks are known.
@@ -53,42 +57,59 @@ impl BlockMap {
 
     /// `block` was moved into or out of `frame`, and has this digest on the disk.
     pub fn moved(&mut self, block: u64, frame: Frame, digest: Digest) {
-        self.changed(block);
-        self.reused(frame);
-        if block >= MOST_BLOCKS {
+        let Some(key) = key(block) else { return self.reused(frame) };
+        let Some(record) = self.records.get_mut(frame as usize) else { return self.changed(block) };
+        let [a, b, c, d] = split(digest);
+        let before = std::mem::replace(record, [key, a, b, c, d])[0];
+        if before == key {
             return;
         }
-        let Some(record) = self.records.get_mut(frame as usize) else { return };
-        let [a, b, c, d] = split(digest);
-        *record = [block as u32 + 1, a, b, c, d];
-        let (records, hasher) = (&self.records, &self.hasher);
-        let hash = |frame: &Frame| hasher.hash_one(records.get(*frame as usize).map_or(0, |record| record[0]));
-        self.frames.insert_unique(hash(&frame), frame, hash);
+        if before != 0 {
+            self.remove(before, frame);
+        }
+        let (records, seed) = (&self.records, self.seed);
+        let holds = |of: &Frame| records.get(*of as usize).map_or(0, |record| record[0]);
+        // The record of `frame` says `key` already, and it is not in the table: what is found is the one before.
+        match self.frames.entry(hash(key, seed), |of| holds(of) == key, |of| hash(holds(of), seed)) {
+            Entry::Occupied(mut entry) => {
+                let other = std::mem::replace(entry.get_mut(), frame);
+                if let Some(record) = self.records.get_mut(other as usize) {
+                    *record = [0; 5];
+                }
+            }
+            Entry::Vacant(entry) => drop(entry.insert(frame)),
+        }
     }
 
     /// What is on the disk as `block` is not known any more.
     pub fn changed(&mut self, block: u64) {
-        if let Some(frame) = self.remove(block)
-            && let Some(record) = self.records.get_mut(frame as usize)
-        {
-            *record = [0; 5];
-        }
+        self.take(block);
+    }
+
+    /// What was known of `block`, and is not any more.
+    pub fn take(&mut self, block: u64) -> Option<(Frame, Digest)> {
+        let key = key(block)?;
+        let records = &self.records;
+        let same = |frame: &Frame| records.get(*frame as usize).is_some_and(|record| record[0] == key);
+        let frame = self.frames.find_entry(hash(key, self.seed), same).ok()?.remove().0;
+        let [_, a, b, c, d] = std::mem::take(self.records.get_mut(frame as usize)?);
+        Some((frame, joined([a, b, c, d])))
     }
 
     /// Something else than a whole block was moved into `frame`.
     pub fn reused(&mut self, frame: Frame) {
-        let held = self.records.get(frame as usize).map_or(0, |record| record[0]);
+        let Some(record) = self.records.get_mut(frame as usize) else { return };
+        let held = std::mem::take(record)[0];
         if held != 0 {
-            self.changed(u64::from(held) - 1);
+            self.remove(held, frame);
         }
     }
 
-    fn remove(&mut self, block: u64) -> Option<Frame> {
-        let key = key(block)?;
-        let records = &self.records;
-        let same = |frame: &Frame| records.get(*frame as usize).is_some_and(|record| record[0] == key);
-        let found = self.frames.find_entry(self.hasher.hash_one(key), same).ok()?;
-        Some(found.remove().0)
+    /// Take `frame`, which held `key`, out of the table.
+    fn remove(&mut self, key: u32, frame: Frame) {
+        if let Ok(found) = self.frames.find_entry(hash(key, self.seed), |of| *of == frame) {
+            found.remove();
+        }
     }
 
     /// The frame that got `block` last, and the digest.
@@ -97,7 +118,7 @@ impl BlockMap {
         let key = key(block)?;
         let record = |frame: &Frame| self.records.get(*frame as usize);
         let same = |frame: &Frame| record(frame).is_some_and(|record| record[0] == key);
-        let frame = self.frames.find(self.hasher.hash_one(key), same)?;
+        let frame = self.frames.find(hash(key, self.seed), same)?;
         let [_, a, b, c, d] = *record(frame)?;
         Some((*frame, joined([a, b, c, d])))
     }
@@ -113,6 +134,10 @@ impl BlockMap {
     pub fn bytes(&self) -> usize {
         self.frames.len() * size_of::<Record>() + self.frames.allocation_size()
     }
+}
+
+fn hash(key: u32, seed: u64) -> u64 {
+    xxh3_64_with_seed(&key.to_ne_bytes(), seed)
 }
 
 fn key(block: u64) -> Option<u32> {

@@ -4,11 +4,15 @@
 //! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
 
 use crate::map::Frame;
+use crate::missing::{Missing, Twice};
+use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::memory::PAGE_SIZE;
+use rekindle_kernel::process::Process;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
@@ -110,14 +114,29 @@ pub struct Region {
     pub file: File,
     /// Where it begins in the file.
     pub offset: u64,
+    /// Where the front end has it.
+    pub front: u64,
+}
+
+/// Bytes that were written, by the front end's addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// The first one's address.
+    pub address: u64,
+    /// How many.
+    pub bytes: u64,
 }
 
 /// The memory of one guest.
 #[derive(Debug)]
 pub struct Memory {
+    /// Some of it is still being brought. It goes before the mapping.
+    missing: Option<Missing>,
     /// Its mapping.
     pub map: GuestMemoryMmap<Marks>,
     written: Arc<Written>,
+    /// For each region: its first address, bytes, where the front end has it.
+    fronts: Vec<(u64, u64, u64)>,
 }
 
 impl Memory {
@@ -128,8 +147,9 @@ impl Memory {
     pub fn map(regions: Vec<Region>) -> io::Result<Self> {
         let written = Arc::<Written>::default();
         let mut mapped = Vec::new();
+        let fronts = regions.iter().map(|region| (region.address, region.bytes, region.front)).collect();
         let mut end = 0;
-        for Region { address, bytes, file, offset } in regions {
+        for Region { address, bytes, file, offset, .. } in regions {
             let size = usize::try_from(bytes).map_err(io::Error::other)?;
             let length = file.metadata()?.len();
             if offset.checked_add(bytes).is_none_or(|end| end > length) {
@@ -152,7 +172,27 @@ impl Memory {
         let words = end.div_ceil(PAGE_SIZE as u64).div_ceil(64);
         *written.pages.write().unwrap_or_else(PoisonError::into_inner) =
             (0..words).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { map, written })
+        Ok(Self { missing: None, map, written, fronts })
+    }
+
+    /// Map that of a guest of which a restore still brings some: who touches what is missing waits until the front end has it, process `front`.
+    ///
+    /// # Errors
+    /// As [`Memory::map`]; no userfaultfd can be had.
+    pub fn map_missing(regions: Vec<Region>, front: Process) -> io::Result<Self> {
+        let mut memory = Self::map(regions)?;
+        let place = |(start, bytes, theirs): &(u64, u64, u64)| {
+            let ours = memory.map.get_host_address(GuestAddress(*start)).map_err(io::Error::other)? as u64;
+            Ok(Twice { ours: ours..ours + bytes, theirs: *theirs })
+        };
+        let places = memory.fronts.iter().map(place).collect::<io::Result<_>>()?;
+        memory.missing = Some(Missing::begin(places, front)?);
+        Ok(memory)
+    }
+
+    /// All of it is there.
+    pub fn filled(&self) {
+        self.missing.iter().for_each(Missing::filled);
     }
 
     /// Frames up to the end of the guest's memory, holes included.
@@ -167,14 +207,6 @@ impl Memory {
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.frames() == other.frames() && self.places() == other.places()
-    }
-
-    /// Whether a file of the one is a file of the other.
-    #[must_use]
-    pub fn shares(&self, other: &Self) -> bool {
-        let files =
-            |memory: &Self| -> BTreeSet<_> { memory.places().iter().map(|(dev, ino, _)| (*dev, *ino)).collect() };
-        !files(self).is_disjoint(&files(other))
     }
 
     /// The files, and how far each is shifted in the guest: device, inode, address less offset.
@@ -213,6 +245,34 @@ impl Memory {
         self.map.write_slice(bytes, GuestAddress(address)).ok()
     }
 
+    /// Copy into the guest what fills pages that it may not have taken of the host yet. Through the file: that takes no fault for each, and none
+    /// is zeroed first.
+    #[must_use]
+    pub fn fill(&self, address: u64, bytes: &[u8]) -> Option<()> {
+        let region = self.map.find_region(GuestAddress(address))?;
+        let within = address - region.start_addr().raw_value();
+        let fits = within.checked_add(bytes.len() as u64).is_some_and(|end| end <= region.len());
+        // What is written past the mapping waits for no page: the rest of it would be zero.
+        let Some(file) = region.file_offset().filter(|_| fits && self.missing.is_none()) else {
+            return self.write(address, bytes);
+        };
+        // Huge pages cannot be written that way.
+        if file.file().write_all_at(bytes, file.start() + within).is_err() {
+            return self.write(address, bytes);
+        }
+        region.bitmap().mark_dirty(usize::try_from(within).ok()?, bytes.len());
+        Some(())
+    }
+
+    /// Its files, without the mapping.
+    #[must_use]
+    pub fn files(&self) -> Files {
+        let part = |region: &GuestRegionMmap<Marks>| {
+            Some((region.start_addr().raw_value(), region.len(), region.file_offset()?.clone()))
+        };
+        Files { parts: self.map.iter().filter_map(part).collect() }
+    }
+
     /// The log of a QEMU that migrates.
     ///
     /// # Errors
@@ -239,16 +299,75 @@ impl Memory {
         self.written.wanted.store(wanted, Ordering::Relaxed);
     }
 
-    /// The frames that were written since the last time, and forget them.
+    /// The pages that were written since the last time, and forget them.
+    ///
+    /// At any time: a page is noted after it was written, so one that is read while it is being written is told once more.
     #[must_use]
-    pub fn collect(&self) -> Vec<Frame> {
+    pub fn collect(&self) -> Vec<Span> {
+        const PAGE: u64 = PAGE_SIZE as u64;
         let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
-        let mut found = Vec::new();
-        for (word, first) in words.iter().zip((0..).step_by(64)) {
-            let bits = word.swap(0, Ordering::Relaxed);
-            found.extend((0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit));
+        let mut found: Vec<Span> = Vec::new();
+        for (word, first) in words.iter().zip((0u64..).step_by(64)) {
+            if word.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let bits = word.swap(0, Ordering::AcqRel);
+            for page in (0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit) {
+                let in_front = self.fronts.iter().find_map(|(start, bytes, front)| {
+                    let offset = (page * PAGE).checked_sub(*start).filter(|offset| offset < bytes)?;
+                    Some(front + offset)
+                });
+                let Some(address) = in_front else { continue };
+                match found.last_mut().filter(|last| last.address + last.bytes == address) {
+                    Some(last) => last.bytes += PAGE,
+                    None => found.push(Span { address, bytes: PAGE }),
+                }
+            }
         }
         found
+    }
+}
+
+/// The files of a guest's memory, not mapped: what nobody has mapped is quicker given back.
+#[derive(Debug)]
+pub struct Files {
+    /// First address in the guest, bytes, where in which file.
+    parts: Vec<(u64, u64, FileOffset)>,
+}
+
+impl Files {
+    /// The addresses that there are: first, bytes.
+    pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.parts.iter().map(|(first, bytes, _)| (*first, *bytes))
+    }
+
+    fn place(&self, address: u64, bytes: u64) -> Option<(&File, u64)> {
+        let end = address.checked_add(bytes)?;
+        let (first, _, file) = self.parts.iter().find(|(first, long, _)| *first <= address && end <= first + long)?;
+        Some((file.file(), file.start() + (address - first)))
+    }
+
+    /// Copy out of it.
+    #[must_use]
+    pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
+        let (file, at) = self.place(address, into.len() as u64)?;
+        file.read_exact_at(into, at).ok()
+    }
+
+    /// Give a part of it back to the host.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn punch(&self, address: u64, bytes: u64) -> io::Result<()> {
+        self.place(address, bytes).map_or(Ok(()), |(file, at)| punch_hole(file, at, bytes))
+    }
+
+    /// Whether a file of it is a file of `memory`.
+    #[must_use]
+    pub fn shares(&self, memory: &Memory) -> bool {
+        let ours = self.parts.iter().filter_map(|(_, _, file)| file.file().metadata().ok());
+        let ours: BTreeSet<_> = ours.map(|metadata| (metadata.dev(), metadata.ino())).collect();
+        memory.places().iter().any(|(dev, ino, _)| ours.contains(&(*dev, *ino)))
     }
 }
 
@@ -260,7 +379,7 @@ mod tests {
     fn region(address: u64, bytes: u64) -> Region {
         let file = tempfile::tempfile().unwrap();
         file.set_len(bytes).unwrap();
-        Region { address, bytes, file, offset: 0 }
+        Region { address, bytes, file, offset: 0, front: 0x7000_0000_0000 + address }
     }
 
     #[test]
@@ -272,7 +391,9 @@ mod tests {
         memory.note(true);
         memory.write(4095, &[1; 2]).unwrap();
         memory.write((1 << 20) + 8192, &[1; 4096]).unwrap();
-        assert_eq!(memory.collect(), [0, 1, 258]);
+        let front = 0x7000_0000_0000;
+        let spans = [Span { address: front, bytes: 8192 }, Span { address: front + (1 << 20) + 8192, bytes: 4096 }];
+        assert_eq!(memory.collect(), spans);
         assert!(memory.collect().is_empty());
         let mut byte = [0];
         memory.read(4096, &mut byte).unwrap();
@@ -301,7 +422,8 @@ mod tests {
     fn the_same_memory_may_be_cut_otherwise() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 20).unwrap();
-        let part = |address, bytes, offset| Region { address, bytes, file: file.try_clone().unwrap(), offset };
+        let part =
+            |address, bytes, offset| Region { address, bytes, file: file.try_clone().unwrap(), offset, front: 0 };
         let whole = Memory::map(vec![part(0, 1 << 20, 0)]).unwrap();
         let cut = Memory::map(vec![part(0, 640 << 10, 0), part(768 << 10, 256 << 10, 768 << 10)]).unwrap();
         assert!(whole.is_same(&cut));
@@ -313,7 +435,7 @@ mod tests {
     #[test]
     fn memory_that_is_not_there_is_refused() {
         let Region { file, .. } = region(0, 4096);
-        let long = Region { address: 0, bytes: 8192, file, offset: 0 };
+        let long = Region { address: 0, bytes: 8192, file, offset: 0, front: 0 };
         assert!(Memory::map(vec![long]).is_err());
         assert!(Memory::map(vec![region(0, 8192), region(4096, 8192)]).is_err(), "they overlap");
     }

@@ -6,12 +6,14 @@ use crate::control;
 use crate::engine::command::{Command, Session};
 use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
-use crate::session::Frontend;
+use crate::session::{Filling, Frontend};
+use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -81,11 +83,14 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     }
     // Locked: of two servers only one comes to its sockets.
     let image = Image::open(&path, how)?;
+    let filling = Arc::clone(&settings.filling);
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let (engine, thread) = engine::start(image, settings).map_err(failed)?;
-    accept(guests, &engine, move |engine, number, stream| serve_front(engine, Session(number), shape, stream));
+    accept(guests, &engine, move |engine, number, stream| {
+        serve_front(engine, Session(number), shape, &filling, stream);
+    });
     accept(asked, &engine, |engine, _, stream| {
         if let Err(e) = control::serve(&engine, &stream) {
             tracing::debug!("a control connection: {e}");
@@ -133,9 +138,15 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 }
 
 /// Speak vhost-user with one front end until it goes.
-fn serve_front(engine: Handle, session: Session, shape: Shape, stream: UnixStream) {
-    engine.tell(Command::Join(session));
-    let frontend = Arc::new(Mutex::new(Frontend::new(engine.clone(), session, shape)));
+fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
+    let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
+    engine.tell(Command::Join(session, process));
+    let frontend = Arc::new(Mutex::new(Frontend::new(
+        engine.clone(),
+        session,
+        shape,
+        Filling { is: Arc::clone(filling), process },
+    )));
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         if let Err(e) = handler.handle_request() {

@@ -263,7 +263,11 @@ impl Ring {
     /// # Errors
     /// The system's.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.wait(Some(Duration::ZERO))
+        match self.ring.submit() {
+            Ok(_) => Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(()),
+            Err(e) => Err(e),
+        }
     }
 
     /// The operations that have ended.

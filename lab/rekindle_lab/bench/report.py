@@ -56,6 +56,14 @@ class Figure:
         ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
         return self.bar.met(self.value) and ratio_met
 
+    @property
+    def verdict(self) -> str:
+        """`of.verdict`; where more is better, the other way round."""
+        if self.of is None:
+            return ""
+        turned = {"better": "worse", "worse": "better"} if self.bar.op == ">=" else {}
+        return turned.get(self.of.verdict, self.of.verdict)
+
     def as_json(self) -> dict[str, Any]:
         """As it stands under `figures`."""
         out: dict[str, Any] = {
@@ -79,7 +87,7 @@ class Figure:
                 "n_peer": self.of.n_peer,
             }
             if self.of_peer:
-                out["verdict"] = self.of.verdict
+                out["verdict"] = self.verdict
         if self.ratio_bar is not None:
             out["ratio_bar"] = str(self.ratio_bar)
         return out | {key: _rounded(value) for key, value in self.extra.items()}
@@ -222,7 +230,7 @@ def _line(figure: Figure) -> dict[str, Any]:
             "peer": f"{figure.of.peer:.3g} {figure.of_unit} ({figure.peer_is})",
             "ratio": f"{figure.of.ratio:.3g}",
             "95%": f"{figure.of.low:.3g} to {figure.of.high:.3g}",
-            "ours is": figure.of.verdict if figure.of_peer else "",
+            "ours is": figure.verdict if figure.of_peer else "",
         }
     return line
 

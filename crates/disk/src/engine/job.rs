@@ -3,8 +3,9 @@
 use super::command::{Command, Refused, Session, Status as Told};
 use super::{CHUNK, DEPTH, Engine, Token};
 use crate::attic::Attic;
-use crate::block::{BLOCK, Block, touched, whole};
+use crate::block::{BLOCK, touched, whole};
 use crate::chain::walk;
+use crate::digest::Digest;
 use crate::limit::Throttle;
 use crate::map::Frame;
 use crate::memory::Memory;
@@ -12,10 +13,13 @@ use crate::request::{self, Disk, IDENTITY, Kind, Range, Request, Segment, Status
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Bytes that are under way at a time, at most; one part always goes.
 const MOST_BYTES: usize = 64 << 20;
+/// Bytes that are copied and digested before the next are.
+const PIECE: usize = 32 << 10;
 /// Places in the ring that are kept for who waits for kicks.
 const KEPT: usize = 40;
 
@@ -73,18 +77,18 @@ impl Job {
         self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
     }
 
-    /// The frame that a whole block at `offset` in the data is in, if it is one.
-    fn frame(&self, offset: u64) -> Option<Frame> {
-        let mut at = 0;
-        for segment in &self.request.data {
-            if offset < at + segment.len {
-                let address = segment.address + (offset - at);
-                let fits = offset + BLOCK as u64 <= at + segment.len && address.is_multiple_of(BLOCK as u64);
-                return fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten();
+    /// The frames that its blocks are in, beginning with the one at `offset` of the data; none for a block that is not in one page.
+    fn frames(&self, offset: u64) -> impl Iterator<Item = Option<Frame>> {
+        let (mut at, mut segments) = (0, self.request.data.iter().peekable());
+        (offset..).step_by(BLOCK).map(move |offset| {
+            while let Some(before) = segments.next_if(|segment| at + segment.len <= offset) {
+                at += before.len;
             }
-            at += segment.len;
-        }
-        None
+            let segment = segments.peek()?;
+            let address = segment.address + (offset - at);
+            let fits = offset + BLOCK as u64 <= at + segment.len && address.is_multiple_of(BLOCK as u64);
+            fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten()
+        })
     }
 }
 
@@ -218,26 +222,12 @@ impl Engine {
 
     /// Blocks that are in the attic are given from there; the rest is read.
     fn plan_read(&mut self, number: usize, range: Range) {
-        let Some(job) = self.jobs.get(number) else { return };
         let is_written = self.map.is_some()
             && self.jobs.iter().any(|(of, other)| of != number && other.changes_disk() && other.touches(range));
-        let mut found = Vec::new();
-        if let Some(attic) = self.attic.as_mut().filter(|_| !is_written) {
-            let mut block: Block = [0; BLOCK];
-            for (of, offset) in whole(range.at, range.bytes) {
-                if let Some(digest) = attic.take(of, &mut block)
-                    && along(&job.request.data, offset as u64, BLOCK, |at, from, len| {
-                        job.memory.write(at, block.get(from..from + len)?)
-                    })
-                    .is_some()
-                {
-                    found.push((of, offset as u64, job.frame(offset as u64), digest));
-                }
-            }
-        }
+        let found = if is_written { Vec::new() } else { self.out_of_attic(number, range) };
         let mut parts = Vec::new();
         let mut at = 0;
-        for (of, offset, frame, digest) in found {
+        for (of, offset, digest, frame) in found {
             if offset > at {
                 parts.extend(cut(Work::Read, Range { at: range.at + at, bytes: offset - at }, at));
             }
@@ -252,6 +242,43 @@ impl Engine {
         if let Some(job) = self.jobs.get_mut(number) {
             (job.parts, job.stale) = (parts, is_written);
         }
+    }
+
+    /// Give the guest what of a range is in the attic: block, where it begins in the data, digest, frame.
+    fn out_of_attic(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
+        let mut found = Vec::new();
+        let blocks = whole(range.at, range.bytes);
+        let Some((first, begin)) = whole(range.at, range.bytes).next().filter(|_| self.attic.is_some()) else {
+            return found;
+        };
+        let blocks = blocks.count() as u64;
+        let mut buffer = self.buffer((blocks as usize * BLOCK).min(CHUNK));
+        let (Some(attic), Some(job)) = (&mut self.attic, self.jobs.get(number)) else { return found };
+        let mut frames = job.frames(begin as u64);
+        for done in (0..blocks).step_by(CHUNK / BLOCK) {
+            let bytes = (blocks - done) as usize * BLOCK;
+            let bytes = bytes.min(CHUNK);
+            let Some(bytes) = buffer.get_mut(..bytes) else { break };
+            let digests = attic.take(first + done, bytes);
+            let mut next = 0;
+            // What comes side by side is passed on in one.
+            for run in digests.chunk_by(|one, other| one.is_some() == other.is_some()) {
+                let (place, offset) = (next * BLOCK, begin as u64 + done * BLOCK as u64 + (next * BLOCK) as u64);
+                let fill = |at, from: usize, len| job.memory.fill(at, bytes.get(place + from..place + from + len)?);
+                let is_there = run.first().is_some_and(Option::is_some)
+                    && along(&job.request.data, offset, run.len() * BLOCK, fill).is_some();
+                for (n, (digest, frame)) in (0..).zip(run.iter().zip(&mut frames)) {
+                    if let Some(digest) = digest.filter(|_| is_there) {
+                        found.push((first + done + next as u64 + n, offset + n * BLOCK as u64, digest, frame));
+                    }
+                }
+                next += run.len();
+            }
+        }
+        drop(frames);
+        self.put_back(Some(buffer));
+        self.has_moved += found.len() * BLOCK;
+        found
     }
 
     fn fail(&mut self, number: usize, status: Status) {
@@ -378,20 +405,30 @@ impl Engine {
     /// What was moved is passed on, and noted.
     fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
         let (Some(job), Some(bytes)) = (self.jobs.get(number), buffer) else { return Status::Ok };
-        if part.work == Work::Read {
-            let len = part.bytes as usize;
-            let write = |at, from: usize, len| job.memory.write(at, bytes.get(from..from + len)?);
-            if along(&job.request.data, part.offset, len, write).is_none() {
-                return Status::Failed;
-            }
-        }
-        if let Some((map, memory)) = &mut self.map
+        let len = part.bytes as usize;
+        let (mut map, mut is_ours) = (None, false);
+        if let Some((known, memory)) = &mut self.map
             && matches!(part.work, Work::Read | Work::Write)
         {
-            let is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
-            for (block, offset) in whole(part.at, part.bytes) {
+            is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
+            map = Some(known);
+        }
+        let begin = whole(part.at, part.bytes).next().map_or(0, |(_, offset)| offset as u64);
+        let mut blocks = whole(part.at, part.bytes).zip(job.frames(part.offset + begin)).peekable();
+        self.has_moved += len;
+        // Piece by piece, so that what is copied is digested while it is at hand.
+        for piece in (0..len).step_by(PIECE) {
+            let end = (piece + PIECE).min(len);
+            if part.work == Work::Read {
+                let write = |at, from: usize, len| job.memory.write(at, bytes.get(piece + from..piece + from + len)?);
+                if along(&job.request.data, part.offset + piece as u64, end - piece, write).is_none() {
+                    return Status::Failed;
+                }
+            }
+            let Some(map) = &mut map else { continue };
+            while let Some(((block, offset), frame)) = blocks.next_if(|((_, offset), _)| offset + BLOCK <= end) {
                 let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
-                match (job.frame(part.offset + offset as u64), content) {
+                match (frame, content) {
                     (Some(frame), Some(content)) if is_ours => map.moved(block, frame, self.digester.of(content)),
                     _ if part.work == Work::Write => map.changed(block),
                     _ => {}
@@ -431,7 +468,7 @@ impl Engine {
     pub(super) fn serve_commands(&mut self) {
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Join(session) => self.join(session),
+                Command::Join(session, process) => self.join(session, process),
                 Command::Leave(session) => self.leave(session),
                 Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
                 Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
@@ -459,15 +496,12 @@ impl Engine {
                     }
                     let _ = answer.send(Ok(()));
                 }
-                Command::Note(wanted, answer) => {
-                    if let Some(memory) = self.active_memory() {
-                        memory.note(wanted);
-                    }
+                Command::Note(process, answer) => drop(answer.send(self.note(process))),
+                Command::Collect(answer) => drop(answer.send(self.collect())),
+                Command::Filled(answer) => {
+                    self.settings.filling.store(false, Ordering::Relaxed);
+                    self.fronts.values().filter_map(|front| front.memory.as_ref()).for_each(|memory| memory.filled());
                     let _ = answer.send(Ok(()));
-                }
-                Command::Collect(answer) => {
-                    let found = self.active_memory().map(|memory| memory.collect());
-                    let _ = answer.send(Ok(found.unwrap_or_default()));
                 }
                 Command::Status(answer) => drop(answer.send(Ok(self.status()))),
                 Command::End(answer) => {
@@ -478,10 +512,6 @@ impl Engine {
         }
     }
 
-    fn active_memory(&self) -> Option<Arc<Memory>> {
-        self.fronts.get(&self.active?)?.memory.clone()
-    }
-
     /// The memory of the guest that has ended becomes the attic of the next one.
     fn keep(&mut self) -> Result<usize, Refused> {
         // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
@@ -490,7 +520,7 @@ impl Engine {
         }
         // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
         let Some((map, memory)) = self.map.take() else { return Ok(self.attic.as_ref().map_or(0, Attic::len)) };
-        let attic = Attic::new(memory, map, self.digester);
+        let attic = Attic::new(&memory, map, self.digester);
         let blocks = attic.len();
         self.attic = (blocks > 0).then_some(attic);
         self.emptied = None;

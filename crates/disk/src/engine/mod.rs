@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
+//! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
 //! | [`command`] | what others ask the engine for |
 //!
@@ -17,6 +18,7 @@
 pub mod command;
 mod front;
 mod job;
+mod record;
 
 use crate::attic::Attic;
 use crate::digest::Digester;
@@ -27,6 +29,7 @@ use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
 use job::Job;
+use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, Operation, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
@@ -34,6 +37,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -44,6 +48,8 @@ const DEPTH: u32 = 256;
 pub const CHUNK: usize = 1 << 20;
 /// Bytes of buffers that are kept for the next request.
 const POOL: usize = 16 << 20;
+/// So many bytes may be moved between buffers and the guest before it is seen to that the disk is not idle.
+const FEED: usize = 256 << 10;
 /// How often it is looked after the attic while there is one.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -58,6 +64,8 @@ pub struct Settings {
     pub map: bool,
     /// Queues that a guest may have.
     pub queues: u16,
+    /// A restore still brings the guest's memory, until [`Command::Filled`].
+    pub filling: Arc<AtomicBool>,
 }
 
 /// What a completion belongs to.
@@ -131,6 +139,8 @@ struct Engine {
     fronts: BTreeMap<Session, Front>,
     /// The one whose queues run.
     active: Option<Session>,
+    /// What is written of a guest's memory, for a protector.
+    record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
     /// Parts that wait for room in the ring, or for the rate.
@@ -151,6 +161,8 @@ struct Engine {
     has_room: bool,
     /// Bytes that are under way.
     moving: usize,
+    /// Bytes that were moved since the disk was seen to.
+    has_moved: usize,
     pool: Vec<Buffer>,
     pooled: usize,
     ended: bool,
@@ -187,6 +199,7 @@ pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle
             wake,
             fronts: BTreeMap::new(),
             active: None,
+            record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
             waiting: VecDeque::new(),
@@ -200,6 +213,7 @@ pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle
             looked: Instant::now(),
             has_room: false,
             moving: 0,
+            has_moved: 0,
             pool: Vec::new(),
             pooled: 0,
             ended: false,
@@ -227,6 +241,12 @@ impl Engine {
             self.ring.wait(self.limit())?;
             for done in self.ring.ended() {
                 self.completed(done);
+                // What was moved has taken its time: meanwhile the disk is to have something to do.
+                if std::mem::take(&mut self.has_moved) > FEED {
+                    self.take_all();
+                    self.begin_waiting();
+                    self.ring.submit()?;
+                }
             }
             self.look_after_attic();
         }

@@ -13,6 +13,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const PAGE: u64 = 4096;
 /// Where the guest's memory is in the front end.
-const FRONT: u64 = 0x7f00_0000_0000;
+pub const FRONT: u64 = 0x7f00_0000_0000;
 /// Requests of a queue.
 pub const ENTRIES: u16 = 64;
 /// Frames of a guest.
@@ -40,7 +41,13 @@ pub struct Disk {
 }
 
 pub fn service(directory: &Path, image: &Path) -> Service {
-    let settings = Settings { serial: "rekindle-test".into(), limits: Limits::default(), map: true, queues: 4 };
+    let settings = Settings {
+        serial: "rekindle-test".into(),
+        limits: Limits::default(),
+        map: true,
+        queues: 4,
+        filling: Arc::default(),
+    };
     let how = How { readonly: false, direct: true };
     Service {
         image: image.to_owned(),

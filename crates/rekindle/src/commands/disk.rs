@@ -14,6 +14,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
@@ -56,13 +58,14 @@ fn limits(rate: &DiskRate) -> Limits {
 }
 
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
-    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, rate } = arguments;
+    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, filling, rate } = arguments;
     let control = control.unwrap_or_else(|| {
         let mut path = socket.clone().into_os_string();
         path.push(".control");
         PathBuf::from(path)
     });
-    let settings = Settings { serial, limits: limits(&rate), map: !no_map, queues };
+    let settings =
+        Settings { serial, limits: limits(&rate), map: !no_map, queues, filling: Arc::new(AtomicBool::new(filling)) };
     let how = How { readonly, direct: !buffered };
     let service = Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), settings };
     // An interrupt ends it as `rekindle disk end` does: when nothing is under way any more.

@@ -1,0 +1,9 @@
+"""Topic `warm-cache`: what a rebooted guest finds of its cache, against a cold reboot and against peers.
+
+Follows section 5 of CacheMind: figures 5 to 13, table 1.
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

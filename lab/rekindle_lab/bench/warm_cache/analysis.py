@@ -1,0 +1,223 @@
+"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+
+import json
+
+import pandas as pd
+
+from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.stats import median, p95
+
+from .plan import LIMITS
+from .rows import WAYS
+
+WARM, COLD = "warm-cache", "cold"
+AT_ONCE_S = 5
+"""The first so many seconds of a web server after a reboot are *at once*."""
+STEADY_S = 10
+"""The last so many before it are what it is compared with."""
+
+
+def at_least(limit: float) -> Bar:
+    """A bar that a figure must not be below."""
+    return Bar(limit, ">=")
+
+
+def rate(rows: pd.DataFrame) -> list[float]:
+    """MB/s of each row."""
+    return [float(value) for value in rows["bytes"] / rows["us"]]
+
+
+def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
+    """The rows in which the columns are as given."""
+    for key, value in values.items():
+        frame = frame[frame[key] == value]
+    return frame
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Found:
+    """The figures of the issue's table. `raw`: the rows' file."""
+    found = Found(raw)
+    _first_read(frame, found)
+    _runs(frame, found)
+    _web(frame, found)
+    _map(frame, found)
+    _native(frame, found)
+    _memory(frame, found)
+    return found
+
+
+def _first_read(frame: pd.DataFrame, found: Found) -> None:
+    reads = where(frame, case="files", what="read")
+    kinds = [(limit, block) for limit in LIMITS for block in (4096, 1 << 20)]
+    for limit, block in kinds:
+        of = where(reads, limit=limit, block=block)
+        if not len(of) and (limit, block) != kinds[0]:
+            continue
+        tail = ("_1m" if block > 4096 else "") + ("" if limit == kinds[0][0] else f"_{limit}")
+        first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
+        before = rate(where(of, how=WARM, at=-1))
+        name = f"first_read_vs_cold{tail}"
+        found.ratio(name, at_least(8.7), first, cold, "first read, warm", "first read, cold", False, "MB/s")
+        name = f"first_read_vs_before{tail}"
+        found.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
+
+
+def _runs(frame: pd.DataFrame, found: Found) -> None:
+    warm = where(frame, case="tpch", how=WARM)
+    after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
+    found.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
+
+
+def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
+    """MB/s at once after each reboot, and before it."""
+    after, before = [], []
+    for _, rows in where(frame, case="http", what="http", how=how).groupby("round"):
+        first = rows[(rows["second"] >= 1) & (rows["second"] <= AT_ONCE_S)]
+        last = rows[(rows["second"] < 0) & (rows["second"] >= -STEADY_S)]
+        if len(first) and len(last):
+            after.append(float(first["bytes"].sum()) / len(first) / 1e6)
+            before.append(float(last["bytes"].sum()) / len(last) / 1e6)
+    return after, before
+
+
+def _web(frame: pd.DataFrame, found: Found) -> None:
+    after, before = _seconds(frame, WARM)
+    words = (f"the first {AT_ONCE_S} s, warm", f"the last {STEADY_S} s before")
+    found.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
+
+
+def _map(frame: pd.DataFrame, found: Found) -> None:
+    names = {"read": "map_cost", "write": "map_cost_write", "bytes": "map_cost_bytes"}
+    for what, name in names.items():
+        rows = where(frame, case="map", what=what)
+        ours, peer = ([float(us) / 1e6 for us in where(rows, how=how)["us"]] for how in ("map", "no-map"))
+        found.ratio(name, Bar(1.02), ours, peer, "with the map", "without", False, "s")
+
+
+def _native(frame: pd.DataFrame, found: Found) -> None:
+    names = {
+        ("read", 4096): "native_vs_qsd",
+        ("read", 1 << 20): "native_vs_qsd_1m",
+        ("write", 4096): "native_vs_qsd_write",
+        ("write", 1 << 20): "native_vs_qsd_write_1m",
+    }
+    for (what, block), name in names.items():
+        rows = where(frame, case="native", what=what, block=block)
+        ours, peer = rate(where(rows, how="server")), rate(where(rows, how="qsd"))
+        found.ratio(name, at_least(1.0), ours, peer, "server", "qemu-storage-daemon", unit="MB/s")
+    for name, how in (("attic_read_native", "attic"), ("attic_read_native_fresh", "attic-fresh")):
+        rows = where(frame, how=how)
+        if not len(rows):
+            found.lacks(name)
+            continue
+        a_core = [float(value) for value in rows["bytes"] / rows["cpu_us"] / 1e3]
+        extra = {"of_wall_time": median([value / 1e3 for value in rate(rows)])}
+        n, bar = len(a_core), at_least(2.0)
+        found.add(Figure(name, median(a_core), "GB/s", n, p95(a_core), bar, found.raw, extra=extra))
+
+
+def taken(rows: pd.DataFrame) -> pd.Series:
+    """MiB that the host gave, what the emulation had translated left out."""
+    return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
+
+
+def _memory(frame: pd.DataFrame, found: Found) -> None:
+    rows = where(frame, case="files", what="memory", how=WARM)
+    if not len(rows):
+        found.lacks("host_memory_peak")
+        return
+    shares = [float(value) for value in (taken(rows) - 64) / rows["memory_mib"]]
+    files = [float(value) for value in rows["ram_kib"] / 1024 / rows["memory_mib"]]
+    extra = {"of_memory_files": max(files)}
+    bar = Bar(1.05)
+    found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
+
+
+def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Each kind of access, before and after."""
+    rows = frame[frame["case"].isin(["files", "peers"]) & (frame["what"] != "memory")]
+    lines = []
+    for (limit, what, block, how), of in rows.groupby(["limit", "what", "block", "how"], sort=False):
+        line: dict[str, object] = {"disk": limit, "access": what, "block": int(block), "reboot": how}
+        for at in (-2, -1, 1, 2):
+            values = rate(where(of, at=at))
+            line[f"{at:+d}"] = median(values) if values else None
+        line["n"] = len(where(of, at=1))
+        lines.append(line)
+    return lines
+
+
+def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """As the paper's."""
+    lines = []
+    for how, of in where(frame, case="tpch").groupby("how", sort=False):
+        line: dict[str, object] = {"reboot": how}
+        for at in (-2, -1, 1, 2):
+            values = [float(us) / 1e6 for us in where(of, at=at)["us"]]
+            line[f"{at:+d}"] = median(values) if values else None
+        lines.append({**line, "n": len(where(of, at=1))})
+    return lines
+
+
+def web(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Before, at once, and later."""
+    lines = []
+    for how in (WARM, COLD):
+        after, before = _seconds(frame, how)
+        if after:
+            line = {"reboot": how, "before": median(before), f"first {AT_ONCE_S} s": median(after), "n": len(after)}
+            lines.append(line)
+    return lines
+
+
+def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """What the host gave."""
+    lines = []
+    rows = where(frame, what="memory")
+    for (case, how), of in rows.groupby(["case", "how"], sort=False):
+        of = of.assign(taken=taken(of)).sort_values("taken")
+        last = of.iloc[-1]
+        line: dict[str, object] = {"case": case, "reboot": how, "guest": int(last["memory_mib"])}
+        line |= {"memory files": last["ram_kib"] / 1024, "QEMU and server": last["private_kib"] / 1024}
+        line |= {"of that translated code": last["code_kib"] / 1024, "all but that": float(last["taken"])}
+        line |= {"out of the attic": float(of["bytes"].median()) / (1 << 20)}
+        line |= {"host's cache of the image": float(of["cached_kib"].max()) / 1024, "n": len(of)}
+        lines.append(line)
+    return lines
+
+
+def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """What remembering costs, in the guest and in the server."""
+    lines = []
+    for what, of in where(frame, case="map").groupby("what", sort=False):
+        line: dict[str, object] = {"access": what}
+        for how in ("map", "no-map"):
+            rows = where(of, how=how)
+            line[f"{how}, s"] = median([float(us) / 1e6 for us in rows["us"]])
+            line[f"{how}, server's s"] = median([float(us) / 1e6 for us in rows["cpu_us"]])
+        lines.append({**line, "n": len(where(of, how="map"))})
+    return lines
+
+
+def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Rates and what a processor has to do for them."""
+    lines = []
+    for (what, block, how), of in where(frame, case="native").groupby(["what", "block", "how"], sort=False):
+        line: dict[str, object] = {"access": what, "block": int(block), "server": how, "MB/s": median(rate(of))}
+        a_core = [float(value) for value in of["bytes"] / of["cpu_us"] / 1e3]
+        lines.append({**line, "GB/s a core": median(a_core), "n": len(of)})
+    return lines
+
+
+def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
+    """Medians of each query, in ms, by way and access."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for (how, at), of in where(frame, case="tpch").groupby(["how", "at"]):
+        runs = [[step["us"] / 1e3 for step in json.loads(text)] for text in of["steps"]]
+        found[how, int(at)] = [median(list(values)) for values in zip(*runs, strict=True)]
+    return found
+
+
+def ways(frame: pd.DataFrame) -> list[str]:
+    """Those that there are, in order."""
+    return [way for way in WAYS if way in set(frame["how"])]

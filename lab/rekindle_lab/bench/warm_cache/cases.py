@@ -1,0 +1,238 @@
+"""The cases. Each leaves its rows at once; ways are taken by turns."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rekindle_lab import guests
+from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.rekindle import RekindleError
+
+from . import native
+from .http import Client, rates
+from .plan import Files, Plan
+from .rows import Row
+from .stage import CacheGuest, Stage
+from .watch import Watch, cached_kib
+
+FILE = "/srv/file"
+TPCH = Path(__file__).parent / "tpch"
+WARM, COLD = "warm-cache", "cold"
+_ENGINES = {"mmap-read": ("read", "mmap"), "mmap-write": ("write", "mmap"), "bytes": ("write:4095", "psync")}
+
+
+def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tuple[int, int]:
+    """Let the guest go through its file once: bytes, microseconds."""
+    way, engine = _ENGINES.get(what, (what, "psync"))
+    size = mib << 20
+    if what == "bytes":
+        options = (*options, f"--io_size={size // 4096}")
+    words = f"fio --name=x --filename={FILE} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
+    words += f" --gtod_reduce=1 --thread --output-format=json {' '.join(options)}"
+    said = guest.ssh(words)
+    job = json.loads(said[said.index("{") :])["jobs"][0]
+    told = job["read"] if way == "read" else job["write"]
+    if told["io_bytes"] == 0:
+        raise RekindleError(f"{guest.name}: fio moved nothing: {words}")
+    # Where the end waits for the disk that is not in the time of the writes, only in that of the job.
+    took = max(told["runtime"], job.get("job_runtime", 0))
+    return told["io_bytes"], took * 1000
+
+
+def settle(guest: CacheGuest) -> None:
+    """Nothing is left to be written, and nothing begins to be written by itself."""
+    guest.ssh(
+        "sync; sysctl -q vm.dirty_ratio=90 vm.dirty_background_ratio=80 vm.dirty_expire_centisecs=360000"
+        " vm.dirty_writeback_centisecs=0"
+    )
+
+
+def access(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int, at: int) -> None:
+    """Go through the file, and leave a row."""
+    moved, took = fio(guest, one.what, one.block, one.mib)
+    given = {"memory_mib": guest.memory_mib, "block": one.block, "bytes": moved, "us": took}
+    stage.rows.append(Row(case, one.what, how, limit, number, at, **given))
+    if "write" in one.what:
+        guest.ssh("sync")
+
+
+def around(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int) -> None:
+    """Go through the file, reboot, and go through it again, twice each; with what the host gives for that."""
+    for at in (-2, -1):
+        access(stage, guest, case, one, how, limit, number, at)
+    with Watch(guest.name, stage.ram_dir) as watch:
+        steps = stage.reboot(guest, WARM if how == WARM else COLD).get("steps", [])
+        settle(guest)
+        access(stage, guest, case, one, how, limit, number, 1)
+    memory(stage, guest, watch, case, how, limit, number, steps)
+    access(stage, guest, case, one, how, limit, number, 2)
+
+
+def memory(
+    stage: Stage, guest: CacheGuest, watch: Watch, case: str, how: str, limit: str, number: int, steps: object
+) -> None:
+    """A row of what the host gave at the peak."""
+    cached = cached_kib(guest.disk) if guest.disk else None
+    served = None
+    if guest.cache == "server":
+        status = stage.rekindle.call("disk", "status", str(stage.rekindle.run_dir / guest.name / "disk-disk0.control"))
+        # How much came out of the attic; nothing after a cold reboot.
+        became = status["attic"][1] if status["attic"] else status["emptied"]
+        served = became["served"] * 4096 if became else 0
+    given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
+    told = {
+        "memory_mib": guest.memory_mib,
+        "bytes": served,
+        "cached_kib": cached,
+        "steps": steps if isinstance(steps, list) else [],
+    }
+    stage.rows.append(Row(case, "memory", how, limit, number, **given, **told))
+
+
+def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
+    """A B, B A, A B."""
+    return ways if number % 2 == 0 else ways[::-1]
+
+
+def files(stage: Stage, plan: Plan) -> None:
+    """Figures 5 to 7: one guest, rebooted with its cache and cold by turns."""
+    stage.hold(None)
+    with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
+        assert isinstance(guest, CacheGuest)
+        for limit in plan.limits:
+            stage.hold(limit)
+            settle(guest)
+            for one in plan.files if limit == plan.limits[0] else plan.files[:1]:
+                for number in range(one.rounds if limit == plan.limits[0] else 1):
+                    for how in turns(number, (WARM, COLD)):
+                        around(stage, guest, "files", one, how, limit, number)
+                    stage.say(f"files: {limit}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+        stage.hold(None)
+
+
+def peers(stage: Stage, plan: Plan) -> None:
+    """Figures 11 and 12: QEMU has the disk, with the host's cache and without."""
+    if not plan.peers:
+        raise NoRoomError("is not asked for that by this plan")
+    limit = plan.limits[0]
+    for cache in ("writeback", "none"):
+        stage.hold(None)
+        with stage.ours(stage.cached("peer", plan.memory_mib, 2, cache)) as guest:
+            assert isinstance(guest, CacheGuest)
+            stage.hold(limit)
+            settle(guest)
+            for one in plan.peers:
+                for number in range(one.rounds):
+                    around(stage, guest, "peers", one, cache, limit, number)
+            stage.hold(None)
+        stage.say(f"peers: cache={cache}")
+
+
+def map_cost(stage: Stage, plan: Plan) -> None:
+    """Figures 8 to 10: what remembering costs while nothing reboots. Two guests; all accesses reach the disk."""
+    if stage.slow:
+        stage.hold(None)
+    image = stage.image("debian-cache")
+    kinds = (("read", 4096, ()), ("write", 4096, ("--end_fsync=1",)), ("bytes", 1, ("--end_fsync=1",)))
+    disks = {how: stage.disk_dir / f"{how}.raw" for how in ("map", "no-map")}
+    try:
+        for disk in disks.values():
+            guests.copy_sparse(image.folder / "disk.raw", disk)
+        with (
+            native.ours(stage, disks["map"], "map", "--queues=1") as with_map,
+            native.ours(stage, disks["no-map"], "nomap", "--queues=1", "--no-map") as without,
+            stage.ours(stage.cached("with", 768, 3, str(with_map.socket))) as one,
+            stage.ours(stage.cached("without", 768, 4, str(without.socket))) as other,
+        ):
+            both = {"map": (one, with_map), "no-map": (other, without)}
+            for number in range(plan.map_rounds):
+                for what, block, options in kinds:
+                    for how in turns(number, ("map", "no-map")):
+                        guest, server = both[how]
+                        assert isinstance(guest, CacheGuest)
+                        guest.ssh("sync; echo 3 >/proc/sys/vm/drop_caches")
+                        before = server.used_us()
+                        moved, took = fio(guest, what, block, plan.map_mib, *options)
+                        given = {"bytes": moved, "us": took, "cpu_us": server.used_us() - before}
+                        stage.rows.append(Row("map", what, how, "none", number, memory_mib=768, block=block, **given))
+                stage.say(f"map: {number + 1} of {plan.map_rounds}")
+    finally:
+        for disk in disks.values():
+            disk.unlink(missing_ok=True)
+
+
+def tpch(stage: Stage, plan: Plan) -> None:
+    """Table 1: the 22 queries one after the other, twice before a reboot and twice after it."""
+    stage.hold(None)
+    queries = "".join(path.read_text() for path in sorted(TPCH.glob("q*.sql")))
+    run = f"cat >/run/tpch.sql <<'SQL'\n\\set ON_ERROR_STOP on\n\\timing on\n\\o /dev/null\n{queries}\nSQL\n"
+    run += "date +%s.%N; psql -U postgres -h /var/run/postgresql -f /run/tpch.sql tpch; date +%s.%N"
+    limit = plan.limits[0]
+    with stage.ours(stage.cached("tpch", 1024, 5)) as guest:
+        assert isinstance(guest, CacheGuest)
+        stage.hold(limit)
+
+        def power(how: str, number: int, at: int) -> None:
+            lines = guest.ssh(run).split("\n")
+            times = [float(found[1]) for line in lines if (found := re.match(r"Time: ([0-9.]+) ms", line))]
+            stamps = [float(line) for line in lines if re.fullmatch(r"\d+\.\d+", line)]
+            if len(times) != 22 or len(stamps) != 2:
+                raise RekindleError(f"tpch: {len(times)} queries of 22 told their time")
+            steps = [{"step": f"Q{n}", "us": round(ms * 1000)} for n, ms in enumerate(times, 1)]
+            took = round((stamps[1] - stamps[0]) * 1e6)
+            stage.rows.append(Row("tpch", "tpch", how, limit, number, at, guest.memory_mib, us=took, steps=steps))
+
+        for number in range(plan.tpch):
+            for how in turns(number, (WARM, COLD)):
+                for at in (-2, -1):
+                    power(how, number, at)
+                stage.reboot(guest, how)
+                for at in (1, 2):
+                    power(how, number, at)
+            stage.say(f"tpch: {number + 1} of {plan.tpch}")
+        stage.hold(None)
+
+
+def http(stage: Stage, plan: Plan) -> None:
+    """Figure 13: one client asks for 4,000 files, one at a time, while the guest is rebooted."""
+    stage.hold(None)
+    limit = plan.limits[0]
+    with stage.ours(stage.cached("http", 1024, 6)) as guest:
+        assert isinstance(guest, CacheGuest)
+        # It would begin while the web server works already.
+        guest.ssh("systemctl disable --now postgresql@15-main")
+        stage.hold(limit)
+        with Client(guest.netns, guest.address) as client:
+            client.wait(4000)
+            for number in range(plan.http):
+                for how in turns(number, (WARM, COLD)):
+                    # All files once more after a cold reboot, so that all are cached.
+                    client.wait(4000)
+                    begin = time.monotonic()
+                    time.sleep(plan.http_s)
+                    rebooted = time.monotonic()
+                    with Watch(guest.name, stage.ram_dir) as watch:
+                        steps = stage.reboot(guest, how).get("steps", [])
+                        well = time.monotonic()
+                        time.sleep(plan.http_s)
+                    seconds = rates(client.answers, begin, rebooted, well, time.monotonic())
+                    for second, requests, moved, took in seconds:
+                        given = {"bytes": moved, "us": took, "requests": requests, "second": second}
+                        row = Row("http", "http", how, limit, number, memory_mib=guest.memory_mib, block=65536, **given)
+                        stage.rows.append(row)
+                    memory(stage, guest, watch, "http", how, limit, number, steps)
+                stage.say(f"http: {number + 1} of {plan.http}")
+        stage.hold(None)
+
+
+CASES: dict[str, Callable[[Stage, Plan], None]] = {
+    "native": native.native,
+    "attic": native.attic,
+    "files": files,
+    "map": map_cost,
+    "http": http,
+    "tpch": tpch,
+    "peers": peers,
+}

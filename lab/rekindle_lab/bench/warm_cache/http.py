@@ -1,0 +1,107 @@
+"""A client of a web server that asks for one file after the other, and goes on over a reboot."""
+
+import http.client
+import random
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from rekindle_lab import netns
+from rekindle_lab.rekindle import RekindleError
+
+FILES = 4000
+PATIENCE_S = 1.0
+"""A server that says nothing for so long is asked anew."""
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One file that came, whole."""
+
+    at: float
+    """When it was there, by the monotonic clock."""
+    took_s: float
+    bytes: int
+
+
+class Client:
+    """Asks from `__enter__` on until `__exit__`; `answers` grows meanwhile."""
+
+    def __init__(self, namespace: str, address: str) -> None:
+        self.answers: list[Answer] = []
+        self._namespace, self._address = namespace, address
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._address, 80, timeout=PATIENCE_S)
+        target = (self._address, 80)
+        connection.sock = netns.inside(self._namespace, lambda: socket.create_connection(target, PATIENCE_S))
+        return connection
+
+    def _run(self) -> None:
+        order = random.Random(1)
+        names: list[int] = []
+        while not self._over.is_set():
+            try:
+                connection = self._connect()
+                while not self._over.is_set():
+                    if not names:
+                        names = order.sample(range(FILES), FILES)
+                    begin = time.monotonic()
+                    connection.request("GET", f"/many/{names[-1]:04}")
+                    answer = connection.getresponse()
+                    size = len(answer.read())
+                    now = time.monotonic()
+                    if answer.status != 200:
+                        raise OSError(f"status {answer.status}")
+                    names.pop()
+                    self.answers.append(Answer(now, now - begin, size))
+                connection.close()
+            except (OSError, http.client.HTTPException):
+                # Its guest is being rebooted: it is asked again soon.
+                self._over.wait(0.02)
+
+    def wait(self, more: int) -> None:
+        """Wait until so many more files have come."""
+        wanted, deadline = len(self.answers) + more, time.monotonic() + WAIT_S
+        while len(self.answers) < wanted:
+            if time.monotonic() > deadline:
+                raise RekindleError(f"{self._address}: {len(self.answers)} of {wanted} files came in {WAIT_S:g} s")
+            time.sleep(0.05)
+
+    def __enter__(self) -> "Client":
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._over.set()
+        self._thread.join()
+
+
+def rates(
+    answers: list[Answer], begin: float, rebooted: float, well: float, end: float
+) -> list[tuple[int, int, int, int]]:
+    """By seconds: which one, requests, bytes, and the time that these requests took, in microseconds.
+
+    Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of the
+    guest were `well` again.
+    """
+    seen = [answer for answer in answers if begin <= answer.at <= end]
+    found: dict[int, list[Answer]] = {}
+    for answer in seen:
+        if answer.at <= rebooted:
+            found.setdefault(-1 - int(rebooted - answer.at), []).append(answer)
+        elif answer.at >= well:
+            found.setdefault(1 + int(answer.at - well), []).append(answer)
+    whole = range(-int(rebooted - begin), int(end - well) + 1)
+    return [
+        (second, len(of), sum(one.bytes for one in of), round(sum(one.took_s for one in of) * 1e6))
+        for second in whole
+        if second != 0
+        for of in [found.get(second, [])]
+    ]

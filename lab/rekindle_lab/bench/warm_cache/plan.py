@@ -1,0 +1,117 @@
+"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a disk is held to."""
+
+    bytes_per_s: int
+    operations_per_s: int | None = None
+
+
+LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
+"""The paper's disk; a volume of a cloud."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Accesses to one file, before and after reboots."""
+
+    what: str
+    block: int
+    mib: int
+    """Of the file."""
+    rounds: int
+    """Reboots of each way."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    native: int
+    """Windows of each server and kind."""
+    native_s: float
+    attic: int
+    files: tuple[Files, ...]
+    limits: tuple[str, ...]
+    peers: tuple[Files, ...]
+    map_rounds: int
+    map_mib: int
+    tpch: int
+    """Reboots of each way; two runs before and two after."""
+    http: int
+    """Reboots of each way."""
+    http_s: int
+    """Seconds before, and after."""
+    memory_mib: int = 2048
+    """Of a guest that reads the file of 1 GiB."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(
+    native=10,
+    native_s=2.0,
+    attic=10,
+    files=(
+        Files("read", 4096, 1024, 5),
+        Files("read", 1 << 20, 1024, 5),
+        Files("read", 2048, 512, 2),
+        Files("read", 1024, 256, 2),
+        Files("read", 512, 128, 2),
+        Files("write", 4096, 256, 2),
+        Files("write", 2048, 256, 2),
+        Files("write", 1024, 256, 2),
+        Files("write", 512, 128, 2),
+        Files("mmap-read", 4096, 512, 2),
+        Files("mmap-write", 4096, 256, 2),
+    ),
+    limits=("paper", "cloud"),
+    peers=(Files("read", 4096, 1024, 3), Files("write", 2048, 512, 2)),
+    map_rounds=16,
+    map_mib=256,
+    tpch=4,
+    http=3,
+    http_s=30,
+)
+
+QUICK = Plan(
+    native=4,
+    native_s=1.0,
+    attic=3,
+    files=(Files("read", 4096, 1024, 1), Files("read", 1 << 20, 1024, 1)),
+    limits=("paper",),
+    peers=(),
+    map_rounds=3,
+    map_mib=128,
+    tpch=1,
+    http=1,
+    http_s=15,
+    budget_s=330.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines: list[str] = []
+    for name, own, full in (
+        ("native windows of each server", plan.native, FULL.native),
+        ("native reads out of the attic", plan.attic, FULL.attic),
+        ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
+        ("reboots of each way with TPC-H", plan.tpch, FULL.tpch),
+        ("reboots of each way with a web server", plan.http, FULL.http),
+    ):
+        if own < full:
+            lines.append(f"{name}: {own} of {full}")
+    own_files = {(one.what, one.block): one.rounds for one in plan.files}
+    for one in FULL.files:
+        rounds = own_files.get((one.what, one.block), 0)
+        if rounds < one.rounds:
+            lines.append(f"{one.what} of {one.block} bytes: {rounds} of {one.rounds} reboots of each way")
+    lines += [f"limit of the disk: {name}" for name in FULL.limits if name not in plan.limits]
+    if plan.peers != FULL.peers:
+        lines.append("peers: QEMU's own disk, cache=writeback and cache=none")
+    return lines

@@ -1,0 +1,68 @@
+"""The paper's figures 5 and 13: a file read through a reboot, and a web server's rate through one."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from rekindle_lab import style
+from rekindle_lab.stats import median
+
+from .analysis import rate, ways, where
+
+COLOURS = {"warm-cache": "#0072B2", "cold": "#D55E00", "writeback": "#009E73", "none": "#999999"}
+AT = (-2, -1, 1, 2)
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    style.apply()
+    return [name for name in (_accesses(frame, folder), _web(frame, folder)) if name]
+
+
+def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
+    rows = frame[frame["case"].isin(["files", "peers"]) & (frame["what"] != "memory")]
+    kinds = list(dict.fromkeys(zip(rows["limit"], rows["what"], rows["block"], strict=True)))
+    if not kinds:
+        return None
+    figure, all_axes = plt.subplots(
+        1, len(kinds), figsize=(2.6 * len(kinds) + 1, 3.4), squeeze=False, layout="constrained", sharey=False
+    )
+    for axes, (limit, what, block) in zip(all_axes[0], kinds, strict=True):
+        of = where(rows, limit=limit, what=what, block=block)
+        for way in ways(of):
+            known = [(at, rate(where(of, how=way, at=at))) for at in AT]
+            points = [(AT.index(at), median(values)) for at, values in known if values]
+            axes.plot(*zip(*points, strict=True), marker="o", color=COLOURS[way], label=way)
+        axes.axvline(1.5, color="#888888", linestyle=":")
+        axes.set_xticks(range(len(AT)), [f"{at:+d}" for at in AT])
+        axes.set_ylim(0)
+        axes.set_title(f"{what}, {int(block)} bytes\n({limit})", fontsize=9)
+    all_axes[0][0].set_ylabel("MB/s (medians)")
+    handles = {label: h for axes in all_axes[0] for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    figure.suptitle(
+        "A file through a reboot (the paper's figures 5 to 7, 11, 12)", x=0.01, ha="left", fontweight="bold"
+    )
+    style.save(figure, folder / "warm-cache-files.png")
+    return "warm-cache-files.png"
+
+
+def _web(frame: pd.DataFrame, folder: Path) -> str | None:
+    rows = where(frame, case="http", what="http")
+    if not len(rows):
+        return None
+    figure, axes = plt.subplots(figsize=(8.5, 3.6), layout="constrained")
+    for way in ways(rows):
+        of = where(rows, how=way).groupby("second")["bytes"].median() / 1e6
+        for part in (of[of.index < 0], of[of.index > 0]):
+            label = way if part.index.min() < 0 else None
+            axes.plot(part.index, part.to_numpy(), color=COLOURS[way], label=label)
+    axes.axvline(0, color="#888888", linestyle=":")
+    axes.set_ylim(0)
+    axes.set_xlabel("s: before 0 until the reboot, after 0 since the guest is well again")
+    axes.set_ylabel("MB/s (medians)")
+    axes.legend()
+    figure.suptitle("A web server through a reboot (the paper's figure 13)", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "warm-cache-figure13.png")
+    return "warm-cache-figure13.png"

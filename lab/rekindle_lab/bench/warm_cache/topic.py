@@ -1,0 +1,42 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+from pathlib import Path
+
+from rekindle_lab import guests
+from rekindle_lab.bench import run
+from rekindle_lab.bench.report import Report
+
+from . import analysis, plots, rows
+from .cases import CASES
+from .plan import FULL, QUICK, left_out
+from .stage import IMAGE, stage
+
+TOPIC = "warm-cache"
+
+
+def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
+    """Run the cases and write the raw files into `out`; gives the file of rows."""
+    plan = QUICK if quick else FULL
+    guests.build(root, IMAGE)  # now, so that it is not in the time of a quick run
+    with (
+        run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan)) as here,
+        stage(root, binary, qemu, here.rows, run.cache()) as here.stage,
+    ):
+        here.stage.run(CASES, plan, only)
+    return here.rows.path
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out)
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    tables = {
+        "Figures 5 to 7, 11, 12: a file through a reboot (MB/s, medians)": analysis.accesses(frame),
+        "Table 1: TPC-H, 22 queries (s, medians)": analysis.table_1(frame),
+        "Figure 13: a web server (MB/s, medians)": analysis.web(frame),
+        "Host memory at its peak through a reboot (MiB, the most)": analysis.memory(frame),
+        "Figures 8 to 10: with the map against without it (medians)": analysis.costs(frame),
+        "Servers without a guest (medians)": analysis.servers(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)

@@ -1,0 +1,106 @@
+"""What the host gives for a guest: looked at every 50 ms, while something else goes on."""
+
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+EVERY_S = 0.05
+"""Between two looks."""
+SELDOM_S = 1.0
+"""Between two looks at what takes longer: which processes there are, and what the emulation has translated."""
+
+
+def processes(mark: str) -> list[int]:
+    """QEMUs and disk servers that have `mark`, a run directory, in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_server = words[0].endswith(b"rekindle") and b"serve" in words[1:3]
+        if (b"qemu-system" in words[0] or is_server) and any(mark.encode() in word for word in words):
+            found.append(int(entry.name))
+    return found
+
+
+def files_in(pids: list[int], device: int) -> int:
+    """Bytes of all files of a file system that any of these processes has open; those without a name too, each once."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        try:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                status = descriptor.stat()
+                if status.st_dev == device:
+                    sizes[status.st_ino] = status.st_blocks * 512
+        except OSError:
+            continue
+    return sum(sizes.values())
+
+
+def private_kib(pid: int) -> int:
+    """Memory of its own."""
+    try:
+        found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def code_kib(pid: int) -> int:
+    """What is in mappings that can be written and run: what an emulation has translated."""
+    total, counts = 0, False
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.split()[1].startswith("rwx")
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+def cached_kib(path: Path) -> int:
+    """What the host caches of a file."""
+    done = subprocess.run(
+        ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.strip() or 0) // 1024
+
+
+class Watch:
+    """Looks until the body has ended; then `ram_kib`, `private_kib` and `code_kib` are those of the peak."""
+
+    def __init__(self, mark: str, ram_dir: Path) -> None:
+        """`mark`: see `processes`. `ram_dir`: where guest memory is."""
+        self.ram_kib = self.private_kib = self.code_kib = 0
+        self._mark, self._device = mark, ram_dir.stat().st_dev
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        seldom, pids, code = 0.0, [], 0
+        while not self._over.wait(EVERY_S):
+            if time.monotonic() > seldom:
+                pids = processes(self._mark)
+                code = sum(code_kib(pid) for pid in pids)
+                seldom = time.monotonic() + SELDOM_S
+            ram, private = files_in(pids, self._device) // 1024, sum(private_kib(pid) for pid in pids)
+            if ram + private - code > self.ram_kib + self.private_kib - self.code_kib:
+                self.ram_kib, self.private_kib, self.code_kib = ram, private, code
+
+    def __enter__(self) -> "Watch":
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._over.set()
+        self._thread.join()
