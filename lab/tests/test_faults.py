@@ -169,7 +169,8 @@ def waits_for_lanes() -> bool:
 
 
 def test_lanes_that_are_interrupted_are_waited_for():
-    stopping, ended, told = threading.Event(), [], []
+    stopping, last = threading.Event(), threading.Event()
+    ended, told = [], []
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -184,8 +185,12 @@ def test_lanes_that_are_interrupted_are_waited_for():
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         assert stopping.wait(30)
-        time.sleep(0.2)  # it takes its guests down
+        if index == 0:  # it takes its guests down, the other one has done so
+            assert last.wait(30)
+            time.sleep(0.3)
         ended.append(index)
+        if index == 1:
+            last.set()
 
     try:
         with pytest.raises(KeyboardInterrupt):
