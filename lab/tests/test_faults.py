@@ -2,14 +2,18 @@
 
 import json
 import random
+import signal
 import struct
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rekindle_lab.bench.faults import analysis, plots
-from rekindle_lab.bench.faults.cases import jobs
+from rekindle_lab.bench.faults.cases import in_lanes, jobs
 from rekindle_lab.bench.faults.code import Code
 from rekindle_lab.bench.faults.kinds import KINDS
 from rekindle_lab.bench.faults.plan import FULL, Plan
@@ -153,6 +157,47 @@ def test_blocks_of_runs_have_each_type_once():
     left = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
     assert [job for job in left if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
     assert len(jobs(FULL, {})) == 60 * len(KINDS)
+
+
+def waits_for_lanes() -> bool:
+    """Whether the main thread has started all lanes, and waits."""
+    names, frame = set(), sys._current_frames()[threading.main_thread().ident]
+    while frame:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "in_lanes" in names and "start" not in names and bool(names & {"wait", "join"})
+
+
+def test_lanes_that_are_interrupted_are_waited_for():
+    stopping, last = threading.Event(), threading.Event()
+    ended, told = [], []
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+
+    def lane(index):
+        if index == 1:
+            deadline = time.monotonic() + 30
+            while not waits_for_lanes():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert stopping.wait(30)
+        if index == 0:  # it takes its guests down, the other one has done so
+            assert last.wait(30)
+            time.sleep(0.3)
+        ended.append(index)
+        if index == 1:
+            last.set()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_lanes(2, lane, stopping, lambda: told.append(sorted(ended)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told == [[0, 1]]
 
 
 def test_the_paper_s_types_are_all_there():

@@ -75,24 +75,44 @@ def faults(stage: Stage, plan: Plan) -> None:
                 with lock:
                     stage.rows.append(row)
         finally:
-            for _, stack in subjects.values():
-                stack.close()
+            with ExitStack() as all_of:
+                for _, stack in subjects.values():
+                    all_of.callback(stack.close)
 
     stopping = threading.Event()
-    threads = [threading.Thread(target=lane, args=(index,)) for index in range(plan.lanes)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        stopping.set()
-        for thread in threads:
-            thread.join()
-        stage.left_out.append(f"{len(waiting)} of {total} runs: broken off before them")
-        raise
+    in_lanes(plan.lanes, lane, stopping, lambda: stage.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
     if waiting:
         stage.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
+
+
+def in_lanes(
+    count: int, lane: Callable[[int], None], stopping: threading.Event, broken_off: Callable[[], None]
+) -> None:
+    """Run lanes to their end. Where that is interrupted they are told by `stopping`, and waited for all the same.
+
+    Not by `Thread.join`: one that was interrupted takes a thread that runs for one that has ended (bpo-45274).
+    """
+    ended = [threading.Event() for _ in range(count)]
+
+    def run(index: int) -> None:
+        try:
+            lane(index)
+        finally:
+            ended[index].set()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for one in ended:
+            one.wait()
+    except BaseException:
+        stopping.set()
+        for thread, one in zip(threads, ended, strict=True):
+            while not one.wait(0.1) and thread.ident is not None:  # else it was never started
+                pass
+        broken_off()
+        raise
 
 
 def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
