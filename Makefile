@@ -7,7 +7,7 @@ help:
 	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; crash a guest and restore it'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
-	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache'
+	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
 	@echo 'make lint | unit | guests | lab   parts of make test'
 

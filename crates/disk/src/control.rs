@@ -12,7 +12,7 @@
 use crate::engine::Handle;
 use crate::engine::command::{Command, Refused, Status};
 use crate::limit::Limits;
-use crate::map::Frame;
+use crate::memory::Span;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -46,12 +46,14 @@ pub enum Ask {
     Keep {},
     /// There is to be no attic. Where no QEMU is connected, the memory of the guest before is let go of, too.
     Drop {},
-    /// Note which frames of the guest are written, or do not.
+    /// Note which pages are written of the guest of a QEMU that is connected, or of none any more. The answer is whether that was noted
+    /// already, all the time.
     Note {
-        /// Whether.
-        wanted: bool,
+        /// The QEMU's process.
+        pid: Option<u32>,
     },
-    /// The frames that were written since they were last asked for.
+    /// The pages that were written since they were last asked for, by the QEMU's addresses. Refused where not all were noted: the QEMU
+    /// is another one.
     Collect {},
     /// End.
     End {},
@@ -69,7 +71,7 @@ pub(crate) fn answer(engine: &Handle, line: &str) -> Value {
         Ask::Resize {} => value(engine.ask(Command::Measure)),
         Ask::Keep {} => value(engine.ask(Command::Keep)),
         Ask::Drop {} => value(engine.ask(Command::Drop)),
-        Ask::Note { wanted } => value(engine.ask(|to| Command::Note(wanted, to))),
+        Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
         Ask::End {} => value(engine.ask(Command::End)),
     };
@@ -197,11 +199,11 @@ impl Control {
         }
     }
 
-    /// The frames that it has written since.
+    /// The pages that it has written since they were last asked for.
     ///
     /// # Errors
-    /// [`ControlError`].
-    pub fn collect(&mut self) -> Result<Vec<Frame>, ControlError> {
+    /// [`ControlError`]; then any may have been written.
+    pub fn collect(&mut self) -> Result<Vec<Span>, ControlError> {
         self.ask(&Ask::Collect {})
     }
 }

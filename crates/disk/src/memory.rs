@@ -6,6 +6,7 @@
 use crate::map::Frame;
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::memory::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -111,6 +112,17 @@ pub struct Region {
     pub file: File,
     /// Where it begins in the file.
     pub offset: u64,
+    /// Where the front end has it.
+    pub front: u64,
+}
+
+/// Bytes that were written, by the front end's addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// The first one's address.
+    pub address: u64,
+    /// How many.
+    pub bytes: u64,
 }
 
 /// The memory of one guest.
@@ -119,6 +131,8 @@ pub struct Memory {
     /// Its mapping.
     pub map: GuestMemoryMmap<Marks>,
     written: Arc<Written>,
+    /// For each region: its first address, bytes, where the front end has it.
+    fronts: Vec<(u64, u64, u64)>,
 }
 
 impl Memory {
@@ -129,8 +143,9 @@ impl Memory {
     pub fn map(regions: Vec<Region>) -> io::Result<Self> {
         let written = Arc::<Written>::default();
         let mut mapped = Vec::new();
+        let fronts = regions.iter().map(|region| (region.address, region.bytes, region.front)).collect();
         let mut end = 0;
-        for Region { address, bytes, file, offset } in regions {
+        for Region { address, bytes, file, offset, .. } in regions {
             let size = usize::try_from(bytes).map_err(io::Error::other)?;
             let length = file.metadata()?.len();
             if offset.checked_add(bytes).is_none_or(|end| end > length) {
@@ -153,7 +168,7 @@ impl Memory {
         let words = end.div_ceil(PAGE_SIZE as u64).div_ceil(64);
         *written.pages.write().unwrap_or_else(PoisonError::into_inner) =
             (0..words).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { map, written })
+        Ok(Self { map, written, fronts })
     }
 
     /// Frames up to the end of the guest's memory, holes included.
@@ -257,14 +272,30 @@ impl Memory {
         self.written.wanted.store(wanted, Ordering::Relaxed);
     }
 
-    /// The frames that were written since the last time, and forget them.
+    /// The pages that were written since the last time, and forget them.
+    ///
+    /// At any time: a page is noted after it was written, so one that is read while it is being written is told once more.
     #[must_use]
-    pub fn collect(&self) -> Vec<Frame> {
+    pub fn collect(&self) -> Vec<Span> {
+        const PAGE: u64 = PAGE_SIZE as u64;
         let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
-        let mut found = Vec::new();
-        for (word, first) in words.iter().zip((0..).step_by(64)) {
-            let bits = word.swap(0, Ordering::Relaxed);
-            found.extend((0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit));
+        let mut found: Vec<Span> = Vec::new();
+        for (word, first) in words.iter().zip((0u64..).step_by(64)) {
+            if word.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let bits = word.swap(0, Ordering::AcqRel);
+            for page in (0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit) {
+                let in_front = self.fronts.iter().find_map(|(start, bytes, front)| {
+                    let offset = (page * PAGE).checked_sub(*start).filter(|offset| offset < bytes)?;
+                    Some(front + offset)
+                });
+                let Some(address) = in_front else { continue };
+                match found.last_mut().filter(|last| last.address + last.bytes == address) {
+                    Some(last) => last.bytes += PAGE,
+                    None => found.push(Span { address, bytes: PAGE }),
+                }
+            }
         }
         found
     }
@@ -321,7 +352,7 @@ mod tests {
     fn region(address: u64, bytes: u64) -> Region {
         let file = tempfile::tempfile().unwrap();
         file.set_len(bytes).unwrap();
-        Region { address, bytes, file, offset: 0 }
+        Region { address, bytes, file, offset: 0, front: 0x7000_0000_0000 + address }
     }
 
     #[test]
@@ -333,7 +364,9 @@ mod tests {
         memory.note(true);
         memory.write(4095, &[1; 2]).unwrap();
         memory.write((1 << 20) + 8192, &[1; 4096]).unwrap();
-        assert_eq!(memory.collect(), [0, 1, 258]);
+        let front = 0x7000_0000_0000;
+        let spans = [Span { address: front, bytes: 8192 }, Span { address: front + (1 << 20) + 8192, bytes: 4096 }];
+        assert_eq!(memory.collect(), spans);
         assert!(memory.collect().is_empty());
         let mut byte = [0];
         memory.read(4096, &mut byte).unwrap();
@@ -362,7 +395,8 @@ mod tests {
     fn the_same_memory_may_be_cut_otherwise() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 20).unwrap();
-        let part = |address, bytes, offset| Region { address, bytes, file: file.try_clone().unwrap(), offset };
+        let part =
+            |address, bytes, offset| Region { address, bytes, file: file.try_clone().unwrap(), offset, front: 0 };
         let whole = Memory::map(vec![part(0, 1 << 20, 0)]).unwrap();
         let cut = Memory::map(vec![part(0, 640 << 10, 0), part(768 << 10, 256 << 10, 768 << 10)]).unwrap();
         assert!(whole.is_same(&cut));
@@ -374,7 +408,7 @@ mod tests {
     #[test]
     fn memory_that_is_not_there_is_refused() {
         let Region { file, .. } = region(0, 4096);
-        let long = Region { address: 0, bytes: 8192, file, offset: 0 };
+        let long = Region { address: 0, bytes: 8192, file, offset: 0, front: 0 };
         assert!(Memory::map(vec![long]).is_err());
         assert!(Memory::map(vec![region(0, 8192), region(4096, 8192)]).is_err(), "they overlap");
     }

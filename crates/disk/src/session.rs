@@ -153,6 +153,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
             bytes: region.memory_size,
             file,
             offset: region.mmap_offset,
+            front: region.user_addr,
         };
         let memory = Arc::new(Memory::map(regions.iter().zip(files).map(of).collect()).map_err(failed)?);
         let session = self.session;

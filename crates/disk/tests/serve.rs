@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, wait_for};
+use common::{Ask, DEADLINE, Disk, FIRST, FRONT, Guest, PAGE, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::ImageError;
@@ -179,13 +179,25 @@ fn pages_that_the_server_writes_are_told_to_who_asks() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     guest.read(1, FIRST);
-    disk.control().ask::<()>(&Control::Note { wanted: true }).unwrap();
+    let mut control = disk.control();
+    let mut note = |pid| control.ask::<bool>(&Control::Note { pid });
+    assert!(disk.control().collect().is_err(), "nobody has asked");
+    assert!(note(Some(1)).is_err(), "no such front end");
+    let me = Some(std::process::id());
+    assert!(!note(me).unwrap());
     guest.read(1, FIRST + 5);
     guest.write(2, FIRST + 7, &content(2, 1));
+    assert!(note(me).unwrap(), "it goes on");
     let written = disk.control().collect().unwrap();
-    assert!(written.contains(&(FIRST as u32 + 5)) && !written.contains(&(FIRST as u32 + 7)), "{written:?}");
-    assert!(written.iter().any(|frame| *frame < 64), "the used ring too: {written:?}");
+    let is_written = |frame: u64| {
+        let address = FRONT + frame * PAGE;
+        written.iter().any(|span| (span.address..span.address + span.bytes).contains(&address))
+    };
+    assert!(is_written(FIRST + 5) && !is_written(FIRST + 7), "{written:?}");
+    assert!((0..64).any(is_written), "the used ring too: {written:?}");
     assert!(disk.control().collect().unwrap().is_empty());
+    drop(guest);
+    wait_for("the front end to have gone", || disk.control().collect().is_err().then_some(()));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
+use rekindle_vm::disks;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
@@ -95,6 +96,17 @@ pub enum ProtectError {
          another `cache` for the disk"
     )]
     Direct {
+        /// The VM.
+        name: String,
+        /// The disk.
+        disk: String,
+    },
+    /// Copy-on-write would miss writes.
+    #[error(
+        "{name}: the server of {disk} writes its memory, and does not wait until a page was copied, as --policy cow needs it: use \
+         --policy precopy or basic"
+    )]
+    Served {
         /// The VM.
         name: String,
         /// The disk.
@@ -406,6 +418,12 @@ impl Loop<'_> {
                     }
                     Ok(now) => {
                         *failures += 1;
+                        // It may be one that has died: QEMU goes on with the next one.
+                        if matches!(error, SessionError::Served(_))
+                            && let Err(e) = disks::start(target.rundir(), &target.state().hardware)
+                        {
+                            return Err(ProtectError::session(target.name(), e));
+                        }
                         if *failures >= TRIES {
                             let (name, source) = (target.name().into(), Box::new(error));
                             return Err(ProtectError::Session { name, source });

@@ -2,17 +2,19 @@
 
 mod compare;
 mod plan;
+mod served;
+mod take;
 
 use crate::event::Done;
 use crate::filling::Held;
 use crate::first;
 use crate::pager::FillError;
-use crate::pause::{Laps, Monitors, PauseError, Paused};
+use crate::pause::{Monitors, PauseError, Paused};
 use crate::policy::Policy;
-use crate::runs::{BATCH, copy_all, merged, nothing, read, send, send_from, send_zeroes};
+use crate::runs::{nothing, read};
 use crate::target::{Target, TargetError};
+use rekindle_disk::control::ControlError;
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
@@ -21,22 +23,18 @@ use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types;
-use rekindle_store::{Checkpoint, StoreError, Writer};
+use rekindle_store::{StoreError, Writer};
 use rekindle_vm::attach::Protection;
-use rekindle_vm::fault;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
-use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) use plan::Plan;
+use served::Served;
+use take::Taken;
 
-/// Pre-copy goes over dirty pages at most so often before the guest is stopped.
-const PASSES: u32 = 3;
-/// Fewer dirty bytes than these are copied while the guest is stopped: it takes less than a millisecond.
-const FEW: u64 = 1 << 20;
 /// After so many checkpoints it is asked again where the guest's devices have their rings: it may have been rebooted.
 const LOOK: u32 = 64;
 /// How long QEMU may take to greet.
@@ -66,6 +64,12 @@ pub(crate) enum SessionError {
     Filling { why: String },
     #[error(transparent)]
     Fill(#[from] FillError),
+    /// A disk's server does not tell what it has written.
+    #[error("what the server of a disk has written to the guest's memory is not known")]
+    Served(#[from] ControlError),
+    /// It has told something else.
+    #[error("the server of a disk has written {bytes} bytes at {address:#x}, which are no RAM of this guest's")]
+    Unknown { address: u64, bytes: u64 },
     /// The owner's command for the disks failed.
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
@@ -113,6 +117,7 @@ pub(crate) struct Session {
     monitors: Monitors,
     ram: Arc<GuestRam>,
     tracking: Tracking,
+    served: Served,
     /// What has been collected since the last commit.
     owed: Dirty,
     /// Everything is owed.
@@ -146,6 +151,8 @@ impl Session {
         }
         // A QEMU of another user may not make a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
+        // From before the tracking begins, so that nothing is written in between.
+        let served = Served::note(&target)?;
         let first = (first::of(monitors.control(), &ram), LOOK);
         let paused: Result<Paused<(Tracking, bool)>, SessionError> = monitors.pause(|stopped, laps| {
             let anew = |stopped: &mut Stopped<'_>| {
@@ -179,6 +186,8 @@ impl Session {
         });
         userfaultfd::take_back(monitors.control())?;
         let (mut tracking, resumed) = paused?.result;
+        // What the servers wrote while nobody noted it may be anything.
+        let resumed = resumed && served.went_on;
         let owed = match (&mut tracking, resumed) {
             (Tracking::Filling(tracker), true) => tracker.others_whole()?,
             (Tracking::Filling(tracker), false) => tracker.everything()?,
@@ -192,6 +201,7 @@ impl Session {
             monitors,
             ram,
             tracking,
+            served,
             owed,
             full: !resumed,
             resumed,
@@ -315,149 +325,6 @@ impl Session {
         })
     }
 
-    /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end.
-    fn take(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool, filled: bool) -> Result<Taken, SessionError> {
-        let mut sent = 0;
-        if self.policy != Policy::Cow && (self.full || self.policy == Policy::Precopy) {
-            sent = self.send_ahead(checkpoint, fresh)?;
-        }
-        let run_state = self.target.hold_run_state()?;
-        let (ram, owed) = (Arc::clone(&self.ram), &mut self.owed);
-        let (hook, name, number) = (self.hook.as_deref(), self.target.name(), checkpoint.number());
-        let ahead = sent > 0;
-        let tracking = &mut self.tracking;
-        let paused = self.monitors.pause(|stopped, laps: &mut Laps| {
-            if let Some(command) = hook {
-                run_hook(command, name, number)?;
-            }
-            let mut next = None;
-            let dirty = match tracking {
-                Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
-                Tracking::Filling(tracker) if filled => {
-                    fault::point("fill.handover.stopped", None, None);
-                    let (dirty, tracker) = tracker.hand_over(stopped, None)?;
-                    fault::point("fill.handover.tracked", None, None);
-                    next = Some(tracker);
-                    dirty
-                }
-                Tracking::Filling(tracker) => {
-                    let dirty = tracker.collect(stopped)?;
-                    fault::point("fill.checkpoint.collected", None, None);
-                    dirty
-                }
-                Tracking::Synchronous(tracker, _) => {
-                    let dirty = tracker.collect(stopped)?;
-                    *owed = merged(owed, &dirty);
-                    laps.steps.collect = laps.lap();
-                    tracker.begin(&owed.written, stopped)?;
-                    laps.steps.copy = laps.lap();
-                    return Ok::<_, SessionError>((owed.clone(), Vec::new(), None));
-                }
-            };
-            laps.steps.collect = laps.lap();
-            // What went ahead has arrived; it was not written since, or it is in `dirty`.
-            let copy = if ahead { dirty.clone() } else { merged(owed, &dirty) };
-            *owed = merged(owed, &dirty);
-            let copied = copy_all(&ram, &copy.written)?;
-            laps.steps.copy = laps.lap();
-            Ok((copy, copied, next))
-        })?;
-        drop(run_state);
-        let Paused { result: (dirty, copied, next), devices, stopped_host_us, resumed_host_us, steps } = paused;
-        if let Some(tracker) = next {
-            self.tracking = Tracking::Asynchronous(tracker);
-            fault::point("fill.handover.resumed", None, None);
-            self.held.take().map_or(Ok(()), |held| held.handed_over())?;
-            fault::point("fill.handover.recorded", None, None);
-        }
-        let copied_stopped_bytes = copied.iter().map(|part| part.bytes.len() as u64).sum();
-        for part in &copied {
-            send(checkpoint, part.block, &part.runs, &part.bytes)?;
-        }
-        let mut copied_for_writes = 0;
-        if let Tracking::Synchronous(tracker, copies) = &self.tracking {
-            while let Some(claim) = tracker.claim(BATCH) {
-                let Some(block) = self.ram.blocks().get(claim.block) else { continue };
-                read(&self.ram, block, &claim.runs, &mut self.buffer)?;
-                let (number, runs) = (claim.block, claim.runs.clone());
-                // The guest may write them from here on.
-                drop(claim);
-                send(checkpoint, number, &runs, &self.buffer)?;
-            }
-            tracker.landed().or_else(|_| wait_landed(tracker))?;
-            let copies = std::mem::take(&mut *lock(copies));
-            if let Some(e) = copies.failed {
-                return Err(SessionError::Void(e));
-            }
-            copied_for_writes = copies.pages.len() as u64;
-            for (block, at, bytes) in &copies.pages {
-                let run = *at..*at + bytes.len() as u64;
-                send(checkpoint, *block, std::slice::from_ref(&run), bytes)?;
-            }
-        }
-        // The first `cow` checkpoint of a store has sent nothing yet that could have to be zero now.
-        if !(fresh && self.full && self.policy == Policy::Cow) {
-            send_zeroes(checkpoint, &dirty.zero)?;
-        }
-        let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
-        let dirty_bytes = if self.policy == Policy::Cow { dirty.bytes() } else { sent.max(dirty.bytes()) };
-        Ok(Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes })
-    }
-
-    /// Send what is dirty while the guest runs, until little is left. Gives the bytes that were sent, at least 1.
-    fn send_ahead(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<u64, SessionError> {
-        if matches!(self.tracking, Tracking::Synchronous(..)) {
-            return Ok(0);
-        }
-        let mut sent = 1;
-        let mut now = self.owed.clone();
-        for pass in 0..PASSES {
-            for (index, runs) in now.written.iter().enumerate() {
-                let Some(block) = self.ram.blocks().get(index) else { continue };
-                send_from(checkpoint, index, runs, &self.ram, block)?;
-                sent += pages::bytes(runs);
-            }
-            if !fresh {
-                send_zeroes(checkpoint, &now.zero)?;
-            }
-            if self.policy != Policy::Precopy || pass + 1 == PASSES {
-                break;
-            }
-            // Right only because no I/O of QEMU's writes past its page tables: `docs/protect.md`.
-            let mut running = Stopped::vouched();
-            now = match &mut self.tracking {
-                Tracking::Asynchronous(tracker) => tracker.collect(&mut running)?,
-                Tracking::Filling(tracker) => tracker.collect(&mut running)?,
-                Tracking::Synchronous(..) => break,
-            };
-            self.owed = merged(&self.owed, &now);
-            if now.bytes() < FEW {
-                // Few, but they count as unwritten now: they go too.
-                for (index, runs) in now.written.iter().enumerate() {
-                    let Some(block) = self.ram.blocks().get(index) else { continue };
-                    send_from(checkpoint, index, runs, &self.ram, block)?;
-                    sent += pages::bytes(runs);
-                }
-                if !fresh {
-                    send_zeroes(checkpoint, &now.zero)?;
-                }
-                break;
-            }
-        }
-        Ok(sent)
-    }
-
-    /// After a failure: let all writers go on; what they would have kept waiting for is owed.
-    fn give_up_flight(&mut self) {
-        if let Tracking::Synchronous(tracker, copies) = &self.tracking {
-            while let Some(claim) = tracker.claim(u64::MAX) {
-                drop(claim);
-            }
-            let _ = wait_landed(tracker);
-            *lock(copies) = Copies::default();
-        }
-    }
-
     /// Leave no trace in QEMU.
     pub(crate) fn detach(mut self) -> Result<(), SessionError> {
         match self.tracking {
@@ -465,25 +332,9 @@ impl Session {
             Tracking::Filling(tracker) => tracker.detach()?,
             Tracking::Synchronous(tracker, _) => tracker.detach()?,
         }
+        self.served.end();
         Ok(devices::sweep(self.monitors.control(), false)?)
     }
-}
-
-struct Taken {
-    paused: Paused<()>,
-    dirty_bytes: u64,
-    copied_stopped_bytes: u64,
-    copied_for_writes: u64,
-}
-
-/// Let the owner snapshot disks, with the guest stopped.
-fn run_hook(command: &str, name: &str, checkpoint: u64) -> Result<(), SessionError> {
-    let mut shell = Command::new("sh");
-    shell.args(["-c", command]).env("REKINDLE_VM", name).env("REKINDLE_CHECKPOINT", checkpoint.to_string());
-    let failed = |why| SessionError::Hook { command: command.into(), why };
-    let output = shell.stdin(Stdio::null()).output().map_err(|e| failed(e.to_string()))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    if output.status.success() { Ok(()) } else { Err(failed(format!("{}; it said: {said}", output.status))) }
 }
 
 fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, usize, Range<u64>) + Send + 'static {
@@ -495,19 +346,6 @@ fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, usize, Rang
             Err(e) => {
                 lock(&copies).failed.get_or_insert(e);
             }
-        }
-    }
-}
-
-/// A fault that is being served counts as in flight for some microseconds after the last claim.
-fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
-    let deadline = Instant::now() + Duration::from_secs(5);
-    loop {
-        match tracker.landed() {
-            Err(TrackError::InFlight { .. }) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_micros(50));
-            }
-            other => return other,
         }
     }
 }

@@ -122,6 +122,12 @@ pub struct Disk {
     /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
+    /// Bytes per second that it is held to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bps: Option<u64>,
+    /// Requests per second that it is held to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u32>,
 }
 
 /// Queues of a disk that a server has, for a guest with as many processors: one for each, up to what is worth its memory.
@@ -448,7 +454,19 @@ impl Line {
             "cache": cache, "read-only": disk.readonly, "discard": "unmap"});
         self.add("-blockdev", file.to_string());
         self.add("-blockdev", format.to_string());
-        let mut device = json!({"driver": "virtio-blk-pci", "id": id, "drive": format!("{id}-format"),
+        let mut drive = format!("{id}-format");
+        if disk.bps.is_some() || disk.iops.is_some() {
+            let group = format!("{id}-limits");
+            // 0 is no limit.
+            let limits = json!({"bps-total": disk.bps.unwrap_or(0), "iops-total": disk.iops.unwrap_or(0)});
+            self.add("-object", json!({"qom-type": "throttle-group", "id": group, "limits": limits}).to_string());
+            let limited = format!("{id}-limited");
+            let filter = json!({"driver": "throttle", "node-name": limited, "throttle-group": group, "file": drive,
+                "cache": cache, "read-only": disk.readonly, "discard": "unmap"});
+            self.add("-blockdev", filter.to_string());
+            drive = limited;
+        }
+        let mut device = json!({"driver": "virtio-blk-pci", "id": id, "drive": drive,
             "write-cache": write_cache});
         if let (Some(map), Some(serial)) = (device.as_object_mut(), &disk.serial) {
             map.insert("serial".into(), serial.clone().into());

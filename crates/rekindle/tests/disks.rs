@@ -5,67 +5,19 @@
 mod common;
 
 use common::guest::Guest;
+use common::served::{BLOCK, READ, digest, image, read, section, server, status};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::attic::Told;
-use rekindle_disk::control::Control;
-use rekindle_disk::engine::command::Status;
 use rekindle_kernel::process::{self, Process};
 use rekindle_qemu::qmp::Qmp;
 use serde_json::Value;
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-const BLOCK: u64 = 4096;
-/// Of the disk.
-const BLOCKS: u64 = 4096;
-/// What the guest reads of it: fits into its memory.
-const READ: u64 = 2048;
-
-/// A disk whose blocks are all different.
-fn image(lab: &Lab, name: &str) -> PathBuf {
-    let path = lab.path(name);
-    let file = File::create(&path).unwrap();
-    let mut block = [0; BLOCK as usize];
-    for n in 0..BLOCKS {
-        fastrand::Rng::with_seed(n).fill(&mut block);
-        file.write_all_at(&block, n * BLOCK).unwrap();
-    }
-    path
-}
-
-fn section(image: &Path, more: &str) -> String {
-    format!("[[disk]]\npath = {image:?}\nserver = true\n{more}")
-}
-
-/// As the guest answers to `read`.
-fn digest(image: &Path, first: u64, count: u64) -> String {
-    let mut content = vec![0; (count * BLOCK) as usize];
-    File::open(image).unwrap().read_exact_at(&mut content, first * BLOCK).unwrap();
-    let digest = content
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
-    format!("{digest:016x}")
-}
-
-fn read(guest: &Guest<'_>, first: u64, count: u64) -> String {
-    guest.ask(&format!("read vda {first} {count}"))
-}
-
-fn status(guest: &Guest<'_>) -> Status {
-    Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap()
-}
 
 /// What became of the attic's blocks, if there was one.
 fn became(guest: &Guest<'_>) -> Option<Told> {
     let status = status(guest);
     status.attic.map(|(_, told)| told).or(status.emptied)
-}
-
-fn server(guest: &Guest<'_>) -> Option<Process> {
-    let mark = format!("--control={}", guest.file("disk-disk0.control").display());
-    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
 }
 
 fn reboot_os(guest: &Guest<'_>, how: &[&str]) -> Value {
@@ -243,10 +195,6 @@ fn what_cannot_be_is_said_before_anything_is_done() {
     refused.status(1).says(&["disk0", "another program has it open", path.to_str().unwrap()]);
     assert!(!lab.run_root().join("second").exists(), "nothing is left behind");
     assert_eq!(read(&first, 0, 16), digest(&path, 0, 16));
-    // Its memory is written by another process, which protection does not see yet.
-    let store = lab.path("store");
-    let refused = lab.rekindle(["protect", "first", "--store", store.to_str().unwrap(), "--disk", "crash-consistent"]);
-    refused.status(1).says(&["cannot be protected", "vhost-user"]);
     // A server of its own name is no stranger's.
     fs::remove_file(first.file("disk-disk0.control")).unwrap();
     first.rekindle(&["stop", "--now"]).ok();

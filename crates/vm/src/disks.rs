@@ -68,7 +68,8 @@ pub struct Kept {
     pub bytes: u64,
 }
 
-fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
+/// The disks that have a server.
+pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
     hardware.disks.iter().filter(|disk| disk.server)
 }
 
@@ -123,6 +124,12 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Child, DisksError> 
     }
     if disk.cache != "none" {
         command.arg("--buffered");
+    }
+    if let Some(bps) = disk.bps {
+        command.arg(format!("--bps={bps}B"));
+    }
+    if let Some(iops) = disk.iops {
+        command.arg(format!("--iops={iops}"));
     }
     if let Some(serial) = &disk.serial {
         command.arg(format!("--serial={serial}"));

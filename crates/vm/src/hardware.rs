@@ -1,5 +1,6 @@
 //! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
 
+use crate::definition::Bytes;
 use crate::definition::{Accel, Definition, NetBackend, OnCrash, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::{self, AGENT_PORTS, Hardware};
@@ -74,6 +75,8 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         cache: disk.cache.as_str().to_owned(),
         serial: disk.serial.clone(),
         server: disk.server,
+        bps: disk.bps.map(Bytes::as_u64),
+        iops: disk.iops,
     });
     let hardware = Hardware {
         name: definition.name.to_string(),

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import protect, restore, vmm, warm_cache
+from rekindle_lab.bench import faults, protect, restore, vmm, warm_cache
 
-TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache}
+TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache, "faults": faults}
 
 
 def find_root(start: Path) -> Path | None:

@@ -16,12 +16,19 @@ class Bar:
     """What a figure must reach."""
 
     limit: float
-    op: Literal["<=", "<", "==", ">="] = "<="
+    op: Literal["<=", "<", "==", ">", ">="] = "<="
 
     def met(self, value: float) -> bool:
         """Whether `value` reaches it."""
         limit = self.limit
-        return {"<=": value <= limit, "<": value < limit, "==": value == limit, ">=": value >= limit}[self.op]
+        reached = {
+            "<=": value <= limit,
+            "<": value < limit,
+            "==": value == limit,
+            ">": value > limit,
+            ">=": value >= limit,
+        }
+        return reached[self.op]
 
     def __str__(self) -> str:
         """As in the table of the issue."""

@@ -11,13 +11,17 @@ import pandas as pd
 
 
 class RowFile:
-    """Appends rows of one dataclass to a file that it starts anew. Lists are written as JSON, `None` as nothing."""
+    """Appends rows of one dataclass to a file that it starts anew, unless it is to `append` to one of the same kind.
 
-    def __init__(self, path: Path, kind: type) -> None:
+    Lists are written as JSON, `None` as nothing.
+    """
+
+    def __init__(self, path: Path, kind: type, *, append: bool = False) -> None:
         self.path = path
-        self._file = path.open("w", newline="")
+        self._file = path.open("a" if append else "w", newline="")
         self._writer = csv.DictWriter(self._file, [field.name for field in fields(kind)])
-        self._writer.writeheader()
+        if not append:
+            self._writer.writeheader()
         self._file.flush()
 
     def append(self, row: Any) -> None:  # noqa: ANN401

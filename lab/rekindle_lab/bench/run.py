@@ -41,12 +41,23 @@ def load_before() -> float:
 
 @contextmanager
 def recorded(
-    topic: str, kind: type, out: Path, binary: Path, qemu: str, command: str, left_out: list[str]
+    topic: str,
+    kind: type,
+    out: Path,
+    binary: Path,
+    qemu: str,
+    command: str,
+    left_out: list[str],
+    *,
+    append: bool = False,
 ) -> Iterator[Run]:
-    """Rows of `kind` go to TOPIC-raw.csv; however the body ends, TOPIC-run.json has the rest."""
+    """Rows of `kind` go to TOPIC-raw.csv, which begins anew unless they are to be appended.
+
+    However the body ends, TOPIC-run.json has the rest.
+    """
     versions = {"rekindle": Rekindle(binary, out).version(), "qemu": qemu_version(qemu), **machine_versions()}
     load = load_before()
-    run = Run(RowFile(out / raw_name(topic), kind), left_out)
+    run = Run(RowFile(out / raw_name(topic), kind, append=append), left_out)
     if load > BUSY_LOAD:
         run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
     try:

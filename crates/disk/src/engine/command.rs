@@ -2,8 +2,7 @@
 
 use crate::attic::Told;
 use crate::limit::Limits;
-use crate::map::Frame;
-use crate::memory::Memory;
+use crate::memory::{Memory, Span};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -66,13 +65,16 @@ pub struct Status {
     pub attic: Option<(usize, Told)>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
+    /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
 }
 
 /// See [the module](self).
 #[derive(Debug)]
 pub enum Command {
-    /// A front end has connected.
-    Join(Session),
+    /// A front end has connected: which, and the process that it is, if the kernel tells.
+    Join(Session, Option<u32>),
     /// It has gone.
     Leave(Session),
     /// Its memory.
@@ -93,10 +95,10 @@ pub enum Command {
     Keep(Answer<usize>),
     /// There is to be no attic any more, nor anything else of a guest that has gone.
     Drop(Answer<()>),
-    /// Note which frames are written, or do not.
-    Note(bool, Answer<()>),
-    /// The frames that were written since.
-    Collect(Answer<Vec<Frame>>),
+    /// Note which pages of the guest of this process are written, or of none any more. Whether that was done already.
+    Note(Option<u32>, Answer<bool>),
+    /// The pages that were written since. Refused where not all of them were noted.
+    Collect(Answer<Vec<Span>>),
     /// What it does.
     Status(Answer<Status>),
     /// End when nothing is under way any more.

@@ -33,14 +33,16 @@ pub(super) struct Line {
 /// See [the module](self).
 #[derive(Default)]
 pub(super) struct Front {
+    /// The process that it is.
+    pub process: Option<u32>,
     pub memory: Option<Arc<Memory>>,
     pub lines: BTreeMap<u16, Line>,
     inflight: Option<Inflight>,
 }
 
 impl Engine {
-    pub(super) fn join(&mut self, session: Session) {
-        self.fronts.insert(session, Front::default());
+    pub(super) fn join(&mut self, session: Session, process: Option<u32>) {
+        self.fronts.insert(session, Front { process, ..Front::default() });
     }
 
     /// What it has under way goes on; nobody is told of it.
@@ -53,6 +55,7 @@ impl Engine {
         if self.active == Some(session) {
             self.active = None;
         }
+        self.record.take_if(|record| record.session == session);
     }
 
     fn front(&mut self, session: Session) -> Result<&mut Front, Refused> {
@@ -64,7 +67,10 @@ impl Engine {
         if !front.lines.is_empty() {
             return Err(Refused("its queues run, and would lose their memory".into()));
         }
-        front.memory = Some(Arc::clone(&memory));
+        let before = front.memory.replace(Arc::clone(&memory));
+        if let Some(record) = self.record.as_mut().filter(|record| record.session == session) {
+            record.goes_on(before, &memory);
+        }
         // To give a frame of it back would be to take it from that guest.
         if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory)) {
             tracing::warn!("the former guest's memory is in use again: it is no cache any more");

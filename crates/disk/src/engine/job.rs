@@ -467,7 +467,7 @@ impl Engine {
     pub(super) fn serve_commands(&mut self) {
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Join(session) => self.join(session),
+                Command::Join(session, process) => self.join(session, process),
                 Command::Leave(session) => self.leave(session),
                 Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
                 Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
@@ -495,16 +495,8 @@ impl Engine {
                     }
                     let _ = answer.send(Ok(()));
                 }
-                Command::Note(wanted, answer) => {
-                    if let Some(memory) = self.active_memory() {
-                        memory.note(wanted);
-                    }
-                    let _ = answer.send(Ok(()));
-                }
-                Command::Collect(answer) => {
-                    let found = self.active_memory().map(|memory| memory.collect());
-                    let _ = answer.send(Ok(found.unwrap_or_default()));
-                }
+                Command::Note(process, answer) => drop(answer.send(self.note(process))),
+                Command::Collect(answer) => drop(answer.send(self.collect())),
                 Command::Status(answer) => drop(answer.send(Ok(self.status()))),
                 Command::End(answer) => {
                     self.ended = true;
@@ -512,10 +504,6 @@ impl Engine {
                 }
             }
         }
-    }
-
-    fn active_memory(&self) -> Option<Arc<Memory>> {
-        self.fronts.get(&self.active?)?.memory.clone()
     }
 
     /// The memory of the guest that has ended becomes the attic of the next one.
@@ -544,6 +532,7 @@ impl Engine {
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
             attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
             emptied: self.emptied,
+            unchecked: crate::attic::UNCHECKED,
         }
     }
 }

@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
+//! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
 //! | [`command`] | what others ask the engine for |
 //!
@@ -17,6 +18,7 @@
 pub mod command;
 mod front;
 mod job;
+mod record;
 
 use crate::attic::Attic;
 use crate::digest::Digester;
@@ -27,6 +29,7 @@ use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
 use job::Job;
+use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, Operation, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
@@ -133,6 +136,8 @@ struct Engine {
     fronts: BTreeMap<Session, Front>,
     /// The one whose queues run.
     active: Option<Session>,
+    /// What is written of a guest's memory, for a protector.
+    record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
     /// Parts that wait for room in the ring, or for the rate.
@@ -191,6 +196,7 @@ pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle
             wake,
             fronts: BTreeMap::new(),
             active: None,
+            record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
             waiting: VecDeque::new(),

@@ -24,7 +24,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const PAGE: u64 = 4096;
 /// Where the guest's memory is in the front end.
-const FRONT: u64 = 0x7f00_0000_0000;
+pub const FRONT: u64 = 0x7f00_0000_0000;
 /// Requests of a queue.
 pub const ENTRIES: u16 = 64;
 /// Frames of a guest.

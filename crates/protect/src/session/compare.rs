@@ -22,7 +22,7 @@ impl Session {
     /// `image`: the newest checkpoint of this session.
     pub(crate) fn compare(&mut self, image: &Image) -> Result<Compared, SessionError> {
         let run_state = self.target.hold_run_state()?;
-        let (ram, owed, tracking) = (&self.ram, &mut self.owed, &mut self.tracking);
+        let (ram, owed, tracking, served) = (&self.ram, &mut self.owed, &mut self.tracking, &mut self.served);
         let paused = self.monitors.pause(|stopped, laps| {
             let dirty = match tracking {
                 Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
@@ -32,7 +32,7 @@ impl Session {
                     return Err(SessionError::Filling { why: "only whole memory can be compared".into() });
                 }
             };
-            *owed = merged(owed, &dirty);
+            *owed = merged(owed, &served.with(dirty, ram)?);
             laps.steps.collect = laps.lap();
             let compared = all_but(ram, owed, image)?;
             laps.steps.copy = laps.lap();

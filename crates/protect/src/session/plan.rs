@@ -4,10 +4,12 @@ use super::{GREETING, SessionError};
 use crate::policy::Policy;
 use crate::protector::{Disks, Failure, ProtectError};
 use crate::target::Target;
-use rekindle_qemu::adopt::Adopted;
+use rekindle_qemu::adopt::{Adopted, Obstacle};
+use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::attach::Protection;
+use rekindle_vm::disks;
 use serde_json::Value;
 
 /// How a guest is to be protected, after it was looked at.
@@ -34,8 +36,11 @@ impl Plan {
         };
         let found = target.vmm().adopt(GREETING);
         let (adopted, mut control) = found.map_err(SessionError::from)?;
-        if !adopted.obstacles.is_empty() {
-            return Err(ProtectError::Obstacles { name: name(), obstacles: adopted.obstacles }.into());
+        // Rekindle's own servers write the guest's memory too, and tell what they have written.
+        let served: Vec<_> = disks::served(&target.state().hardware).collect();
+        let obstacles: Vec<_> = adopted.obstacles.iter().filter(|one| !is_served(one, &served)).cloned().collect();
+        if !obstacles.is_empty() {
+            return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
         }
         let mut foreign = None;
         if target.state().attached.is_some() {
@@ -50,8 +55,11 @@ impl Plan {
         let images = images(&mut control).map_err(SessionError::from)?;
         let hook = match disks {
             Disks::Refuse => {
-                if let Some(disk) = images.iter().find(|image| image.writable) {
-                    return Err(ProtectError::Disk { name: name(), disk: disk.file.clone() }.into());
+                let written = images.iter().filter(|image| image.writable).map(|image| image.file.clone());
+                let of_servers =
+                    served.iter().filter(|disk| !disk.readonly).map(|disk| disk.path.display().to_string());
+                if let Some(disk) = written.chain(of_servers).next() {
+                    return Err(ProtectError::Disk { name: name(), disk }.into());
                 }
                 None
             }
@@ -63,12 +71,28 @@ impl Plan {
             (Some(Policy::Precopy), Some(disk)) => {
                 return Err(ProtectError::Direct { name: name(), disk: disk.file.clone() }.into());
             }
+            (Some(Policy::Cow), _) if !served.is_empty() => {
+                let disk = served.first().map_or_else(String::new, |disk| disk.id.clone());
+                return Err(ProtectError::Served { name: name(), disk }.into());
+            }
             (Some(policy), _) => policy,
+            // What a server writes waits for nobody.
+            (None, Some(_)) if !served.is_empty() => Policy::Basic,
             (None, Some(_)) => Policy::Cow,
             (None, None) => Policy::Precopy,
         };
         Ok(Self { policy, hook, control, gives_back: adopted.gives_back, protection, foreign })
     }
+}
+
+/// Whether it is the device of a disk that a server of Rekindle's has.
+fn is_served(obstacle: &Obstacle, served: &[&Disk]) -> bool {
+    served.iter().any(|disk| {
+        let at = format!("(/machine/peripheral/{}", disk.id);
+        obstacle.what.strip_prefix("vhost-user-blk").and_then(|rest| rest.split_once(&at)).is_some_and(
+            |(kind, rest)| ["", "-pci"].contains(&kind.trim_end()) && (rest == ")" || rest == "/virtio-backend)"),
+        )
+    })
 }
 
 /// A disk image that QEMU has open for its guest.

@@ -20,6 +20,8 @@ fn hardware() -> Hardware {
             cache: "none".into(),
             serial: Some("S".into()),
             server: false,
+            bps: None,
+            iops: None,
         }],
         nets: vec![
             Net {

@@ -92,7 +92,8 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied } = status;
+    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, unchecked } =
+        status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
         "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
@@ -108,6 +109,9 @@ fn draw(status: &Status) -> String {
             bytes(told.refused * 4096),
             bytes(told.dropped * 4096)
         );
+    }
+    if *unchecked {
+        text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";
     }
     text
 }

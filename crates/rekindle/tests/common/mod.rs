@@ -10,6 +10,7 @@ pub mod huge;
 pub mod lab;
 pub mod plain;
 pub mod protector;
+pub mod served;
 pub mod vm;
 
 #[allow(unused_imports, reason = "each test binary uses a part of it")]

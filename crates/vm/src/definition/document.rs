@@ -274,10 +274,13 @@ impl<'d> Section<'d> {
     }
 
     /// A whole number from `least` to `most`.
-    pub fn number(&self, key: &'static str, least: u8, most: u8) -> Option<Found<u8>> {
+    pub fn number<T>(&self, key: &'static str, least: T, most: T) -> Option<Found<T>>
+    where
+        T: Copy + Display + PartialOrd + FromStr + TryFrom<i64>,
+    {
         let value = self.value(key)?;
         let DeValue::Integer(number) = value.get_ref() else {
-            let mend = match value.get_ref().as_str().filter(|text| text.parse::<u8>().is_ok()) {
+            let mend = match value.get_ref().as_str().filter(|text| text.parse::<T>().is_ok()) {
                 Some(text) => format!("{key} = {text}, without quotes"),
                 None => format!("{key} = {least}"),
             };
@@ -285,7 +288,7 @@ impl<'d> Section<'d> {
             return None;
         };
         let at = value.span().start;
-        match i64::from_str_radix(number.as_str(), number.radix()).ok().and_then(|n| u8::try_from(n).ok()) {
+        match i64::from_str_radix(number.as_str(), number.radix()).ok().and_then(|n| T::try_from(n).ok()) {
             Some(value) if (least..=most).contains(&value) => Some(Found { value, at }),
             _ => {
                 let why = format!("out of range; write a number from {least} to {most}");

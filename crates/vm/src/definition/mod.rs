@@ -202,6 +202,12 @@ pub struct Disk {
     /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself.
     #[serde(default)]
     pub server: bool,
+    /// Bytes per second, read and written, that it is held to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bps: Option<Bytes>,
+    /// Requests per second that it is held to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u32>,
 }
 
 /// How an image is written.

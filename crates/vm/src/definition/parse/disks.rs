@@ -6,6 +6,7 @@ use super::super::document::{Section, quoted};
 use super::super::error::Problem;
 use super::super::files::{self, Wanted};
 use super::super::names::check_serial;
+use super::super::units::Bytes;
 use super::super::{Disk, DiskCache, DiskFormat};
 use super::{Taken, id};
 
@@ -17,6 +18,9 @@ const CACHES: &[(&str, DiskCache)] = &[
     ("directsync", DiskCache::Directsync),
     ("unsafe", DiskCache::Unsafe),
 ];
+
+/// A slower disk than this does not answer a guest within its own patience.
+const LEAST_BPS: u64 = 64 << 10;
 
 /// Every disk, in order.
 pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
@@ -55,9 +59,25 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             cache: cache.unwrap_or(if server { DiskCache::None } else { DiskCache::Writeback }),
             serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
             server,
+            bps: bytes_per_second(&section),
+            iops: section.number("iops", 1, u32::MAX).map(|found| found.value),
         }
     };
     top.sections("disk").into_iter().enumerate().map(disk).collect()
+}
+
+fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {
+    let bps = section.quantity::<Bytes>("bps")?;
+    if bps.value.as_u64() < LEAST_BPS {
+        section.invalid(
+            "bps",
+            quoted(&bps.value.to_string()),
+            bps.at,
+            "too slow for any guest; write at least \"64K\"",
+        );
+        return None;
+    }
+    Some(bps.value)
 }
 
 /// Notes what a server of Rekindle's cannot serve.

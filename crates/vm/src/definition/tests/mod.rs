@@ -131,6 +131,8 @@ fn a_disk_and_a_net_get_every_default() {
         cache: DiskCache::Writeback,
         serial: None,
         server: false,
+        bps: None,
+        iops: None,
     };
     assert_eq!(vm.disks, [disk("disk0", "root.qcow2", DiskFormat::Qcow2), disk("disk1", "disk.img", DiskFormat::Raw)]);
     assert_eq!(vm.boot, None);
@@ -367,14 +369,24 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
         Just(DiskCache::Directsync),
         Just(DiskCache::Writethrough)
     ];
-    let disk = (word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}")).prop_map(
-        move |(id, (qcow2, readonly, server), cache, serial)| {
+    let rates = (proptest::option::of(65536u64..), proptest::option::of(1u32..));
+    let disk = (word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}"), rates)
+        .prop_map(move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
             let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
             let server = server && !qcow2;
             let cache = if server { DiskCache::None } else { cache };
-            Disk { id, path: disk_dir.join(file), format, readonly, cache, serial, server }
-        },
-    );
+            Disk {
+                id,
+                path: disk_dir.join(file),
+                format,
+                readonly,
+                cache,
+                serial,
+                server,
+                bps: bps.map(Bytes::new),
+                iops,
+            }
+        });
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
     let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 7]>());
     // Values with every character that TOML must escape, but no control character.

@@ -1,0 +1,55 @@
+//! Disks that a server of Rekindle's has.
+
+use super::{Guest, Lab};
+use rekindle_disk::control::Control;
+use rekindle_disk::engine::command::Status;
+use rekindle_kernel::process::{self, Process};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+pub const BLOCK: u64 = 4096;
+/// Of the disk.
+pub const BLOCKS: u64 = 4096;
+/// What the guest reads of it: fits into its memory.
+pub const READ: u64 = 2048;
+
+/// A disk whose blocks are all different.
+pub fn image(lab: &Lab, name: &str) -> PathBuf {
+    let path = lab.path(name);
+    let file = File::create(&path).unwrap();
+    let mut block = [0; BLOCK as usize];
+    for n in 0..BLOCKS {
+        fastrand::Rng::with_seed(n).fill(&mut block);
+        file.write_all_at(&block, n * BLOCK).unwrap();
+    }
+    path
+}
+
+pub fn section(image: &Path, more: &str) -> String {
+    format!("[[disk]]\npath = {image:?}\nserver = true\n{more}")
+}
+
+/// As the guest answers to `read`.
+pub fn digest(image: &Path, first: u64, count: u64) -> String {
+    let mut content = vec![0; (count * BLOCK) as usize];
+    File::open(image).unwrap().read_exact_at(&mut content, first * BLOCK).unwrap();
+    let digest = content
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    format!("{digest:016x}")
+}
+
+pub fn read(guest: &Guest<'_>, first: u64, count: u64) -> String {
+    guest.ask(&format!("read vda {first} {count}"))
+}
+
+pub fn status(guest: &Guest<'_>) -> Status {
+    Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap()
+}
+
+/// The process that has its first disk.
+pub fn server(guest: &Guest<'_>) -> Option<Process> {
+    let mark = format!("--control={}", guest.file("disk-disk0.control").display());
+    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
+}

@@ -1,0 +1,111 @@
+//! A guest whose page cache was damaged before it was rebooted with a warm cache: it is given nothing of that. The whole experiment is
+//! `make bench TOPIC=faults` (docs/fault-experiment.md).
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::guest::Guest;
+use common::{DEADLINE, Lab, wait_for};
+use rekindle_disk::attic::Told;
+use rekindle_disk::control::Control;
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+const BLOCK: usize = 4096;
+const BLOCKS: u64 = 2048;
+
+/// A block of the disk; all are different.
+fn block(n: u64) -> Vec<u8> {
+    let mut block = vec![0; BLOCK];
+    fastrand::Rng::with_seed(n).fill(&mut block);
+    block
+}
+
+fn image(lab: &Lab) -> PathBuf {
+    let path = lab.path("disk.raw");
+    let file = File::create(&path).unwrap();
+    for n in 0..BLOCKS {
+        file.write_all_at(&block(n), n * BLOCK as u64).unwrap();
+    }
+    path
+}
+
+/// As the guest answers to `read` of the whole disk.
+fn digest(image: &Path) -> String {
+    let content = fs::read(image).unwrap();
+    assert_eq!(content.len() as u64, BLOCKS * BLOCK as u64);
+    let digest = content
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    format!("{digest:016x}")
+}
+
+fn ram(guest: &Guest<'_>) -> File {
+    let state: Value = serde_json::from_slice(&fs::read(guest.file("state.json")).unwrap()).unwrap();
+    let path = state["hardware"]["ram"]["path"].as_str().expect("a path");
+    File::options().read(true).write(true).open(path).unwrap()
+}
+
+/// Flip a bit in all frames that hold a block whose number is a multiple of `every`; gives how many blocks that were. A block can lie in
+/// several: what the guest has given up stays there until something else needs the frame.
+fn damage(guest: &Guest<'_>, every: u64, rng: &mut fastrand::Rng) -> u64 {
+    let ram = ram(guest);
+    let known: HashMap<Vec<u8>, u64> = (0..BLOCKS).map(|n| (block(n), n)).collect();
+    let mut frame = vec![0; BLOCK];
+    let mut held = HashSet::new();
+    for at in (0..ram.metadata().unwrap().len()).step_by(BLOCK) {
+        ram.read_exact_at(&mut frame, at).unwrap();
+        let Some(n) = known.get(&frame) else { continue };
+        held.insert(*n);
+        if n % every == 0 {
+            let byte = rng.usize(0..BLOCK);
+            ram.write_all_at(&[frame[byte] ^ 1 << rng.u8(0..8)], at + byte as u64).unwrap();
+        }
+    }
+    assert!(held.len() as u64 > BLOCKS * 9 / 10, "it has cached {} blocks", held.len());
+    held.into_iter().filter(|n| n % every == 0).count() as u64
+}
+
+fn became(guest: &Guest<'_>) -> Told {
+    let status = Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap();
+    assert!(!status.unchecked, "a server without its check is for the experiment only");
+    status.attic.map(|(_, told)| told).or(status.emptied).expect("an attic")
+}
+
+#[test]
+fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
+    let lab = Lab::new();
+    let path = image(&lab);
+    let section = format!("[[disk]]\npath = {path:?}\nserver = true\n");
+    let guest = lab.vm("damaged").section(&section).boot(&[]);
+    let whole = digest(&path);
+    let read = format!("read vda 0 {BLOCKS}");
+    let mut rng = fastrand::Rng::with_seed(5);
+    // Rebooted by its owner, and by itself when it has panicked.
+    for panics in [false, true] {
+        assert_eq!(guest.ask(&read), whole);
+        let boot = guest.boot_id();
+        let damaged = damage(&guest, 4, &mut rng);
+        assert!(damaged > BLOCKS / 8, "{damaged}");
+        if panics {
+            let qemu = guest.only_qemu().process;
+            guest.tell("panic");
+            wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
+            guest.wait_ready();
+        } else {
+            let told = guest.rekindle(&["--json", "reboot", "os", "--how", "warm-cache"]).ok().json();
+            assert!(told["kept"]["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{told}");
+            guest.wait_ready();
+        }
+        assert_ne!(guest.boot_id(), boot, "it was booted");
+        // Every block, from the attic where that is what is on the disk.
+        assert_eq!(guest.ask(&read), whole, "panics: {panics}");
+        let told = became(&guest);
+        assert!(told.refused >= damaged, "{damaged} were damaged: {told:?}");
+        assert!(told.served > BLOCKS / 2, "the others are served: {told:?}");
+    }
+}

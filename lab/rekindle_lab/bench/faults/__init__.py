@@ -1,0 +1,9 @@
+"""Topic `faults`: what a guest that was rebooted with a warm cache reads after faults in its kernel and its memory.
+
+Follows section 5.7 of the paper on CacheMind (figures 14 and 15); docs/fault-experiment.md.
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

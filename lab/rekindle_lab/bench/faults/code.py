@@ -1,0 +1,206 @@
+"""Faults in the guest's code: which instruction of its kernel becomes which.
+
+The paper's tool (from Nooks) does this inside the kernel. Here the kernel's code is read from the guest's RAM and
+decoded outside; the change is made inside, by the guest's module, since a QEMU that translates code does not see what
+is written behind it.
+"""
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import capstone
+from capstone import x86
+
+KERNEL_BASE = 0xFFFFFFFF80000000
+"""Of x86-64: what the kernel's image is mapped from, physical address 0 (the guest runs with `nokaslr`)."""
+NOP = 0x90
+
+LOADED = re.compile(
+    r"(_?_?filemap|page_cache|_?_?folio|find_get|mpage|blkdev|_?_?blk_mq|_?_?bio_|submit_bio|_?_?block_|create_empty_buffers"
+    r"|generic_file|generic_perform|balance_dirty|writeback|wb_|write_cache|virtqueue|_?_?sock_|udp_|_?_?ip_|_?_?dev_"
+    r"|_?_?napi|net_rx|_?_?netif|_?_?tcp_|_?_?skb_|_?_?alloc_skb|consume_skb|sk_|_?_?kmem_cache|_?_?kmalloc|kfree|___slab"
+    r"|rmqueue|get_page_from|_?_?alloc_pages|free_unref|try_to_wake|_?_?schedule|pick_next|enqueue|dequeue|update_curr"
+    r"|vfs_|ksys_|copy_page|_copy|shrink_|lru_|xas_|_?_?mod_|hrtimer|ep_|do_epoll)"
+)
+"""Functions that a guest runs which reads, writes, sends and receives."""
+_PARAMETERS = {x86.X86_REG_RDI, x86.X86_REG_RSI, x86.X86_REG_RDX, x86.X86_REG_RCX, x86.X86_REG_R8, x86.X86_REG_R9} | {
+    x86.X86_REG_EDI, x86.X86_REG_ESI, x86.X86_REG_EDX, x86.X86_REG_ECX, x86.X86_REG_R8D, x86.X86_REG_R9D
+}  # fmt: skip
+_FRAME = {x86.X86_REG_RSP, x86.X86_REG_RBP}
+_PROLOGUE = 16
+"""Instructions of a function within which it reads its parameters."""
+_REPEAT = (0xF2, 0xF3)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes of the kernel's code, and what they become."""
+
+    address: int
+    old: bytes
+    new: bytes
+
+    @property
+    def line(self) -> str:
+        """For the guest's module."""
+        return f"poke {self.address:x} {self.old.hex()} {self.new.hex()}"
+
+
+def _decoder() -> capstone.Cs:
+    decoder = capstone.Cs(capstone.CS_ARCH_X86, capstone.CS_MODE_64)
+    decoder.detail = True
+    return decoder
+
+
+@dataclass
+class Code:
+    """A kernel's functions."""
+
+    symbols: list[tuple[int, str]]
+    """Where each begins, in order; those that are data too, since they end the function before."""
+    text: bytes
+    """The code itself, from `start` on."""
+    start: int
+    _decoder: capstone.Cs = field(default_factory=_decoder)
+
+    @classmethod
+    def span(cls, kallsyms: str) -> tuple[list[tuple[int, str]], int, int]:
+        """Of /proc/kallsyms: the symbols of the kernel itself, and where its code begins and ends."""
+        symbols, known = [], {}
+        for line in kallsyms.splitlines():
+            parts = line.split()
+            if len(parts) == 3:  # a fourth one is a module's name
+                known[parts[2]] = int(parts[0], 16)
+                symbols.append((int(parts[0], 16), parts[2] if parts[1] in "tT" else ""))
+        if "_stext" not in known or "_etext" not in known:
+            raise ValueError("kallsyms has no _stext and _etext; it is read by root only")
+        start, end = known["_stext"], known["_etext"]
+        return sorted(symbol for symbol in symbols if start <= symbol[0] <= end), start, end
+
+    def loaded(self) -> list[int]:
+        """Indices of the symbols that a loaded guest runs."""
+        return [
+            n
+            for n, (address, name) in enumerate(self.symbols[:-1])
+            if LOADED.match(name) and 8 < self.symbols[n + 1][0] - address < 1 << 14
+        ]
+
+    def name(self, address: int) -> str:
+        """The function that has an address."""
+        at = bisect_right(self.symbols, (address, "\U0010ffff")) - 1
+        return f"{self.symbols[at][1]}+{address - self.symbols[at][0]:#x}"
+
+    def instructions(self, symbol: int) -> list[capstone.CsInsn]:
+        """Of a function."""
+        begin, end = self.symbols[symbol][0], self.symbols[symbol + 1][0]
+        return list(self._decoder.disasm(self.text[begin - self.start : end - self.start], begin))
+
+    def changes(self, kind: str, rng: random.Random) -> Iterator[Change]:
+        """Faults of a kind, in functions that the guest runs, without an end."""
+        functions = self.loaded()
+        if not functions:
+            raise ValueError("the kernel has none of the functions that are known to be run")
+        taken: set[int] = set()
+        while True:
+            instructions = self.instructions(rng.choice(functions))
+            possible = [
+                (instruction, new)
+                for place, instruction in enumerate(instructions)
+                if instruction.address not in taken
+                for new in self.faulty(kind, place, instruction)
+            ]
+            if possible:
+                instruction, new = rng.choice(possible)
+                taken.add(instruction.address)
+                yield Change(instruction.address, bytes(instruction.bytes), new)
+
+    def faulty(self, kind: str, place: int, instruction: capstone.CsInsn) -> list[bytes]:
+        """What an instruction, the `place`-th of its function, may become; nothing if the fault is not one of it."""
+        old = bytes(instruction.bytes)
+        gone = bytes([NOP]) * len(old)
+        if instruction.id == x86.X86_INS_NOP:
+            return []
+        match kind:
+            case "text":
+                return list(_flips(old))
+            case "nop":
+                return [gone]
+            case "initialization":
+                return [gone] if _stores_to_frame(instruction) else []
+            case "interface":
+                return [gone] if place < _PROLOGUE and _reads_parameter(instruction) else []
+            case "branch":
+                if old[0] in _REPEAT and instruction.id in _STRING:
+                    return [bytes([NOP]) + old[1:]]
+                return [gone] if _is_conditional(old) else []
+            case "loop":
+                return _inverted(instruction, old)
+            case "destination" | "pointer":
+                return [new for new in _flips(old) if self._is_another(kind, instruction, new)]
+        raise ValueError(f"no fault in code: {kind}")
+
+    def _is_another(self, kind: str, old: capstone.CsInsn, new: bytes) -> bool:
+        """Whether the flipped bit changes just the destination register, or just the address of a memory operand."""
+        decoded = list(self._decoder.disasm(new, old.address))
+        if len(decoded) != 1 or decoded[0].size != old.size or decoded[0].id != old.id or not old.operands:
+            return False
+        before, after = ([_operand(op) for op in one.operands] for one in (old, decoded[0]))
+        differ = [n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+        if len(before) != len(after) or len(differ) != 1:
+            return False
+        operand = old.operands[differ[0]]
+        if kind == "destination":
+            return operand.type == x86.X86_OP_REG and differ[0] == 0 and bool(operand.access & capstone.CS_AC_WRITE)
+        return operand.type == x86.X86_OP_MEM and old.id != x86.X86_INS_LEA
+
+
+_STRING = {
+    x86.X86_INS_MOVSB, x86.X86_INS_MOVSQ, x86.X86_INS_MOVSW, x86.X86_INS_STOSB, x86.X86_INS_STOSQ, x86.X86_INS_STOSD,
+    x86.X86_INS_CMPSB, x86.X86_INS_SCASB,
+}  # fmt: skip
+
+
+def _flips(old: bytes) -> Iterator[bytes]:
+    for bit in range(8 * len(old)):
+        new = bytearray(old)
+        new[bit // 8] ^= 1 << bit % 8
+        yield bytes(new)
+
+
+def _operand(operand: x86.X86Op) -> tuple[int, ...]:
+    if operand.type == x86.X86_OP_REG:
+        return (operand.type, operand.reg)
+    if operand.type == x86.X86_OP_IMM:
+        return (operand.type, operand.imm)
+    memory = operand.mem
+    return (operand.type, memory.segment, memory.base, memory.index, memory.scale, memory.disp)
+
+
+def _stores_to_frame(instruction: capstone.CsInsn) -> bool:
+    if instruction.id != x86.X86_INS_MOV or len(instruction.operands) != 2:
+        return False
+    target = instruction.operands[0]
+    return target.type == x86.X86_OP_MEM and target.mem.base in _FRAME and target.mem.index == x86.X86_REG_INVALID
+
+
+def _reads_parameter(instruction: capstone.CsInsn) -> bool:
+    if instruction.id != x86.X86_INS_MOV or len(instruction.operands) != 2:
+        return False
+    target, source = instruction.operands
+    return target.type == x86.X86_OP_REG and source.type == x86.X86_OP_REG and source.reg in _PARAMETERS
+
+
+def _is_conditional(old: bytes) -> bool:
+    """Jcc, short or near."""
+    return 0x70 <= old[0] <= 0x7F or (len(old) == 6 and old[0] == 0x0F and 0x80 <= old[1] <= 0x8F)
+
+
+def _inverted(instruction: capstone.CsInsn, old: bytes) -> list[bytes]:
+    """A backward branch with the opposite condition: the lowest bit of its code."""
+    if not _is_conditional(old) or instruction.operands[0].imm > instruction.address:
+        return []
+    at = 0 if old[0] != 0x0F else 1
+    return [old[:at] + bytes([old[at] ^ 1]) + old[at + 1 :]]

@@ -1,0 +1,106 @@
+"""A guest's memory from outside: faults that are written into its RAM file while it runs."""
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PAGE = 4096
+_WRITABLE = 2
+"""VIRTQ_DESC_F_WRITE."""
+_AHEAD = 4
+"""Buffers that the card may be about to use are left alone: the next one that is changed is so far ahead."""
+
+
+class Ram:
+    """The file that is a guest's RAM. Physical addresses are offsets into it: the guest has less than 2 GiB."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r+")
+
+    @property
+    def frames(self) -> int:
+        """How many it has."""
+        return len(self._bytes) // PAGE
+
+    def read(self, address: int, length: int) -> bytes:
+        """Bytes of it."""
+        return self._bytes[address : address + length].tobytes()
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write bytes, as far as there is memory."""
+        end = min(address + len(data), len(self._bytes))
+        self._bytes[address:end] = np.frombuffer(data[: end - address], dtype=np.uint8)
+
+    def flip(self, address: int, bit: int) -> None:
+        """Flip a bit of a byte."""
+        self._bytes[address] ^= 1 << bit
+
+    def cached(self, image: np.ndarray) -> dict[int, int]:
+        """Frames that hold what is on the disk, each with its block. `image`: a row of uint64 for each block."""
+        words = self._bytes[: self.frames * PAGE].view(np.uint64).reshape(self.frames, PAGE // 8)
+        order = np.argsort(image[:, 0])
+        found = np.searchsorted(image[order, 0], words[:, 0])
+        block = order[np.minimum(found, len(order) - 1)]
+        maybe = np.nonzero(image[block, 0] == words[:, 0])[0]
+        return {int(frame): int(block[frame]) for frame in maybe if np.array_equal(words[frame], image[block[frame]])}
+
+    def flip_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
+        """Flip a bit in each of `count` frames; gives those."""
+        frames = rng.sample(sorted(cached), min(count, len(cached)))
+        for frame in frames:
+            self.flip(frame * PAGE + rng.randrange(PAGE), rng.randrange(8))
+        return frames
+
+    def overrun_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[list[int]]:
+        """A copy into a page-cache frame goes on for one byte to four pages; gives the frames behind, by copy."""
+        done = []
+        for frame in rng.sample(sorted(cached), min(count, len(cached))):
+            data = rng.randbytes(rng.randint(1, 4 * PAGE))
+            self.write((frame + 1) * PAGE, data)
+            done.append([frame + 1 + n for n in range((len(data) + PAGE - 1) // PAGE)])
+        return done
+
+    def flip_stacks(self, stacks: str, count: int, rng: random.Random) -> int:
+        """Flip bits in used kernel stacks. `stacks`: as the guest's module lists them."""
+        by_task: dict[str, list[tuple[int, int]]] = {}
+        for line in stacks.splitlines():
+            task, start, length = line.split()
+            by_task.setdefault(task, []).append((int(start, 16), int(length, 16)))
+        for _ in range(count if by_task else 0):
+            parts = by_task[rng.choice(list(by_task))]
+            at = rng.randrange(sum(length for _, length in parts))
+            for start, length in parts:
+                if at < length:
+                    self.flip(start + at, rng.randrange(8))
+                    break
+                at -= length
+        return count if by_task else 0
+
+    def give_to_card(self, queue: dict[str, Any], cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
+        """Let buffers of the driver lie in page-cache frames: the card writes packets there; gives the frames.
+
+        `queue`: the receive queue, as QMP `x-query-virtio-queue-status` describes it (split ring).
+        """
+        size, next_one = int(queue["vring-num"]), int(queue["last-avail-idx"])
+        descriptors, ring = int(queue["vring-desc"]), int(queue["vring-avail"])
+        (end,) = struct.unpack("<H", self.read(ring + 2, 2))
+        frames = sorted(cached)
+        done: list[int] = []
+        for index in range(next_one + _AHEAD, next_one + ((end - next_one) & 0xFFFF)):
+            if len(done) == count or not frames:
+                break
+            (head,) = struct.unpack("<H", self.read(ring + 4 + 2 * (index % size), 2))
+            at = descriptors + 16 * (head % size)
+            _, length, flags, _ = struct.unpack("<QIHH", self.read(at, 16))
+            if flags & _WRITABLE and length <= PAGE:
+                frame = frames.pop(rng.randrange(len(frames)))
+                self.write(at, struct.pack("<Q", frame * PAGE))
+                done.append(frame)
+        return done
+
+    def close(self) -> None:
+        """Let go of it."""
+        del self._bytes

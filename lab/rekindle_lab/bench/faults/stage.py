@@ -1,0 +1,313 @@
+"""The stage of this topic: guests with a disk of Rekindle's, that are looked at and damaged from outside."""
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle_lab import guests, netns
+from rekindle_lab.bench import stage as bench
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.guests import Guest, Image
+from rekindle_lab.qmp import Qmp
+from rekindle_lab.rekindle import Rekindle, RekindleError
+
+from .code import KERNEL_BASE, Code
+from .plan import BLOCKS, MEMORY_MIB
+
+PORT = 7002
+READY_S = 120.0
+SHUTDOWN_S = 4
+ROW_BYTES = 4096
+_COMPLAINT = re.compile(r"BUG:|Oops|general protection|invalid opcode|WARNING:|Kernel panic|stack segment|double fault")
+
+
+class Gone(Exception):  # noqa: N818
+    """The guest does not answer."""
+
+
+@dataclass(frozen=True)
+class FaultGuest(Guest):
+    """The guest: image `micro-faults`, one disk."""
+
+    @property
+    def disk(self) -> Path:
+        """Its disk."""
+        return self.disk_dir / f"{self.name}.raw"
+
+    def definition(self, qemu: str) -> str:
+        """Its VM definition."""
+        append = f"console=ttyS0 quiet nokaslr rekindle.ip={self.address}/24 rekindle.tick=0"
+        return "\n".join(
+            [
+                f"name = {json.dumps(self.name)}",
+                f'memory = "{self.memory_mib}M"',
+                f"qemu = {json.dumps(qemu)}",
+                f"save_dir = {json.dumps(str(self.disk_dir))}",
+                f'shutdown_timeout = "{SHUTDOWN_S}s"',
+                "",
+                "[ram]",
+                f"dir = {json.dumps(str(self.ram_dir))}",
+                "",
+                "[boot]",
+                f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}",
+                f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}",
+                f"append = {json.dumps(append)}",
+                "",
+                "[[disk]]",
+                f"path = {json.dumps(str(self.disk))}",
+                "server = true",
+                "",
+                "[[net]]",
+                'kind = "tap"',
+                f"netns = {json.dumps(self.netns)}",
+                f"address = {json.dumps(self.host_address)}",
+                "",
+            ]
+        )
+
+    def write(self, folder: Path, qemu: str) -> Path:
+        """Write the definition, and a disk whose blocks are all different."""
+        self.disk.write_bytes(os.urandom(BLOCKS * ROW_BYTES))
+        path = folder / f"{self.name}.toml"
+        path.write_text(self.definition(qemu))
+        return path
+
+
+@dataclass
+class Subject:
+    """A VM that is up, and how it is looked at."""
+
+    guest: FaultGuest
+    rekindle: Rekindle
+
+    def connect(self, patience_s: float) -> socket.socket:
+        """To the experiment's program in it."""
+        address = (self.guest.address, PORT)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return netns.inside(self.guest.netns, lambda: socket.create_connection(address, timeout=0.5))
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise Gone(f"port {PORT} does not answer within {patience_s:g} s: {error}") from error
+                time.sleep(0.02)
+
+    def ask(self, line: str, patience_s: float = 10.0) -> str:
+        """Send a line and give the answer. Raises `Gone`, also for an answer that is cut off."""
+        try:
+            with self.connect(patience_s) as connection:
+                connection.settimeout(patience_s)
+                connection.sendall(line.encode() + b"\n")
+                answer = b""
+                while not answer.endswith(b"\n"):
+                    data = connection.recv(4096)
+                    if not data:
+                        raise Gone(f"`{line[:40]}`: no answer")
+                    answer += data
+        except OSError as error:
+            raise Gone(f"`{line[:40]}`: {error}") from error
+        return answer.decode(errors="replace").strip()
+
+    def receive(self, line: str, length: int | None, patience_s: float = 60.0) -> bytes:
+        """Send a line and give the `length` bytes, or all, that come for it."""
+        try:
+            with self.connect(patience_s) as connection:
+                connection.settimeout(patience_s)
+                connection.sendall(line.encode() + b"\n")
+                if length is None:
+                    connection.shutdown(socket.SHUT_WR)
+                parts, left = [], length if length is not None else 1 << 30
+                while left:
+                    data = connection.recv(min(left, 1 << 20))
+                    if not data:
+                        break
+                    parts.append(data)
+                    left -= len(data)
+        except OSError as error:
+            raise Gone(f"`{line[:40]}`: {error}") from error
+        if length is not None and left:
+            raise Gone(f"`{line[:40]}`: {left} of {length} bytes did not come")
+        return b"".join(parts)
+
+    def progress(self, patience_s: float) -> list[int]:
+        """Blocks that its load has read and written, and packets sent."""
+        return [int(word) for word in self.ask("progress", patience_s).split()[1:]]
+
+    def state(self) -> dict[str, Any]:
+        """What Rekindle has written down of it; it is renamed into place, so always whole."""
+        return json.loads((self.rekindle.run_dir / self.guest.name / "state.json").read_text())
+
+    def generation(self) -> int:
+        """Which QEMU it is the guest's."""
+        return int(self.state()["generation"])
+
+    def qemu_alive(self) -> bool:
+        """Whether that QEMU is there."""
+        vmm = self.state()["vmm"]
+        try:
+            return vmm is not None and Path(f"/proc/{vmm['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    def busy(self) -> bool:
+        """Whether an operation on it is in hand."""
+        return (self.rekindle.run_dir / self.guest.name / "operation.json").exists()
+
+    def ram_file(self) -> Path:
+        """The file that is its RAM."""
+        return Path(self.state()["hardware"]["ram"]["path"])
+
+    def wait_ready(self) -> None:
+        """Wait until it answers."""
+        answer = self.ask("progress", READY_S)
+        if not answer.startswith("ok"):
+            raise RekindleError(f"{self.guest.name}: {answer}")
+
+    def status(self) -> dict[str, Any]:
+        """What the server of its disk tells."""
+        return self.rekindle.call("disk", "status", str(self.rekindle.run_dir / self.guest.name / "disk-disk0.control"))
+
+    def console(self) -> str:
+        """What it has said on its console so far."""
+        path = self.rekindle.run_dir / self.guest.name / "console.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def image(self) -> np.ndarray:
+        """The disk, read past the host's page cache: a row for each block."""
+        length = BLOCKS * ROW_BYTES
+        with contextlib.closing(mmap.mmap(-1, length)) as buffer:
+            disk = os.open(self.guest.disk, os.O_RDONLY | os.O_DIRECT)
+            try:
+                done = 0
+                while done < length:
+                    got = os.preadv(disk, [memoryview(buffer)[done:]], done)
+                    if got <= 0:
+                        raise RekindleError(f"{self.guest.disk}: ends at {done} of {length} bytes")
+                    done += got
+            finally:
+                os.close(disk)
+            return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
+
+    def seen(self) -> np.ndarray:
+        """The disk as the guest reads it, through its page cache: a row for each block."""
+        data = self.receive(f"send vda 0 {BLOCKS}", BLOCKS * ROW_BYTES)
+        return np.frombuffer(data, dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
+
+    def receive_queue(self) -> dict[str, Any]:
+        """Where its network card's queue for receiving is, as QEMU knows it."""
+        directory = Path(self.state()["vmm"]["directory"])
+        with Qmp(directory / "qmp.sock", timeout=10.0) as qmp:
+            cards = [device for device in qmp.execute("x-query-virtio") if device["name"] == "virtio-net"]
+            if not cards:
+                raise RekindleError(f"{self.guest.name}: no virtio-net device")
+            path = cards[0]["path"]
+            return qmp.execute("x-query-virtio-queue-status", {"path": path, "queue": 0})
+
+    @contextmanager
+    def traffic(self) -> Iterator[None]:
+        """While the body runs, data goes to the guest's echo port and back, as long as it takes that."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.is_set():
+                try:
+                    with netns.connect(self.guest.netns, self.guest.address, 7, 0.1) as connection:
+                        connection.settimeout(0.5)
+                        while not ended.is_set():
+                            connection.sendall(bytes(1024))
+                            connection.recv(65536)
+                            ended.wait(0.005)
+                except OSError:
+                    ended.wait(0.1)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def complaints(text: str) -> bool:
+    """Whether a kernel complained."""
+    return bool(_COMPLAINT.search(text))
+
+
+@dataclass
+class Stage(bench.Stage):
+    """Everything that cases share."""
+
+    unchecked: Rekindle
+    """The binary without the check of digests, in a run directory of its own."""
+    done: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Runs that were done before, by type and whether they were checked."""
+    code: Code | None = None
+    _once: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault_image(self) -> Image:
+        """The guest's image, built if need be."""
+        if "micro-faults" not in self.images:
+            built = subprocess.run([self.root / "guest/faults/build"], stdout=subprocess.PIPE, text=True, check=True)
+            self.images["micro-faults"] = guests.Image("micro-faults", Path(built.stdout.strip().splitlines()[-1]))
+        return self.images["micro-faults"]
+
+    @contextmanager
+    def subject(self, index: int, checked: int) -> Iterator[Subject]:
+        """A guest that is up."""
+        rekindle = self.rekindle if checked else self.unchecked
+        name = f"fault{index}{'c' if checked else 'u'}"
+        image = self.fault_image()
+        number = 2 * index + checked
+        guest = FaultGuest(name, image, MEMORY_MIB, number, None, self.netns, self.ram_dir, self.disk_dir)
+        definition = guest.write(self.work, self.qemu)
+        subject = Subject(guest, rekindle)
+        try:
+            rekindle.run(definition)
+            subject.wait_ready()
+            self._learn(subject)
+            yield subject
+        finally:
+            try:
+                rekindle.stop(name)
+            except RekindleError as error:
+                if "there is no VM" not in str(error):
+                    self.say(f"{name} is perhaps still running: {error}")
+            guest.disk.unlink(missing_ok=True)
+
+    def _learn(self, subject: Subject) -> None:
+        """The kernel's code, read once: it is the same in each guest."""
+        from .ram import Ram
+
+        with self._once:
+            if self.code is None:
+                symbols, start, end = Code.span(subject.receive("cat /proc/kallsyms", None).decode())
+                ram = Ram(subject.ram_file())
+                self.code = Code(symbols, ram.read(start - KERNEL_BASE, end - start), start)
+                ram.close()
+
+
+@contextmanager
+def stage(
+    root: Path, binary: Path, unchecked: Path, qemu: str, rows: RowFile, disk: Path, done: dict[tuple[str, int], int]
+) -> Iterator[Stage]:
+    """Set the stage. `disk`: a folder on a real disk."""
+    with ExitStack() as stack:
+        at = stack.enter_context(bench.folders(disk))
+        name = stack.enter_context(netns.namespace(f"rkf{os.getpid()}"))
+        ours = Rekindle(binary, at.work / "run")
+        other = Rekindle(unchecked, at.work / "unchecked")
+        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, other, done)

@@ -1,0 +1,64 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from rekindle_lab.bench import run
+from rekindle_lab.bench.report import Report
+
+from . import analysis, plots, rows
+from .cases import CASES
+from .plan import FULL, QUICK, left_out
+from .stage import stage
+
+TOPIC = "faults"
+
+
+def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
+    """Run the case and write the raw files into `out`; gives the file of rows.
+
+    `RESUME=1` in the environment goes on with the rows that are there. `REKINDLE_UNCHECKED`: a binary with the feature
+    `unchecked-attic`; one is built where none is given.
+    """
+    plan = QUICK if quick else FULL
+    raw = out / run.raw_name(TOPIC)
+    resumed = bool(os.environ.get("RESUME")) and raw.exists()
+    done: dict[tuple[str, int], int] = {}
+    if resumed:
+        for (kind, checked), group in rows.read(raw).groupby(["kind", "checked"]):
+            done[kind, int(checked)] = len(group)
+    unchecked = build_unchecked(root)
+    with (
+        run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan), append=resumed) as here,
+        stage(root, binary, unchecked, qemu, here.rows, run.cache(), done) as here.stage,
+    ):
+        here.stage.fault_image()
+        here.stage.run(CASES, plan, only)
+    return here.rows.path
+
+
+def build_unchecked(root: Path) -> Path:
+    """A binary that does not check digests, in a target directory of its own."""
+    given = os.environ.get("REKINDLE_UNCHECKED")
+    if given:
+        return Path(given)
+    target = root / "target" / "unchecked"
+    command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "rekindle"]
+    command += ["--features", "unchecked-attic", "--target-dir", str(target)]
+    subprocess.run(command, cwd=root, check=True)
+    return target / "release" / "rekindle"
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out)
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    tables = {
+        "With the check: what became of the guest, and of its blocks": analysis.by_kind(frame, 1),
+        "Without the check (feature `unchecked-attic`)": analysis.by_kind(frame, 0),
+        "By outcome, with the check": analysis.by_outcome(frame, 1),
+        "By outcome, without the check": analysis.by_outcome(frame, 0),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)
