@@ -13,12 +13,14 @@ use crate::engine::Handle;
 use crate::engine::command::{Command, Refused, Status};
 use crate::limit::Limits;
 use crate::memory::Span;
+use crate::redo::keeper::Keeper;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -55,24 +57,51 @@ pub enum Ask {
     /// The pages that were written since they were last asked for, by the QEMU's addresses. Refused where not all were noted: the QEMU
     /// is another one.
     Collect {},
+    /// A restore has brought all of the guest's memory: nothing of it is missing any more.
+    Filled {},
+    /// What is written from here on goes to a redo log; the answer is the disk's identity, and the epoch of what is written now.
+    EpochBegin {},
+    /// Later writes are of the next epoch; the answer is the disk's identity, and the epoch that the disk is as of now.
+    EpochMark {},
+    /// Make an epoch durable.
+    EpochSeal {
+        /// Which.
+        epoch: u64,
+    },
+    /// A checkpoint with this epoch counts.
+    EpochCommitted {
+        /// Which.
+        epoch: u64,
+    },
+    /// Merge the log, which then goes. Answered at once.
+    EpochEnd {},
     /// End.
     End {},
 }
 
 /// Answer one question.
-pub(crate) fn answer(engine: &Handle, line: &str) -> Value {
+pub(crate) fn answer(engine: &Handle, keeper: &Arc<Keeper>, line: &str) -> Value {
     let asked: Ask = match serde_json::from_str(line) {
         Ok(asked) => asked,
         Err(e) => return json!({ "error": format!("not a question to a disk: {e}") }),
     };
     let answered = match asked {
-        Ask::Status {} => value(engine.ask(Command::Status)),
+        Ask::Status {} => value(engine.ask(Command::Status).map(|mut status| {
+            status.redo.iter_mut().for_each(|told| keeper.tell(told));
+            status
+        })),
         Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
         Ask::Resize {} => value(engine.ask(Command::Measure)),
         Ask::Keep {} => value(engine.ask(Command::Keep)),
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
+        Ask::Filled {} => value(engine.ask(Command::Filled)),
+        Ask::EpochBegin {} => value(keeper.begin(engine)),
+        Ask::EpochMark {} => value(keeper.mark(engine)),
+        Ask::EpochSeal { epoch } => value(keeper.seal(engine, epoch)),
+        Ask::EpochCommitted { epoch } => value(keeper.committed(engine, epoch)),
+        Ask::EpochEnd {} => value(keeper.end(engine)),
         Ask::End {} => value(engine.ask(Command::End)),
     };
     match answered {
@@ -86,7 +115,7 @@ fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
 }
 
 /// Answer all questions of one connection.
-pub(crate) fn serve(engine: &Handle, stream: &UnixStream) -> io::Result<()> {
+pub(crate) fn serve(engine: &Handle, keeper: &Arc<Keeper>, stream: &UnixStream) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = String::new();
@@ -94,7 +123,7 @@ pub(crate) fn serve(engine: &Handle, stream: &UnixStream) -> io::Result<()> {
         if read == 0 {
             return Ok(());
         }
-        let mut answer = serde_json::to_vec(&answer(engine, &line))?;
+        let mut answer = serde_json::to_vec(&answer(engine, keeper, &line))?;
         answer.push(b'\n');
         (&*stream).write_all(&answer)?;
     }
@@ -197,6 +226,26 @@ impl Control {
             }
             thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Merge the log of the disk and wait until it has gone. One that there is not has gone.
+    ///
+    /// # Errors
+    /// [`ControlError`]; that it has not gone after `patience`, too.
+    pub fn end_epochs(&mut self, patience: Duration) -> Result<(), ControlError> {
+        let deadline = Instant::now() + patience;
+        self.ask::<()>(&Ask::EpochEnd {})?;
+        while let Some(told) = self.status()?.redo {
+            if let Some(why) = told.failed {
+                return Err(ControlError::Refused { path: self.path.clone(), why });
+            }
+            if Instant::now() > deadline {
+                let why = "its redo log is being merged still".into();
+                return Err(ControlError::Refused { path: self.path.clone(), why });
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// The pages that it has written since they were last asked for.

@@ -1,8 +1,14 @@
-//! What a guest may ask for, out of any bytes: the target in `fuzz/`, and the test below, which does the same on every build
-//! with a fixed budget.
+//! What a guest may ask for, and what a segment of a redo log may hold, out of any bytes: the targets in `fuzz/`, and the tests below,
+//! which do the same on every build with a fixed budget.
 
 use crate::chain::walk;
+use crate::redo::files::LogFile;
+use crate::redo::format::PAGE;
+use crate::redo::recover::scan;
 use crate::request::{Disk, Kind, parse};
+use std::io;
+use std::sync::Arc;
+use uuid::Uuid;
 
 const DISK: Disk = Disk { capacity: 1 << 30, readonly: false };
 /// Descriptors of the queue.
@@ -36,9 +42,94 @@ pub fn request(bytes: &[u8]) {
     }
 }
 
+/// Of the segment that is read.
+const EPOCH: u64 = 3;
+
+/// A segment that is in memory.
+#[derive(Debug, Clone)]
+struct Bytes(Arc<Vec<u8>>);
+
+impl LogFile for Bytes {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        let rest = usize::try_from(offset).ok().and_then(|offset| self.0.get(offset..)).unwrap_or_default();
+        let len = rest.len().min(into.len());
+        into.iter_mut().zip(rest).for_each(|(place, byte)| *place = *byte);
+        Ok(len)
+    }
+
+    fn write_at(&self, _bytes: &[u8], _offset: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn zero(&self, _offset: u64, _len: u64, _hole: bool) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn reserve(&self, _len: u64) {}
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.0.len() as u64)
+    }
+}
+
+/// Read a segment with these bytes.
+///
+/// # Panics
+/// When an entry leads beyond it, lies over another one or makes no sense: a bug.
+pub fn segment(bytes: &[u8]) {
+    let file = Bytes(Arc::new(bytes.to_vec()));
+    let Ok(Some((_, end, mut entries))) = scan(&file, EPOCH, Uuid::nil()) else { return };
+    entries.sort_by_key(|entry| entry.offset);
+    let mut free = PAGE;
+    for entry in &entries {
+        assert!(entry.offset >= free && entry.offset.is_multiple_of(PAGE), "{entry:?} lies over the one before");
+        assert!(entry.bytes > 0 && entry.at.checked_add(entry.bytes).is_some(), "{entry:?} is nowhere");
+        free = entry.offset + entry.length();
+    }
+    assert!(free <= end, "the next entry would lie over the last one");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::redo::format::{Head, Header, What, sum, write_head, write_header};
+
+    /// A segment of three entries.
+    fn log() -> Vec<u8> {
+        let nonce = 77;
+        let mut bytes = write_head(&Head { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
+        for (sequence, at, length, what) in
+            [(1, 0, 4096, What::Data), (2, 512, 1 << 20, What::Hole), (3, 0, 512, What::Data)]
+        {
+            let data = if what == What::Data { vec![sequence as u8; length as usize] } else { Vec::new() };
+            let header = Header { sequence, at, bytes: length, what, data: sum(&data) };
+            bytes.extend(write_header(&header, nonce, bytes.len() as u64));
+            bytes.extend(data);
+            bytes.resize(bytes.len().next_multiple_of(PAGE as usize), 0);
+        }
+        bytes
+    }
+
+    #[test]
+    fn no_bytes_make_a_segment_lead_beyond_itself() {
+        let whole = log();
+        let found = |bytes: &[u8]| scan(&Bytes(Arc::new(bytes.to_vec())), EPOCH, Uuid::nil()).ok().flatten();
+        assert_eq!(found(&whole).map(|(_, _, entries)| entries.len()), Some(3));
+        let mut random = fastrand::Rng::with_seed(1);
+        for _ in 0..3000 {
+            let mut bytes = whole.clone();
+            for _ in 0..random.usize(1..6) {
+                let at = random.usize(..5) * PAGE as usize + random.usize(..128);
+                bytes[at] = [0, 1, 0x7f, 0xff, random.u8(..)][random.usize(..5)];
+            }
+            bytes.truncate(random.usize(..bytes.len() + 1));
+            segment(&bytes);
+        }
+    }
 
     /// A guest that has put a valid request: header at 1024, data at 2048, status at 1040.
     fn seed(kind: u32, sector: u64) -> Vec<u8> {

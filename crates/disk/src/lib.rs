@@ -11,9 +11,11 @@
 //! | [`config`] | what a guest is told of its disk |
 //! | [`image`] | the raw file or block device |
 //! | [`memory`] | the guest's memory, mapped; which pages are written through it |
+//! | [`missing`] | pages of it that a restore still brings |
 //! | [`inflight`] | requests under way, in memory that outlives this process |
 //! | [`limit`] | the rates that a disk is held to |
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
+//! | [`redo`] | the log of a protected VM's disk: epochs |
 //! | [`attic`] | the memory of the guest's former life, as a cache |
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
@@ -31,6 +33,8 @@ pub mod inflight;
 pub mod limit;
 pub mod map;
 pub mod memory;
+pub mod missing;
+pub mod redo;
 pub mod request;
 pub mod server;
 pub mod session;

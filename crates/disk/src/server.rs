@@ -6,13 +6,16 @@ use crate::control;
 use crate::engine::command::{Command, Session};
 use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
-use crate::session::Frontend;
+use crate::redo::error::RedoError;
+use crate::redo::keeper::{self, Place};
+use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -23,6 +26,9 @@ pub enum ServeError {
     /// The image.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// Its redo log.
+    #[error(transparent)]
+    Redo(#[from] RedoError),
     /// Somebody listens there already.
     #[error("{}: another server listens there", path.display())]
     Busy {
@@ -60,6 +66,8 @@ pub struct Service {
     pub socket: PathBuf,
     /// The socket for everybody else.
     pub control: PathBuf,
+    /// Its redo log.
+    pub redo: Place,
     /// What it is served with.
     pub settings: Settings,
 }
@@ -73,7 +81,7 @@ pub struct Service {
 /// # Errors
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, how, socket, control, settings } = service;
+    let Service { image: path, how, socket, control, redo, settings } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: {} is served with blocks that nobody checks; its guest's data is damaged",
@@ -82,18 +90,26 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     }
     // Locked: of two servers only one comes to its sockets.
     let image = Image::open(&path, how)?;
+    let filling = Arc::clone(&settings.filling);
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
-    let (engine, thread) = engine::start(image, settings).map_err(failed)?;
-    accept(guests, &engine, move |engine, number, stream| serve_front(engine, Session(number), shape, stream));
-    accept(asked, &engine, |engine, _, stream| {
-        if let Err(e) = control::serve(&engine, &stream) {
+    let mut redo = keeper::open(&image, redo)?;
+    let logged = redo.logged.take();
+    let (engine, thread) = engine::start(image, settings, logged).map_err(failed)?;
+    let keeper = redo.start(&engine);
+    accept(guests, &engine, move |engine, number, stream| {
+        serve_front(engine, Session(number), shape, &filling, stream);
+    });
+    let kept = Arc::clone(&keeper);
+    accept(asked, &engine, move |engine, _, stream| {
+        if let Err(e) = control::serve(&engine, &kept, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });
     ready();
     let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    keeper.release();
     for socket in [&socket, &control] {
         let _ = fs::remove_file(socket);
     }
@@ -134,10 +150,15 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 }
 
 /// Speak vhost-user with one front end until it goes.
-fn serve_front(engine: Handle, session: Session, shape: Shape, stream: UnixStream) {
+fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
     engine.tell(Command::Join(session, process));
-    let frontend = Arc::new(Mutex::new(Frontend::new(engine.clone(), session, shape)));
+    let frontend = Arc::new(Mutex::new(Frontend::new(
+        engine.clone(),
+        session,
+        shape,
+        Filling { is: Arc::clone(filling), process },
+    )));
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         if let Err(e) = handler.handle_request() {

@@ -5,6 +5,8 @@
 mod common;
 
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, service, wait_for};
+use rekindle_disk::control::Ask as Control;
+use rekindle_disk::redo::keeper::At;
 use rekindle_disk::server::serve;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -30,7 +32,20 @@ fn start(directory: &Path) -> Child {
 
 #[test]
 fn no_request_is_lost_and_none_ends_twice() {
+    rounds(false);
+}
+
+#[test]
+fn none_is_lost_either_that_is_in_a_log_only() {
+    rounds(true);
+}
+
+fn rounds(with_log: bool) {
     let mut disk = Disk::new(BLOCKS);
+    if with_log {
+        // Those that come honour it.
+        disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+    }
     disk.end();
     let directory = disk.directory.path().to_owned();
     let mut child = start(&directory);
@@ -85,7 +100,8 @@ fn no_request_is_lost_and_none_ends_twice() {
             }
         }
         for block in 0..BLOCKS {
-            assert!(disk.block(block) == content(block, versions[block as usize]), "block {block} in round {round}");
+            let found = if with_log { guest.read(block, FIRST + 2000) } else { disk.block(block) };
+            assert!(found == content(block, versions[block as usize]), "block {block} in round {round}");
         }
     }
     assert!(again > 30, "it was hardly ever killed with requests under way: {again}");

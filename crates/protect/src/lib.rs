@@ -12,6 +12,7 @@
 //!
 //! `docs/protect.md` has the sequences and the argument.
 
+mod epochs;
 pub mod event;
 mod filling;
 mod first;

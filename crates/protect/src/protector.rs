@@ -80,9 +80,9 @@ pub enum ProtectError {
     },
     /// It writes disks.
     #[error(
-        "{name} writes to {disk}, whose content will not belong to its memory after a restore: make it read-only, snapshot it \
-         with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory does no harm, say \
-         --disk crash-consistent"
+        "{name} writes to {disk}, whose content will not belong to its memory after a restore: let Rekindle serve it (server = \
+         true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory \
+         does no harm, say --disk crash-consistent"
     )]
     Disk {
         /// The VM.
@@ -395,6 +395,10 @@ impl Loop<'_> {
                 tell(&Event::Waiting { state: format!("somebody has stopped the guest ({state})") });
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))
             }
+            SessionError::Epoch(e) if !e.is_gone() && target.vmm().is_alive() => {
+                tell(&Event::Waiting { state: chain(&e) });
+                Ok(Next::Wait(self.settings.every.max(AGAIN)))
+            }
             e @ SessionError::Filling { .. } if target.vmm().is_alive() => {
                 tell(&Event::Waiting { state: e.to_string() });
                 Ok(Next::Wait(AGAIN))
@@ -419,7 +423,7 @@ impl Loop<'_> {
                     Ok(now) => {
                         *failures += 1;
                         // It may be one that has died: QEMU goes on with the next one.
-                        if matches!(error, SessionError::Served(_))
+                        if matches!(error, SessionError::Served(_) | SessionError::Epoch(_))
                             && let Err(e) = disks::start(target.rundir(), &target.state().hardware)
                         {
                             return Err(ProtectError::session(target.name(), e));

@@ -5,6 +5,7 @@ mod plan;
 mod served;
 mod take;
 
+use crate::epochs::{self, EpochError, Epochs};
 use crate::event::Done;
 use crate::filling::Held;
 use crate::first;
@@ -64,6 +65,9 @@ pub(crate) enum SessionError {
     Filling { why: String },
     #[error(transparent)]
     Fill(#[from] FillError),
+    /// A disk that has a server did not do as it was asked.
+    #[error(transparent)]
+    Epoch(#[from] EpochError),
     /// A disk's server does not tell what it has written.
     #[error("what the server of a disk has written to the guest's memory is not known")]
     Served(#[from] ControlError),
@@ -114,6 +118,7 @@ pub(crate) struct Session {
     policy: Policy,
     /// The owner's command that snapshots disks.
     hook: Option<String>,
+    epochs: Epochs,
     monitors: Monitors,
     ram: Arc<GuestRam>,
     tracking: Tracking,
@@ -195,6 +200,7 @@ impl Session {
             (_, false) => Dirty::everything(&ram)?,
         };
         Ok(Self {
+            epochs: Epochs::of(&target),
             target,
             policy,
             hook,
@@ -267,6 +273,7 @@ impl Session {
         if let Some(change) = changes.first() {
             return Err(SessionError::Reshaped(format!("{change:?}")));
         }
+        self.epochs.begin()?;
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
@@ -278,20 +285,23 @@ impl Session {
                 return Err(e);
             }
         };
-        let Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
+        let Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
         if let Some((adopted, facts)) = &self.foreign
             && foreign::facts(adopted, self.monitors.control())? != *facts
         {
             // It could not be restored: devices or disks are not those of the command line any more.
             return Err(SessionError::Reshaped("devices or disks have come, gone or changed".into()));
         }
+        self.epochs.seal(&disks)?;
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
         let metadata = json!({
             "policy": self.policy, "stopped_us": paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
             "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (first::KEY): self.first.0,
+            (epochs::KEY): disks,
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let (now, took) = (host_us(), began.elapsed());
+        self.epochs.committed(&disks);
         self.first.1 -= 1;
         if self.first.1 == 0 {
             self.first = (first::of(self.monitors.control(), &self.ram), LOOK);

@@ -24,7 +24,8 @@ Exit status: 0 done; 1 failed, and the guest is as it was; 2 wrong usage; 3 fail
 pub enum Command {
     /// Start a VM from its definition.
     ///
-    /// Needs: the files that the definition names; room for its RAM; root for taps.
+    /// Needs: the files that the definition names; room for its RAM; root for taps; where a failure has left a disk with a redo log,
+    /// --newest-disk (or rekindle restore).
     /// On success: the guest boots in a QEMU that does not depend on this command.
     /// On failure: nothing is left behind.
     Run(Run),
@@ -183,6 +184,12 @@ pub enum Disk {
     Keep(DiskAt),
     /// Use the former guest's memory no more, and give it back.
     Drop(DiskAt),
+    /// Merge the redo log of a disk into its image.
+    ///
+    /// Needs: the control socket of the disk's server, or the image, which nobody has open then.
+    /// On success: the image is the newest disk, and has no log; the disk of no checkpoint is to be had any more.
+    /// On failure: exit status 1; the log is still there, and can be merged again.
+    Merge(DiskMerge),
     /// End a server.
     End(DiskAt),
 }
@@ -212,8 +219,36 @@ pub struct DiskServe {
     /// Do not remember where blocks are: a reboot finds a cold cache.
     #[arg(long)]
     pub no_map: bool,
+    /// A restore still brings the guest's memory: wait for pages that are missing.
+    #[arg(long, hide = true)]
+    pub filling: bool,
     #[command(flatten)]
     pub rate: DiskRate,
+    /// The directory of its redo log [default: IMAGE.redo; a block device has none].
+    #[arg(long, value_name = "DIR")]
+    pub redo: Option<PathBuf>,
+    /// Bytes that its redo log may take [default: a quarter of the disk, at least 4G].
+    #[arg(long, value_name = "BYTES")]
+    pub redo_limit: Option<Bytes>,
+    /// Serve the disk of a checkpoint: of its redo log only what was written up to this epoch. The rest is given up when the guest writes.
+    #[arg(long, value_name = "N", requires = "disk_id")]
+    pub epoch: Option<u64>,
+    /// The identity that the disk must have.
+    #[arg(long, value_name = "UUID", requires = "epoch")]
+    pub disk_id: Option<uuid::Uuid>,
+}
+
+#[derive(Debug, Args)]
+pub struct DiskMerge {
+    /// The image, or the control socket of its server.
+    #[arg(value_name = "IMAGE|CONTROL")]
+    pub image: PathBuf,
+    /// The directory of its redo log [default: IMAGE.redo].
+    #[arg(long, value_name = "DIR")]
+    pub redo: Option<PathBuf>,
+    /// Through the host's page cache.
+    #[arg(long)]
+    pub buffered: bool,
 }
 
 #[derive(Debug, Args)]
@@ -323,6 +358,9 @@ pub struct Run {
     /// The QEMU to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// A failure has left disks with a redo log: start from the newest ones. The disks of the last checkpoint are given up.
+    #[arg(long)]
+    pub newest_disk: bool,
 }
 
 #[derive(Debug, Args)]

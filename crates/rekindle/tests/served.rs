@@ -86,9 +86,7 @@ fn what_would_miss_its_writes_is_refused() {
     let guest = lab.vm("refused").section(&section(&path, "")).boot(&[]);
     let store = store(&lab, "refused");
     let store = store.to_str().unwrap();
-    let refused = lab.rekindle(["protect", "refused", "--store", store]);
-    refused.status(1).says(&[path.to_str().unwrap(), "--disk crash-consistent"]);
-    let all = ["protect", "refused", "--store", store, "--disk", "crash-consistent", "--policy", "cow"];
+    let all = ["protect", "refused", "--store", store, "--policy", "cow"];
     lab.rekindle(all).status(1).says(&["the server of disk0", "--policy precopy or basic"]);
     guest.assert_sound();
 }

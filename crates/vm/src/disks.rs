@@ -6,10 +6,13 @@
 use crate::rundir::RunDir;
 use rekindle_disk::block::BLOCK;
 use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -24,6 +27,9 @@ const START: Duration = Duration::from_secs(30);
 const END: Duration = Duration::from_secs(10);
 /// How long one may take to see that its QEMU has gone.
 const GONE: Duration = Duration::from_secs(10);
+
+/// How long one may take to merge a log: as long as it is, and its guest has ended.
+const MERGE: Duration = Duration::from_secs(600);
 
 /// Why a disk has no server.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +51,15 @@ pub enum DisksError {
         id: String,
         /// The process.
         pid: u32,
+    },
+    /// Its redo log cannot be read or merged.
+    #[error("disk {id}")]
+    Redo {
+        /// The disk.
+        id: String,
+        /// Why.
+        #[source]
+        source: MergeError,
     },
     /// The system refuses.
     #[error("disk {id}: {doing}")]
@@ -92,6 +107,9 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
     Control::connect(&control(rundir, id)).and_then(|mut control| control.status()).is_ok()
 }
 
+/// The epochs that disks are wanted at, by their ids; the others are wanted as they are.
+pub type Epochs = BTreeMap<String, At>;
+
 /// Have a server for each disk that is to have one; those that are there stay.
 ///
 /// *On success:* a QEMU can connect to each of them; gives how many were started.
@@ -99,16 +117,24 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
 /// # Errors
 /// [`DisksError`]; those that were started run on, until [`end`].
 pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
+    start_at(rundir, hardware, &Epochs::new())
+}
+
+/// The same, with the disks of a checkpoint. None of them may have a server.
+///
+/// # Errors
+/// [`DisksError`]; a disk that is newer than its epoch, or another one, has no server, which says so.
+pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
-        started.push((disk, spawn(rundir, disk, hardware.vcpus)?));
+        started.push((disk, spawn(rundir, disk, hardware.vcpus, epochs.get(&disk.id))?));
     }
     let count = started.len();
     started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
     Ok(count)
 }
 
-fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Child, DisksError> {
+fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>) -> Result<Child, DisksError> {
     let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
     let mut options = OpenOptions::new();
     let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
@@ -133,6 +159,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Child, DisksError> 
     }
     if let Some(serial) = &disk.serial {
         command.arg(format!("--serial={serial}"));
+    }
+    if let Some(At { disk, epoch }) = at {
+        command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
     }
     detach(&mut command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
 }
@@ -188,6 +217,53 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
         Ok(())
     } else {
         Err(DisksError::Stuck { id: id.into(), pid: server.pid })
+    }
+}
+
+/// What speaks against giving a VM its disks, in words: a disk with a redo log that QEMU itself would not see. With `choose` also one
+/// whose log a failure has left, since there are two disks then, and the owner has to say which.
+#[must_use]
+pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
+    let problem = |disk: &Disk| {
+        let image = disk.path.display();
+        match left::look(&left::beside(&disk.path)) {
+            Ok(Some(left)) if left.writes > 0 && !disk.server => Some(format!(
+                "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
+                 rekindle disk merge {image}",
+                disk.id, left.writes
+            )),
+            Ok(Some(left)) if left.writes > 0 && choose => Some(format!(
+                "disk {}: {image} was left in use, with a redo log: go on from the last checkpoint (rekindle restore), or \
+                 start from the newest disk, which gives the checkpoint's up (rekindle run --newest-disk)",
+                disk.id
+            )),
+            Ok(_) => None,
+            Err(e) => Some(format!("disk {}: {e}", disk.id)),
+        }
+    };
+    hardware.disks.iter().filter_map(problem).collect()
+}
+
+/// Merge what is left of the redo logs of a VM's disks, none of which has a server: each is the newest disk then.
+///
+/// # Errors
+/// [`DisksError::Redo`]; that log can be merged again.
+pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
+    let has_log = |disk: &&Disk| !disk.readonly && left::beside(&disk.path).exists();
+    served(hardware).filter(has_log).try_for_each(|disk| {
+        let merged = left::merge_all(&disk.path, &left::beside(&disk.path), disk.cache == "none");
+        merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
+    })
+}
+
+/// Merge the redo logs of a VM whose guest has shut down: its disks are what they are. What cannot be merged stays, and is told.
+pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
+    for disk in served(hardware).filter(|disk| !disk.readonly) {
+        let ended = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.end_epochs(MERGE));
+        match ended {
+            Ok(()) => {}
+            Err(e) => tracing::warn!("disk {}: its redo log, if it has one, is not merged: {e}", disk.id),
+        }
     }
 }
 

@@ -307,15 +307,20 @@ impl Held {
 
 /// Start a VM from its definition.
 ///
-/// *Needs:* what the definition names; room for its RAM; root for taps.
+/// *Needs:* what the definition names; room for its RAM; root for taps. A disk whose redo log a failure has left: `newest_disk`, which
+/// merges the log, so that no checkpoint's disk is to be had any more.
 /// *On success:* the guest boots in a QEMU of its own session; its state is written down.
 /// *On failure:* nothing is left behind.
 ///
 /// # Errors
 /// [`LifeError`].
-pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>) -> Result<State, LifeError> {
-    let place = Place::take(host, definition, qemu, "run")?;
-    let started = boot(&place);
+pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>, newest_disk: bool) -> Result<State, LifeError> {
+    let choose = |hardware: &mut Hardware| {
+        let left = disks::left_behind(hardware, !newest_disk);
+        if left.is_empty() { Ok(()) } else { Err(left) }
+    };
+    let place = Place::take(host, definition, qemu, "run", choose)?;
+    let started = disks::merge_left(&place.state.hardware).map_err(LifeError::from).and_then(|()| boot(&place));
     if started.is_err() {
         place.undo();
     }
@@ -471,6 +476,10 @@ pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended
         None => Ended::Before,
     };
     drop(journal);
+    // It has come to its end in order: its disks are what they are. Otherwise the last checkpoint's may be wanted.
+    if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
+        disks::end_epochs(&held.rundir, &held.state.hardware);
+    }
     clean_up(host, &held.rundir, &held.state)?;
     Ok(ended)
 }

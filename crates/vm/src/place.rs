@@ -5,7 +5,7 @@
 //! [`Place`].
 
 use crate::definition::{Bytes, Definition, memory_flaw};
-use crate::disks;
+use crate::disks::{self, Epochs};
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
@@ -160,7 +160,8 @@ impl<'a> Site<'a> {
     /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
     #[must_use]
     pub fn place_of(self, plan: Plan) -> Place<'a> {
-        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, _lock: self.lock }
+        let epochs = Epochs::new();
+        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, epochs, _lock: self.lock }
     }
 }
 
@@ -173,6 +174,8 @@ pub struct Place<'a> {
     /// What its run directory says.
     pub state: State,
     ram: RamDirectory,
+    /// Of a checkpoint.
+    epochs: Epochs,
     _lock: Lock,
 }
 
@@ -195,23 +198,32 @@ impl<'a> Place<'a> {
     /// # Errors
     /// [`LifeError`]: it runs, is prepared for a restore, or is being worked on; the definition asks for what this host or this
     /// QEMU does not have. Nothing is left behind.
+    ///
+    /// `fit` may refuse the hardware that the definition came to.
     pub fn take(
         host: &'a Host,
         definition: Definition,
         qemu: Option<&Path>,
         operation: &str,
+        fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Self, LifeError> {
         let site = Site::take(host, definition.name.as_str(), operation)?;
         if let Some((state, _)) = site.prepared() {
             state.refuse_prepared()?;
         }
-        match site.plan(definition, qemu, |_| Ok(())) {
+        match site.plan(definition, qemu, fit) {
             Ok(plan) => site.place(plan),
             Err(e) => {
                 site.leave();
                 Err(e)
             }
         }
+    }
+
+    /// Its disks are wanted as they were at a checkpoint.
+    #[must_use]
+    pub fn at_epochs(self, epochs: Epochs) -> Self {
+        Self { epochs, ..self }
     }
 
     /// Make the network and the RAM file, and start the servers of disks, under a journal of `kind`.
@@ -245,7 +257,7 @@ impl<'a> Place<'a> {
         for (path, bytes) in self.state.hardware.ram_files() {
             create(&self.ram, &ram_name(&path), bytes)?;
         }
-        disks::start(&self.rundir, &self.state.hardware)?;
+        disks::start_at(&self.rundir, &self.state.hardware, &self.epochs)?;
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }
@@ -320,6 +332,10 @@ fn plan(
     let file = ram.file(&unique_name(rundir));
     let mut hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
     fit(&mut hardware).map_err(unfit)?;
+    let unseen = disks::left_behind(&hardware, false);
+    if !unseen.is_empty() {
+        return Err(unfit(unseen));
+    }
     let binary = hardware::relied_on(&hardware, binary, &kept)?;
     let missing = hardware::missing(&hardware, &binary);
     if !missing.is_empty() {

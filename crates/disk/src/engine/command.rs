@@ -1,5 +1,6 @@
 //! What others ask the engine for.
 
+use super::visit::Visit;
 use crate::attic::Told;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
@@ -65,6 +66,9 @@ pub struct Status {
     pub attic: Option<(usize, Told)>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
+    /// The redo log, if the disk has one.
+    #[serde(default)]
+    pub redo: Option<super::logged::Told>,
     /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
@@ -99,6 +103,10 @@ pub enum Command {
     Note(Option<u32>, Answer<bool>),
     /// The pages that were written since. Refused where not all of them were noted.
     Collect(Answer<Vec<Span>>),
+    /// All of the guest's memory is there.
+    Filled(Answer<()>),
+    /// Do something with the log.
+    Visit(Visit),
     /// What it does.
     Status(Answer<Status>),
     /// End when nothing is under way any more.

@@ -163,6 +163,8 @@ impl Engine {
             Some(line) => {
                 line.stopping = true;
                 self.stopping.push((session, number, answer));
+                // Also what waits because the log is too long: whoever stops a guest does so to make that end.
+                self.release();
             }
             None => drop(answer.send(Err(Refused(format!("queue {number} does not run"))))),
         }

@@ -1,14 +1,13 @@
 //! One request, from the available to the used ring.
 
-use super::command::{Command, Refused, Session, Status as Told};
+use super::command::Session;
 use super::{CHUNK, DEPTH, Engine, Token};
-use crate::attic::Attic;
 use crate::block::{BLOCK, touched, whole};
 use crate::chain::walk;
 use crate::digest::Digest;
-use crate::limit::Throttle;
 use crate::map::Frame;
 use crate::memory::Memory;
+use crate::redo::log::Placed;
 use crate::request::{self, Disk, IDENTITY, Kind, Range, Request, Segment, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
@@ -24,7 +23,7 @@ const KEPT: usize = 40;
 
 /// What is to be done with a part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
+pub(super) enum Work {
     Read,
     Write,
     Sync,
@@ -38,15 +37,29 @@ enum Work {
     ZeroByWriting,
 }
 
+/// Where a part is read or written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// In the image; a write of a disk that has a log is given a place when it begins.
+    Image,
+    /// In the segment of an epoch, from byte `at` on. Of a flush: so many entries of it are durable then.
+    Segment { epoch: u64, at: u64 },
+    /// Nowhere: zeroes.
+    Zeroes,
+    /// An entry of the log.
+    Entry(Placed),
+}
+
 /// A part of a request.
 #[derive(Debug, Clone, Copy)]
-struct Part {
-    work: Work,
+pub(super) struct Part {
+    pub work: Work,
     /// Byte of the disk.
-    at: u64,
-    bytes: u64,
+    pub at: u64,
+    pub bytes: u64,
     /// Where it begins in the request's data.
-    offset: u64,
+    pub offset: u64,
+    pub place: Place,
 }
 
 /// See [the module](self).
@@ -55,8 +68,10 @@ pub(super) struct Job {
     pub queue: u16,
     head: u16,
     memory: Arc<Memory>,
+    /// Its number among all.
+    pub serial: u64,
     request: Request,
-    parts: Vec<Part>,
+    pub parts: Vec<Part>,
     left: usize,
     status: Status,
     /// It has been let through by the rate.
@@ -74,6 +89,12 @@ impl Job {
 
     fn changes_disk(&self) -> bool {
         self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
+    }
+
+    /// Copy the part of its data that begins at `offset` out of the guest.
+    pub fn gather(&self, offset: u64, into: &mut [u8]) -> Option<()> {
+        let len = into.len();
+        along(&self.request.data, offset, len, |at, from, len| self.memory.read(at, into.get_mut(from..from + len)?))
     }
 
     /// The frames that its blocks are in, beginning with the one at `offset` of the data; none for a block that is not in one page.
@@ -137,7 +158,9 @@ impl Engine {
         };
         let memory = Arc::clone(memory);
         let (parts, left, status) = (Vec::new(), 0, Status::Ok);
-        let job = Job { session, queue, head, memory, request, parts, left, status, admitted: false, stale: false };
+        let (serial, admitted, stale) = (self.serial, false, false);
+        self.serial += 1;
+        let job = Job { session, queue, head, memory, serial, request, parts, left, status, admitted, stale };
         let number = self.jobs.insert(job);
         self.plan(number);
         let Some(job) = self.jobs.get_mut(number) else { return };
@@ -169,14 +192,23 @@ impl Engine {
                 }
                 return;
             }
-            Ok(Kind::Flush) => vec![Part { work: Work::Sync, at: 0, bytes: 0, offset: 0 }],
+            Ok(Kind::Flush) => match self.cut_flush() {
+                Some(parts) => parts,
+                None => return self.fail(number, Status::Failed),
+            },
             Ok(Kind::Read(range)) => {
                 let range = *range;
                 return self.plan_read(number, range);
             }
             Ok(Kind::Write(range)) => cut(Work::Write, *range, 0),
             Ok(Kind::Discard(ranges)) => {
-                let part = |range: &Range| Part { work: Work::Discard, at: range.at, bytes: range.bytes, offset: 0 };
+                let part = |range: &Range| Part {
+                    work: Work::Discard,
+                    at: range.at,
+                    bytes: range.bytes,
+                    offset: 0,
+                    place: Place::Image,
+                };
                 ranges.iter().filter(|range| range.bytes > 0).map(part).collect()
             }
             Ok(Kind::Zeroes(ranges)) => {
@@ -185,6 +217,7 @@ impl Engine {
                     at: range.at,
                     bytes: range.bytes,
                     offset: 0,
+                    place: Place::Image,
                 };
                 ranges.iter().filter(|(range, _)| range.bytes > 0).map(part).collect()
             }
@@ -228,7 +261,7 @@ impl Engine {
         let mut at = 0;
         for (of, offset, digest, frame) in found {
             if offset > at {
-                parts.extend(cut(Work::Read, Range { at: range.at + at, bytes: offset - at }, at));
+                parts.extend(self.cut_read(Range { at: range.at + at, bytes: offset - at }, at));
             }
             at = offset + BLOCK as u64;
             if let (Some((map, _)), Some(frame)) = (&mut self.map, frame) {
@@ -236,7 +269,7 @@ impl Engine {
             }
         }
         if at < range.bytes {
-            parts.extend(cut(Work::Read, Range { at: range.at + at, bytes: range.bytes - at }, at));
+            parts.extend(self.cut_read(Range { at: range.at + at, bytes: range.bytes - at }, at));
         }
         if let Some(job) = self.jobs.get_mut(number) {
             (job.parts, job.stale) = (parts, is_written);
@@ -289,6 +322,7 @@ impl Engine {
     /// Begin parts, as far as there is room and the rate allows.
     pub(super) fn begin_waiting(&mut self) {
         self.due = None;
+        self.release_if_due();
         while let Some(&(number, part)) = self.waiting.front() {
             let room = (DEPTH as usize).saturating_sub(self.ring.under_way()) > KEPT;
             let Some(job) = self.jobs.get_mut(number) else {
@@ -317,8 +351,27 @@ impl Engine {
         }
     }
 
-    fn begin_part(&mut self, number: usize, part: u32, Part { work, at, bytes, offset }: Part) {
+    fn begin_part(&mut self, number: usize, part: u32, whole: Part) {
+        let Part { work, at, bytes, offset, place } = whole;
+        if self.logged.is_some() && !matches!(work, Work::Read | Work::Sync) {
+            return self.append(number, part, whole);
+        }
         let len = bytes as usize;
+        let segment = match place {
+            Place::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
+            _ => None,
+        };
+        match (work, place) {
+            (Work::Read, Place::Zeroes) => {
+                let mut buffer = self.buffer(len);
+                buffer.fill(0);
+                self.moving += len;
+                return self.part_ended(number, part, Ok(len), Some(buffer));
+            }
+            // It was merged meanwhile, and the image synced.
+            (Work::Sync, Place::Segment { .. }) if segment.is_none() => return self.part_done(number, Status::Ok),
+            _ => {}
+        }
         let operation = match work {
             Work::Sync => Operation::Sync,
             Work::Discard | Work::Zero { hole: true } => {
@@ -327,7 +380,13 @@ impl Engine {
             Work::Zero { hole: false } => {
                 Operation::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
             }
-            Work::Read => Operation::Read { at, len, buffer: self.buffer(len) },
+            Work::Read => {
+                let at = match place {
+                    Place::Segment { at, .. } if segment.is_some() => at,
+                    _ => at,
+                };
+                Operation::Read { at, len, buffer: self.buffer(len) }
+            }
             Work::ZeroByWriting => {
                 let mut buffer = self.buffer(len);
                 buffer.fill(0);
@@ -336,8 +395,7 @@ impl Engine {
             Work::Write => {
                 let mut buffer = self.buffer(len);
                 let Some(job) = self.jobs.get(number) else { return };
-                let read = |at, from: usize, len| job.memory.read(at, buffer.get_mut(from..from + len)?);
-                if along(&job.request.data, offset, len, read).is_none() {
+                if buffer.get_mut(..len).and_then(|data| job.gather(offset, data)).is_none() {
                     return self.part_done(number, Status::Failed);
                 }
                 Operation::Write { at, len, buffer }
@@ -346,7 +404,8 @@ impl Engine {
         if let Operation::Read { len, .. } | Operation::Write { len, .. } = &operation {
             self.moving += len;
         }
-        if self.operation(operation, Token::Part(number as u32, part)).is_err() {
+        let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
+        if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
             // There is room: it was looked for.
             self.part_done(number, Status::Failed);
         }
@@ -354,8 +413,19 @@ impl Engine {
 
     pub(super) fn part_ended(&mut self, number: usize, part: u32, result: io::Result<usize>, buffer: Option<Buffer>) {
         let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
-        if buffer.is_some() {
+        if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
             self.moving = self.moving.saturating_sub(work.bytes as usize);
+        }
+        if let (Place::Entry(placed), Some(data)) = (work.place, &buffer) {
+            let status = self.appended((number, part), &placed, result, data);
+            self.put_back(buffer);
+            if let Some(status) = status {
+                self.part_done(number, status);
+            }
+            return;
+        }
+        if work.work == Work::Sync {
+            self.flushed(work.place, result.is_ok());
         }
         let status = match result {
             Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
@@ -402,7 +472,7 @@ impl Engine {
     }
 
     /// What was moved is passed on, and noted.
-    fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
+    pub(super) fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
         let (Some(job), Some(bytes)) = (self.jobs.get(number), buffer) else { return Status::Ok };
         let len = part.bytes as usize;
         let (mut map, mut is_ours) = (None, false);
@@ -437,7 +507,7 @@ impl Engine {
         Status::Ok
     }
 
-    fn part_done(&mut self, number: usize, status: Status) {
+    pub(super) fn part_done(&mut self, number: usize, status: Status) {
         let Some(job) = self.jobs.get_mut(number) else { return };
         if status != Status::Ok {
             job.status = status;
@@ -462,88 +532,16 @@ impl Engine {
         self.tell(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
         self.has_room = true;
     }
-
-    /// Do what was asked for.
-    pub(super) fn serve_commands(&mut self) {
-        while let Ok(command) = self.commands.try_recv() {
-            match command {
-                Command::Join(session, process) => self.join(session, process),
-                Command::Leave(session) => self.leave(session),
-                Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
-                Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
-                Command::Start(session, queue, rings, ends, answer) => {
-                    drop(answer.send(self.start_line(session, queue, rings, ends)));
-                }
-                Command::Call(session, queue, call, answer) => drop(answer.send(self.set_call(session, queue, call))),
-                Command::Stop(session, queue, answer) => self.stop_line(session, queue, answer),
-                Command::Limit(limits, answer) => {
-                    self.settings.limits = limits;
-                    self.throttle = Throttle::new(limits, Instant::now());
-                    let _ = answer.send(Ok(()));
-                }
-                Command::Measure(answer) => {
-                    let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()));
-                    self.capacity = *measured.as_ref().unwrap_or(&self.capacity);
-                    let _ = answer.send(measured);
-                }
-                Command::Keep(answer) => drop(answer.send(self.keep())),
-                Command::Drop(answer) => {
-                    (self.attic, self.emptied) = (None, None);
-                    // What is known of its memory keeps that from going.
-                    if self.fronts.is_empty() && self.jobs.is_empty() {
-                        self.map = None;
-                    }
-                    let _ = answer.send(Ok(()));
-                }
-                Command::Note(process, answer) => drop(answer.send(self.note(process))),
-                Command::Collect(answer) => drop(answer.send(self.collect())),
-                Command::Status(answer) => drop(answer.send(Ok(self.status()))),
-                Command::End(answer) => {
-                    self.ended = true;
-                    let _ = answer.send(Ok(()));
-                }
-            }
-        }
-    }
-
-    /// The memory of the guest that has ended becomes the attic of the next one.
-    fn keep(&mut self) -> Result<usize, Refused> {
-        // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
-        if self.jobs.iter().next().is_some() || !self.fronts.is_empty() {
-            return Err(Refused("a QEMU is still connected".into()));
-        }
-        // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
-        let Some((map, memory)) = self.map.take() else { return Ok(self.attic.as_ref().map_or(0, Attic::len)) };
-        let attic = Attic::new(&memory, map, self.digester);
-        let blocks = attic.len();
-        self.attic = (blocks > 0).then_some(attic);
-        self.emptied = None;
-        self.swept = false;
-        Ok(blocks)
-    }
-
-    fn status(&self) -> Told {
-        Told {
-            bytes: self.capacity,
-            connected: self.fronts.len(),
-            active: self.active.is_some(),
-            under_way: self.jobs.len(),
-            mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
-            map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
-            attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
-            emptied: self.emptied,
-            unchecked: crate::attic::UNCHECKED,
-        }
-    }
 }
 
 /// Parts that are short enough to be moved at once.
-fn cut(work: Work, range: Range, offset: u64) -> Vec<Part> {
+pub(super) fn cut(work: Work, range: Range, offset: u64) -> Vec<Part> {
     let part = |done: u64| Part {
         work,
         at: range.at + done,
         bytes: (range.bytes - done).min(CHUNK as u64),
         offset: offset + done,
+        place: Place::Image,
     };
     (0..range.bytes).step_by(CHUNK).map(part).collect()
 }

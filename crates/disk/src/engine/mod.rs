@@ -5,7 +5,8 @@
 //! | `front` | a front end: its memory and its queues |
 //! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
-//! | [`command`] | what others ask the engine for |
+//! | [`logged`] | writes that go to the redo log, and reads of what is there |
+//! | [`command`], `asked`, [`visit`] | what others ask the engine for |
 //!
 //! All data goes through buffers of our own. So a digest is of what was moved, whatever the guest does with its page meanwhile; a write
 //! is of one moment; and nothing that the guest does can change what a device is still reading.
@@ -15,10 +16,13 @@
 //!         attic ─ buffer ──> digest: the same? guest, map
 //! ```
 
+mod asked;
 pub mod command;
 mod front;
 mod job;
+pub mod logged;
 mod record;
+pub mod visit;
 
 use crate::attic::Attic;
 use crate::digest::Digester;
@@ -29,14 +33,16 @@ use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
 use job::Job;
+use logged::Logged;
 use record::Record;
-use rekindle_kernel::uring::{Buffer, Done, Operation, Ring};
+use rekindle_kernel::uring::{Buffer, Done, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -63,6 +69,8 @@ pub struct Settings {
     pub map: bool,
     /// Queues that a guest may have.
     pub queues: u16,
+    /// A restore still brings the guest's memory, until [`Command::Filled`].
+    pub filling: Arc<AtomicBool>,
 }
 
 /// What a completion belongs to.
@@ -74,6 +82,8 @@ enum Token {
     Kick(Session, u16),
     /// A part of a job has ended: its number, and which part.
     Part(u32, u32),
+    /// Something that was for the log alone.
+    Own(u32),
 }
 
 impl Token {
@@ -82,6 +92,7 @@ impl Token {
             Self::Wake => 0,
             Self::Kick(session, queue) => 1 << 62 | u64::from(session.0) << 16 | u64::from(queue),
             Self::Part(job, part) => 2 << 62 | u64::from(job) << 24 | u64::from(part),
+            Self::Own(number) => 3 << 62 | u64::from(number),
         }
     }
 
@@ -89,6 +100,7 @@ impl Token {
         match token >> 62 {
             0 => Self::Wake,
             1 => Self::Kick(Session((token >> 16) as u32), token as u16),
+            3 => Self::Own(token as u32),
             _ => Self::Part((token >> 24) as u32, (token & 0xff_ffff) as u32),
         }
     }
@@ -148,6 +160,10 @@ struct Engine {
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
     attic: Option<Attic>,
+    /// The redo log, if the disk has one.
+    logged: Option<Logged>,
+    /// The number of the next request among all.
+    serial: u64,
     /// What became of the one before, which is empty.
     emptied: Option<crate::attic::Told>,
     /// Whether what the attic does not need was given back.
@@ -165,11 +181,15 @@ struct Engine {
     ended: bool,
 }
 
-/// Serve `image` in a thread of its own, until [`Command::End`].
+/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already.
 ///
 /// # Errors
 /// The system's: no `io_uring`, no random numbers.
-pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
+pub fn start(
+    image: Image,
+    settings: Settings,
+    logged: Option<Logged>,
+) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
     let handle = Handle { commands: sender, wake: Arc::clone(&wake) };
@@ -205,6 +225,8 @@ pub fn start(image: Image, settings: Settings) -> io::Result<(Handle, JoinHandle
             digester,
             map: None,
             attic: None,
+            logged,
+            serial: 0,
             emptied: None,
             swept: false,
             looked: Instant::now(),
@@ -231,11 +253,13 @@ impl Engine {
                 self.take_all();
             }
             self.begin_waiting();
+            self.punch();
             self.answer_stopped();
             if self.ended && self.jobs.is_empty() {
                 return Ok(());
             }
-            self.ring.wait(self.limit())?;
+            let limit = self.limit();
+            self.ring.wait(limit)?;
             for done in self.ring.ended() {
                 self.completed(done);
                 // What was moved has taken its time: meanwhile the disk is to have something to do.
@@ -250,10 +274,11 @@ impl Engine {
     }
 
     /// How long to wait at most.
-    fn limit(&self) -> Option<Duration> {
+    fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
         let look = self.attic.as_ref().map(|_| LOOK);
-        due.into_iter().chain(look).min()
+        let log = self.logged.as_mut().and_then(Logged::limit);
+        due.into_iter().chain(look).chain(log).min()
     }
 
     fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
@@ -270,6 +295,7 @@ impl Engine {
                 self.listen(&Arc::clone(&self.wake), Token::Wake);
             }
             Token::Kick(session, queue) => self.kicked(session, queue),
+            Token::Own(number) => self.own_ended(number, &done.result),
             Token::Part(job, part) => self.part_ended(job as usize, part, done.result, done.buffer),
         }
     }
@@ -315,10 +341,6 @@ impl Engine {
             self.attic = None;
         }
     }
-
-    fn operation(&mut self, operation: Operation, token: Token) -> Result<(), Operation> {
-        self.ring.begin(&self.image.file.clone(), operation, token.pack())
-    }
 }
 
 #[cfg(test)]
@@ -332,6 +354,7 @@ mod tests {
             Token::Kick(Session(7), 3),
             Token::Kick(Session(u32::MAX), u16::MAX),
             Token::Part(u32::MAX, 0xff_ffff),
+            Token::Own(u32::MAX),
         ] {
             assert_eq!(Token::unpack(token.pack()), token);
         }

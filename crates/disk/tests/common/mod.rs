@@ -6,6 +6,8 @@ use rekindle_disk::control::Control;
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
+use rekindle_disk::redo::keeper::Place;
+use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{ServeError, Service, serve};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -13,6 +15,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -39,14 +42,25 @@ pub struct Disk {
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
+pub fn redo(wanted: Wanted) -> Place {
+    Place { wanted, ..Place::default() }
+}
+
 pub fn service(directory: &Path, image: &Path) -> Service {
-    let settings = Settings { serial: "rekindle-test".into(), limits: Limits::default(), map: true, queues: 4 };
+    let settings = Settings {
+        serial: "rekindle-test".into(),
+        limits: Limits::default(),
+        map: true,
+        queues: 4,
+        filling: Arc::default(),
+    };
     let how = How { readonly: false, direct: true };
     Service {
         image: image.to_owned(),
         how,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
+        redo: redo(Wanted::Newest),
         settings,
     }
 }

@@ -2,8 +2,9 @@
 //! without a base index, the index itself. It is read while QEMU starts.
 
 use super::{Request, RestoreError};
+use crate::epochs;
 use crate::first;
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, RecipeError};
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
@@ -11,6 +12,7 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_store::types::{Block, PAGE_SIZE, Page, Vm};
 use rekindle_store::{Image, Which, admin};
+use rekindle_vm::disks::Epochs;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
@@ -22,6 +24,8 @@ const ZERO: Page = [0; PAGE_SIZE];
 pub(super) struct Chosen {
     pub(super) image: Image,
     pub(super) recipe: Recipe,
+    /// What its disks were.
+    pub(super) epochs: Epochs,
 }
 
 impl Chosen {
@@ -29,7 +33,8 @@ impl Chosen {
         let which = Which { at: request.at, identity: request.identity.clone(), unlooked: true, ..Which::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
-        Ok(Self { image, recipe })
+        let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Odd)?;
+        Ok(Self { image, recipe, epochs })
     }
 }
 
@@ -73,7 +78,7 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result
     let newest = fence(request, chosen.image.vm(), name)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = Chosen::open(request)?;
-        if newer.recipe != chosen.recipe {
+        if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs {
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
         chosen = newer;
@@ -89,7 +94,7 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result
 
 /// Read the devices. What else is needed at once is read when it is asked for.
 pub(super) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
-    let Chosen { image, recipe } = chosen;
+    let Chosen { image, recipe, .. } = chosen;
     let devices = image.devices()?;
     stream::check(&devices)?;
     Ok(Ahead { image, paged: recipe.hardware.ram_ids(), devices, pages: None })

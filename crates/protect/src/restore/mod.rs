@@ -21,7 +21,7 @@ use go::Waiting;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
-use rekindle_qemu::command::Hardware;
+use rekindle_qemu::command::{Disk, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::StreamError;
@@ -30,6 +30,7 @@ use rekindle_qemu::vmm::VmmError;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::disks::Epochs;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
@@ -76,7 +77,10 @@ pub enum RestoreError {
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     /// The store has got a checkpoint of another machine while it was being read.
-    #[error("checkpoint {number} of {name} is of another machine than the one before it, and came just now; try again")]
+    #[error(
+        "checkpoint {number} of {name} is of another machine, or of other disks, than the one before it, and came just now; try \
+         again"
+    )]
     Changed {
         /// The VM.
         name: String,
@@ -257,7 +261,10 @@ fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<R
         tracing::warn!("what was prepared for {name} is of no use, and another QEMU is started: {why}");
         site.clear()?;
     }
-    let place = site.place(plan)?;
+    let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
+    // The server of a disk writes the guest's memory through a mapping of its own, which would not wait for a missing page.
+    let eager = request.eager || place.state.hardware.disks.iter().any(|disk| disk.server);
+    let request = &Request { eager, ..request.clone() };
     match fresh(&place, chosen, request, &mut recorder, began) {
         Ok(restored) => {
             recorder.write(&place.rundir);
@@ -282,12 +289,24 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Res
     let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
     let qemu = request.qemu.clone().or(qemu);
-    let mut plan = site.plan(definition, qemu.as_deref(), |hardware| chosen.recipe.fit(hardware, is_given))?;
+    let mut plan = site.plan(definition, qemu.as_deref(), |hardware| {
+        chosen.recipe.fit(hardware, is_given)?;
+        without_epoch(hardware, &chosen.epochs)
+    })?;
     let unused = match site.prepared() {
         Some((state, prepared)) => prepare::fits(state, prepared, &mut plan).err().map(Some),
         None => Some(site.lost().and_then(|prepared| prepared.check().err())),
     };
     Ok((plan, unused))
+}
+
+/// Disks that are newer than the checkpoint knows, or may be.
+fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>> {
+    let lacks = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
+    let lacking: Vec<_> = hardware.disks.iter().filter(lacks).map(|disk| {
+        format!("disk {}: the checkpoint does not say which epoch of it belongs to its memory, so the disk may be newer", disk.id)
+    }).collect();
+    if lacking.is_empty() { Ok(()) } else { Err(lacking) }
 }
 
 /// Start a QEMU while the store is being read.

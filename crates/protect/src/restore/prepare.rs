@@ -64,7 +64,15 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
     let planned = site.plan(definition, request.qemu.as_deref(), |hardware| {
-        chosen.recipe.fit(hardware, request.definition.is_some())
+        chosen.recipe.fit(hardware, request.definition.is_some())?;
+        let served = hardware.disks.iter().find(|disk| disk.server);
+        // Its server would have the image open, at an epoch that is not that of the restore.
+        served.map_or(Ok(()), |disk| {
+            Err(vec![format!(
+                "disk {}: it has a server, and such a VM cannot be prepared for; leave --prepare out",
+                disk.id
+            )])
+        })
     });
     let plan = match planned {
         Ok(plan) => plan,

@@ -55,11 +55,9 @@ impl Plan {
         let images = images(&mut control).map_err(SessionError::from)?;
         let hook = match disks {
             Disks::Refuse => {
-                let written = images.iter().filter(|image| image.writable).map(|image| image.file.clone());
-                let of_servers =
-                    served.iter().filter(|disk| !disk.readonly).map(|disk| disk.path.display().to_string());
-                if let Some(disk) = written.chain(of_servers).next() {
-                    return Err(ProtectError::Disk { name: name(), disk }.into());
+                // Those that a server has are none of them, and have epochs.
+                if let Some(disk) = images.iter().find(|image| image.writable) {
+                    return Err(ProtectError::Disk { name: name(), disk: disk.file.clone() }.into());
                 }
                 None
             }

@@ -1,6 +1,7 @@
 //! The pages of one checkpoint: before the pause, in it, and after it.
 
 use super::{Copies, Session, SessionError, Tracking, lock};
+use crate::epochs::DiskEpoch;
 use crate::pause::{Laps, Paused};
 use crate::policy::Policy;
 use crate::runs::{BATCH, copy_all, merged, read, send, send_from, send_zeroes};
@@ -21,6 +22,8 @@ const FEW: u64 = 1 << 20;
 /// What became of a checkpoint's pages.
 pub(super) struct Taken {
     pub paused: Paused<()>,
+    /// Its disks that have epochs.
+    pub disks: Vec<DiskEpoch>,
     pub dirty_bytes: u64,
     pub copied_stopped_bytes: u64,
     pub copied_for_writes: u64,
@@ -42,8 +45,10 @@ impl Session {
         let (ram, owed) = (Arc::clone(&self.ram), &mut self.owed);
         let (hook, name, number) = (self.hook.as_deref(), self.target.name(), checkpoint.number());
         let ahead = sent > 0;
-        let (tracking, served) = (&mut self.tracking, &mut self.served);
+        let (tracking, served, epochs) = (&mut self.tracking, &mut self.served, &mut self.epochs);
+        let mut disks = Vec::new();
         let paused = self.monitors.pause(|stopped, laps: &mut Laps| {
+            disks = epochs.mark()?;
             if let Some(command) = hook {
                 run_hook(command, name, number)?;
             }
@@ -119,7 +124,7 @@ impl Session {
         }
         let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
         let dirty_bytes = if self.policy == Policy::Cow { dirty.bytes() } else { sent.max(dirty.bytes()) };
-        Ok(Taken { paused, dirty_bytes, copied_stopped_bytes, copied_for_writes })
+        Ok(Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
     }
 
     /// Send what is dirty while the guest runs, until little is left. Gives the bytes that were sent, at least 1.

@@ -1,6 +1,6 @@
 //! `rekindle disk`.
 
-use crate::cli::{Disk, DiskAt, DiskLimit, DiskRate, DiskServe};
+use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
 use anyhow::Result;
 use rekindle_disk::control::{Ask, Control, ControlError};
@@ -8,13 +8,24 @@ use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
+use rekindle_disk::redo::keeper::Place;
+use rekindle_disk::redo::left::{beside, merge_all};
+use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{Service, serve};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread;
+use std::time::Duration;
+
+/// How long a server may take to merge a log, beside its guest.
+const MERGE: Duration = Duration::from_secs(3600);
 
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     match disk {
@@ -43,6 +54,20 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             Control::connect(&control)?.ask::<()>(&Ask::Drop {})?;
             output.result(&json!({}), "done")?;
         }
+        Disk::Merge(DiskMerge { image, redo, buffered }) => {
+            if fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+                Control::connect(&image)?.end_epochs(MERGE)?;
+                output.result(&json!({}), "merged; the disk has no redo log any more")?;
+                return Ok(ExitCode::SUCCESS);
+            }
+            let directory = redo.unwrap_or_else(|| beside(&image));
+            let merged = merge_all(&image, &directory, !buffered)?;
+            let text = match merged {
+                Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
+                None => format!("{} has no redo log", image.display()),
+            };
+            output.result(&json!({"epochs": merged}), text)?;
+        }
         Disk::End(DiskAt { control }) => {
             Control::connect(&control)?.ask::<()>(&Ask::End {})?;
             output.result(&json!({}), "done")?;
@@ -56,15 +81,22 @@ fn limits(rate: &DiskRate) -> Limits {
 }
 
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
-    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, rate } = arguments;
+    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, filling, rate, .. } = arguments;
+    let wanted = match (arguments.epoch, arguments.disk_id) {
+        (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
+        _ => Wanted::Newest,
+    };
+    let redo = Place { directory: arguments.redo, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
     let control = control.unwrap_or_else(|| {
         let mut path = socket.clone().into_os_string();
         path.push(".control");
         PathBuf::from(path)
     });
-    let settings = Settings { serial, limits: limits(&rate), map: !no_map, queues };
+    let settings =
+        Settings { serial, limits: limits(&rate), map: !no_map, queues, filling: Arc::new(AtomicBool::new(filling)) };
     let how = How { readonly, direct: !buffered };
-    let service = Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), settings };
+    let service =
+        Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), redo, settings };
     // An interrupt ends it as `rekindle disk end` does: when nothing is under way any more.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let handle = signals.handle();
@@ -92,7 +124,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, unchecked } =
+    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, redo, unchecked } =
         status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
@@ -109,6 +141,22 @@ fn draw(status: &Status) -> String {
             bytes(told.refused * 4096),
             bytes(told.dropped * 4096)
         );
+    }
+    if let Some(told) = redo {
+        text += &format!(
+            "; disk {}, in epoch {}, merged up to {}; {} of redo log, of at most {}",
+            told.disk,
+            told.epoch,
+            told.merged,
+            bytes(told.bytes),
+            bytes(told.limit)
+        );
+        if told.rewound {
+            text += "; gone back: later epochs are given up with the first write";
+        }
+        for why in told.waiting.iter().map(|why| format!("writes wait: {why}")).chain(told.failed.clone()) {
+            text += &format!("\n{why}");
+        }
     }
     if *unchecked {
         text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";

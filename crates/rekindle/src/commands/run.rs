@@ -13,7 +13,7 @@ use std::process::ExitCode;
 pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let definition = Definition::load(&arguments.file).map_err(|e| Usage(e.to_string()))?;
     let host = Host::open()?;
-    let state = life::run(&host, definition, arguments.qemu.as_deref())?;
+    let state = life::run(&host, definition, arguments.qemu.as_deref(), arguments.newest_disk)?;
     let name = state.hardware.name.clone();
     // It runs all the same: its reboots are cold then.
     if let Err(e) = watch::start(&RunDir::new(&host.root, &name), &state.definition) {

@@ -1,0 +1,381 @@
+//! Writes that go to the log, and reads of what is there.
+
+use super::job::{Part, Place, Work};
+use super::{Engine, Token};
+use crate::redo::files::LocalFile;
+use crate::redo::format::{PAGE, What};
+use crate::redo::index::Source;
+use crate::redo::log::{Log, Placed, Wait};
+use crate::request::{Range, Status};
+use rekindle_kernel::uring::{Buffer, Operation};
+use serde::{Deserialize, Serialize};
+use slab::Slab;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// Between two tries of a write for which there is no room.
+const AGAIN: Duration = Duration::from_millis(100);
+
+/// Something that is under way for the log alone.
+#[derive(Debug)]
+enum Own {
+    Sync { epoch: u64, written: u64 },
+    Punch,
+}
+
+/// Room that can be given back when the requests of now have ended: some may still be about to read it.
+#[derive(Debug)]
+struct Grace {
+    file: LocalFile,
+    at: u64,
+    bytes: u64,
+    /// The first request that does not know of it.
+    before: u64,
+}
+
+/// What a log is doing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Told {
+    /// The disk's identity.
+    pub disk: Uuid,
+    /// What is written now is of this epoch.
+    pub epoch: u64,
+    /// The newest epoch that a checkpoint can have.
+    pub sealed: u64,
+    /// Everything up to this epoch is in the image.
+    pub merged: u64,
+    /// Bytes that it takes.
+    pub bytes: u64,
+    /// Bytes that it may take.
+    pub limit: u64,
+    /// Extents that are known.
+    pub extents: usize,
+    /// Later epochs than the one it was opened at are given up with the first write.
+    pub rewound: bool,
+    /// Why writes wait, if they do.
+    pub waiting: Option<String>,
+    /// Why the last merge failed, if it did.
+    pub failed: Option<String>,
+}
+
+/// The log, and what waits for it.
+#[derive(Debug)]
+pub struct Logged {
+    /// It.
+    pub log: Log<LocalFile>,
+    /// The image may have writes from before there was a log that are not durable.
+    pub image_dirty: bool,
+    /// No write gets a place any more: the log is about to go.
+    pub closing: bool,
+    /// Who is told that a segment is wanted.
+    wanted: Sender<()>,
+    held: VecDeque<(usize, u32)>,
+    waiting: Option<String>,
+    /// They wait for room.
+    is_full: bool,
+    /// When what waits is tried again.
+    retry: Option<Instant>,
+    own: Slab<Own>,
+    grace: Vec<Grace>,
+}
+
+impl Logged {
+    /// `wanted`: who makes segments.
+    #[must_use]
+    pub fn new(log: Log<LocalFile>, wanted: Sender<()>, image_dirty: bool) -> Self {
+        let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
+        Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
+    }
+
+    /// What it is doing, as far as it is known here.
+    #[must_use]
+    pub fn told(&self) -> Told {
+        let (bytes, limit) = self.log.bytes();
+        Told {
+            disk: self.log.disk(),
+            epoch: self.log.epoch(),
+            sealed: 0,
+            merged: self.log.merged(),
+            bytes,
+            limit,
+            extents: self.log.extents(),
+            rewound: false,
+            waiting: self.waiting.clone(),
+            failed: None,
+        }
+    }
+
+    /// Whether writes wait for room.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.is_full
+    }
+
+    /// How long to wait at most.
+    pub(super) fn limit(&mut self) -> Option<Duration> {
+        if self.log.sweep() {
+            return Some(Duration::ZERO);
+        }
+        self.retry.map(|retry| retry.saturating_duration_since(Instant::now()))
+    }
+
+    fn full(&mut self, number: usize, part: u32, why: &str) {
+        self.is_full = true;
+        let _ = self.wanted.send(());
+        self.hold(number, part, &format!("there is no room for the redo log where it is{why}"));
+    }
+
+    fn hold(&mut self, number: usize, part: u32, why: &str) {
+        if self.waiting.as_deref() != Some(why) {
+            tracing::warn!("writes wait: {why}");
+            self.waiting = Some(why.into());
+        }
+        self.held.push_back((number, part));
+        self.retry.get_or_insert_with(|| Instant::now() + AGAIN);
+    }
+}
+
+/// Whether an error says that there is no room.
+fn is_full(error: &io::Error) -> bool {
+    // A limit of the process or of a quota ends like a full disk, and goes away like one.
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
+}
+
+impl Engine {
+    /// The parts of a read.
+    pub(super) fn cut_read(&self, range: Range, offset: u64) -> Vec<Part> {
+        let Some(logged) = &self.logged else { return super::job::cut(Work::Read, range, offset) };
+        let pieces = logged.log.look_up(range.at, range.bytes);
+        let parts = pieces.into_iter().flat_map(|(at, bytes, source)| {
+            let mut parts = super::job::cut(Work::Read, Range { at, bytes }, offset + (at - range.at));
+            for part in &mut parts {
+                part.place = match source.map(|source| source.skip(part.at - at)) {
+                    None => Place::Image,
+                    Some(Source::Data { epoch, at }) => Place::Segment { epoch, at },
+                    Some(Source::Zeroes { .. }) => Place::Zeroes,
+                };
+            }
+            parts
+        });
+        parts.collect()
+    }
+
+    /// The parts of a flush; `None` if what was written cannot be made durable.
+    pub(super) fn cut_flush(&self) -> Option<Vec<Part>> {
+        let part = |place| Part { work: Work::Sync, at: 0, bytes: 0, offset: 0, place };
+        let Some(logged) = &self.logged else { return Some(vec![part(Place::Image)]) };
+        let unsynced = logged.log.unsynced(u64::MAX)?.into_iter();
+        let segments = unsynced.map(|segment| part(Place::Segment { epoch: segment.epoch, at: segment.written }));
+        let image = logged.image_dirty.then(|| part(Place::Image));
+        Some(image.into_iter().chain(segments).collect())
+    }
+
+    /// Begin to write a part into the log. What there is no room for waits.
+    pub(super) fn append(&mut self, number: usize, part: u32, work: Part) {
+        let is_stopping = !self.stopping.is_empty();
+        let Some(logged) = &mut self.logged else { return };
+        let what = match work.work {
+            Work::Discard | Work::Zero { hole: true } => What::Hole,
+            Work::Zero { hole: false } | Work::ZeroByWriting => What::Zeroes,
+            _ => What::Data,
+        };
+        let placed = match work.place {
+            place if logged.closing => {
+                if let Place::Entry(placed) = place {
+                    logged.log.abandoned(&placed);
+                }
+                logged.hold(number, part, "the log is about to end");
+                if let Some(part) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
+                    part.place = Place::Image;
+                }
+                return;
+            }
+            // Tried before.
+            Place::Entry(placed) => placed,
+            _ => match logged.log.place(work.at, work.bytes, what, !is_stopping) {
+                Ok(placed) => placed,
+                Err(Wait::Segment(epoch)) => {
+                    let _ = logged.wanted.send(());
+                    return logged.hold(number, part, &format!("epoch {epoch} has no segment yet"));
+                }
+                Err(Wait::Limit) => {
+                    let (_, limit) = logged.log.bytes();
+                    logged.is_full = true;
+                    let _ = logged.wanted.send(());
+                    let why = format!(
+                        "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
+                         rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
+                    );
+                    logged.hold(number, part, &why);
+                    return self.sync_to_reclaim();
+                }
+            },
+        };
+        if let Some(place) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
+            place.place = Place::Entry(placed);
+        }
+        let mut buffer = self.buffer(placed.length() as usize);
+        let len = work.bytes as usize;
+        let (head, data) = buffer.split_at_mut(PAGE as usize);
+        let data = match what {
+            What::Data => {
+                let (data, rest) = data.split_at_mut(len);
+                rest.fill(0);
+                let read = self.jobs.get(number).and_then(|job| job.gather(work.offset, data));
+                if read.is_none() {
+                    self.abandon(&placed);
+                    self.put_back(Some(buffer));
+                    return self.part_done(number, Status::Failed);
+                }
+                &*data
+            }
+            What::Zeroes | What::Hole => &[],
+        };
+        let Some(logged) = &self.logged else { return };
+        head.copy_from_slice(&logged.log.header(&placed, data));
+        let Some(file) = logged.log.file(placed.epoch) else { return };
+        if work.work == Work::Write {
+            self.moving += len;
+        }
+        let operation = Operation::Write { at: placed.offset, len: placed.length() as usize, buffer };
+        if self.ring.begin(&file.0, operation, Token::Part(number as u32, part).pack()).is_err() {
+            // There is room: it was looked for.
+            self.abandon(&placed);
+            self.part_done(number, Status::Failed);
+        }
+    }
+
+    fn abandon(&mut self, placed: &Placed) {
+        if let Some(logged) = &mut self.logged {
+            logged.log.abandoned(placed);
+        }
+    }
+
+    /// A write into the log has ended. `None`: it is tried again.
+    pub(super) fn appended(
+        &mut self,
+        (number, part): (usize, u32),
+        placed: &Placed,
+        result: io::Result<usize>,
+        buffer: &Buffer,
+    ) -> Option<Status> {
+        let logged = self.logged.as_mut()?;
+        match result {
+            Ok(written) if written as u64 == placed.length() => {
+                logged.log.written(placed);
+                if logged.held.is_empty() {
+                    (logged.waiting, logged.is_full) = (None, false);
+                }
+                let data = buffer.get(PAGE as usize..).unwrap_or_default();
+                let work = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied()?;
+                Some(self.moved(number, work, data.get(..placed.bytes as usize)))
+            }
+            // A part of it: there is no room for the rest.
+            Ok(_) => {
+                logged.full(number, part, "");
+                None
+            }
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
+                self.waiting.push_back((number, part));
+                None
+            }
+            Err(e) if is_full(&e) => {
+                logged.full(number, part, &format!(" ({e})"));
+                None
+            }
+            Err(e) => {
+                tracing::warn!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
+                logged.log.abandoned(placed);
+                Some(Status::Failed)
+            }
+        }
+    }
+
+    /// A part of a flush has ended.
+    pub(super) fn flushed(&mut self, place: Place, is_good: bool) {
+        if let (Some(logged), Place::Segment { epoch, at: written }) = (&mut self.logged, place) {
+            logged.log.synced(epoch, written, is_good);
+            self.reclaim();
+        }
+    }
+
+    /// Try again what waits.
+    pub(super) fn release(&mut self) {
+        if let Some(logged) = &mut self.logged {
+            logged.retry = None;
+            self.waiting.extend(logged.held.drain(..));
+        }
+    }
+
+    /// The same, if it is time to.
+    pub(super) fn release_if_due(&mut self) {
+        if self.logged.as_ref().and_then(|logged| logged.retry).is_some_and(|retry| retry <= Instant::now()) {
+            self.release();
+        }
+    }
+
+    /// The log has gone: what waits goes to the image.
+    pub(super) fn unlogged(&mut self, logged: &mut Logged) {
+        self.waiting.extend(logged.held.drain(..));
+    }
+
+    /// What was overwritten could be given back, were that durable which has overwritten it.
+    fn sync_to_reclaim(&mut self) {
+        let Some(logged) = &mut self.logged else { return };
+        let is_syncing =
+            |epoch| logged.own.iter().any(|(_, own)| matches!(own, Own::Sync { epoch: of, .. } if *of == epoch));
+        let unsynced = logged.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch));
+        if let Some(segment) = unsynced {
+            self.begin_own(
+                &segment.file,
+                Operation::Sync,
+                Own::Sync { epoch: segment.epoch, written: segment.written },
+            );
+        } else {
+            self.reclaim();
+        }
+    }
+
+    fn begin_own(&mut self, file: &LocalFile, operation: Operation, own: Own) {
+        let Some(logged) = &mut self.logged else { return };
+        let number = logged.own.insert(own);
+        if self.ring.begin(&file.0, operation, Token::Own(number as u32).pack()).is_err() {
+            logged.own.remove(number);
+        }
+    }
+
+    pub(super) fn own_ended(&mut self, number: u32, result: &io::Result<usize>) {
+        let Some(logged) = &mut self.logged else { return };
+        match logged.own.try_remove(number as usize) {
+            Some(Own::Sync { epoch, written }) => {
+                logged.log.synced(epoch, written, result.is_ok());
+                self.reclaim();
+            }
+            Some(Own::Punch) | None => {}
+        }
+        if let Err(e) = result {
+            tracing::warn!("the redo log of {}: {e}", self.image.path.display());
+        }
+    }
+
+    fn reclaim(&mut self) {
+        let before = self.serial;
+        let Some(logged) = &mut self.logged else { return };
+        let found = logged.log.reclaim().into_iter();
+        logged.grace.extend(found.map(|(file, at, bytes)| Grace { file, at, bytes, before }));
+    }
+
+    /// Give back what no request that is under way can be about to read.
+    pub(super) fn punch(&mut self) {
+        let Some(logged) = self.logged.as_mut().filter(|logged| !logged.grace.is_empty()) else { return };
+        let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
+        let free: Vec<Grace> = logged.grace.extract_if(.., |grace| grace.before <= oldest).collect();
+        for Grace { file, at, bytes, .. } in free {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            self.begin_own(&file, Operation::Allocate { mode, at, len: bytes }, Own::Punch);
+        }
+    }
+}

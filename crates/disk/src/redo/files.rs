@@ -1,0 +1,266 @@
+//! All that a log does with files beside the guest's requests, in one small layer, so that a test can record, lose, tear and
+//! refuse every step.
+
+use rekindle_kernel::file::{self, Lock};
+use rekindle_kernel::uring::Buffer;
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate};
+use std::fmt::Debug;
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long what a killed server has under way may take.
+const RELEASE: Duration = Duration::from_secs(10);
+const AGAIN: Duration = Duration::from_millis(5);
+
+/// An open file. Offsets, lengths and memory are as `O_DIRECT` wants them.
+pub trait LogFile: Clone + Debug + Send + Sync + 'static {
+    /// Read from `offset` on until `into` is full or the file ends; how many bytes that are.
+    ///
+    /// # Errors
+    /// The system's.
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize>;
+    /// Write all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// The system's; then any part of it may have been written.
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+    /// Make zeroes of `len` bytes at `offset`. `hole`: no room is needed for them.
+    ///
+    /// # Errors
+    /// The system's; `Unsupported` where they have to be written.
+    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()>;
+    /// Keep room for the first `len` bytes. A hint.
+    fn reserve(&self, len: u64);
+    /// Wait until content and length are durable.
+    ///
+    /// # Errors
+    /// The system's; then it is not known what is durable.
+    fn sync(&self) -> io::Result<()>;
+    /// Its length in bytes.
+    ///
+    /// # Errors
+    /// The system's.
+    fn length(&self) -> io::Result<u64>;
+}
+
+/// The directory of a log.
+pub trait Files: Debug + Send + 'static {
+    /// A file in it.
+    type File: LogFile;
+    /// Where it is, for messages.
+    fn path(&self) -> &Path;
+    /// Make the directory, durably. One that is there is no error.
+    ///
+    /// # Errors
+    /// The system's.
+    fn make(&self) -> io::Result<()>;
+    /// The names in it; none if there is no directory.
+    ///
+    /// # Errors
+    /// The system's.
+    fn list(&self) -> io::Result<Vec<String>>;
+    /// Make a new file, for this process alone.
+    ///
+    /// # Errors
+    /// `AlreadyExists`, and the system's.
+    fn create(&self, name: &str) -> io::Result<Self::File>;
+    /// Open a file, for this process alone: when nothing of another one is under way into it.
+    ///
+    /// # Errors
+    /// `NotFound`, `ResourceBusy`, and the system's.
+    fn open(&self, name: &str) -> io::Result<Self::File>;
+    /// Remove a name.
+    ///
+    /// # Errors
+    /// The system's.
+    fn remove(&self, name: &str) -> io::Result<()>;
+    /// Wait until what came and went is durable.
+    ///
+    /// # Errors
+    /// The system's.
+    fn sync(&self) -> io::Result<()>;
+    /// Remove the directory, which is empty.
+    ///
+    /// # Errors
+    /// The system's.
+    fn remove_all(&self) -> io::Result<()>;
+}
+
+/// A file of this machine.
+#[derive(Debug, Clone)]
+pub struct LocalFile(pub Arc<File>);
+
+impl LogFile for LocalFile {
+    fn read_at(&self, mut into: &mut [u8], mut offset: u64) -> io::Result<usize> {
+        let wanted = into.len();
+        while !into.is_empty() {
+            match self.0.read_at(into, offset) {
+                Ok(0) => break,
+                Ok(n) => {
+                    into = into.get_mut(n..).unwrap_or_default();
+                    offset += n as u64;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(wanted - into.len())
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.0.write_all_at(bytes, offset)
+    }
+
+    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
+        let mode = if hole { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
+        Ok(fallocate(&self.0, mode | FallocateFlags::KEEP_SIZE, offset, len)?)
+    }
+
+    fn reserve(&self, len: u64) {
+        // Not every file system can; what is written takes its room then.
+        let _ = fallocate(&self.0, FallocateFlags::empty(), 0, len);
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+}
+
+/// A directory of this machine.
+#[derive(Debug, Clone)]
+pub struct LocalFiles {
+    path: PathBuf,
+    direct: bool,
+}
+
+impl LocalFiles {
+    /// That at `path`, which need not exist. `direct`: its files are used past the host's page cache, where that can be.
+    #[must_use]
+    pub fn new(path: &Path, direct: bool) -> Self {
+        Self { path: path.to_owned(), direct }
+    }
+
+    fn open_with(&self, name: &str, flags: OFlags) -> io::Result<LocalFile> {
+        let path = self.path.join(name);
+        let flags = flags | OFlags::RDWR | OFlags::CLOEXEC;
+        // Whoever can read it can read the guest's disk.
+        let open = |flags| rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).map(File::from);
+        let file = match self.direct.then(|| open(flags | OFlags::DIRECT)) {
+            None => open(flags)?,
+            // It may have been made before that was refused.
+            Some(Err(rustix::io::Errno::INVAL)) => open(flags & !OFlags::EXCL)?,
+            Some(opened) => opened?,
+        };
+        let deadline = Instant::now() + RELEASE;
+        while !file::lock_byte(&file, 0, Lock::Exclusive)? {
+            if Instant::now() > deadline {
+                return Err(io::ErrorKind::ResourceBusy.into());
+            }
+            thread::sleep(AGAIN);
+        }
+        Ok(LocalFile(Arc::new(file)))
+    }
+}
+
+impl Files for LocalFiles {
+    type File = LocalFile;
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn make(&self) -> io::Result<()> {
+        match DirBuilder::new().mode(0o700).create(&self.path) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+        sync_parent(&self.path)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        match fs::read_dir(&self.path) {
+            Ok(entries) => entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn create(&self, name: &str) -> io::Result<LocalFile> {
+        self.open_with(name, OFlags::CREATE | OFlags::EXCL)
+    }
+
+    fn open(&self, name: &str) -> io::Result<LocalFile> {
+        self.open_with(name, OFlags::empty())
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        fs::remove_file(self.path.join(name))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
+    }
+
+    fn remove_all(&self) -> io::Result<()> {
+        fs::remove_dir(&self.path)?;
+        sync_parent(&self.path)
+    }
+}
+
+fn sync_parent(path: &Path) -> io::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(parent)?.sync_all()
+}
+
+/// Read all of `len` bytes at `offset`, which may begin and end anywhere, into memory that any file can be read into.
+///
+/// # Errors
+/// The system's; `UnexpectedEof`.
+pub fn read_any(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
+    let skip = (offset % super::format::PAGE) as usize;
+    let mut buffer = Buffer::new(skip + len);
+    let read = file.read_at(&mut buffer, offset - skip as u64)?;
+    if read < skip + len {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok((buffer, skip))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_of_one_process_and_is_read_from_anywhere() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = LocalFiles::new(&directory.path().join("disk.redo"), true);
+        assert!(files.list().unwrap().is_empty());
+        files.make().unwrap();
+        files.make().unwrap();
+        let file = files.create("1.log").unwrap();
+        assert_eq!(files.create("1.log").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        let mut buffer = Buffer::new(8192);
+        (0..8192).for_each(|n| buffer[n] = (n / 512) as u8);
+        file.write_at(&buffer, 0).unwrap();
+        file.sync().unwrap();
+        let (read, skip) = read_any(&file, 4096 + 512, 1024).unwrap();
+        assert_eq!((read[skip], read[skip + 1023]), (9, 10));
+        assert_eq!(read_any(&file, 4096, 8192).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        drop(file);
+        files.open("1.log").unwrap();
+        assert_eq!(files.list().unwrap(), ["1.log"]);
+        files.remove("1.log").unwrap();
+        files.remove_all().unwrap();
+        assert!(!files.path().exists());
+    }
+}

@@ -1,0 +1,246 @@
+//! What is in a segment, byte by byte (`docs/disk-epochs.md`, Files).
+
+use crate::block::SECTOR;
+use uuid::Uuid;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Bytes of a head, of a header, and what everything begins at multiples of.
+pub const PAGE: u64 = 4096;
+const SIZE: usize = PAGE as usize;
+/// One of them.
+pub type Page = [u8; SIZE];
+/// Bytes of data of one entry at most.
+pub const MOST_DATA: u64 = 1 << 20;
+
+const VERSION: u32 = 1;
+const HEAD: &[u8; 8] = b"RKREDOSG";
+const ENTRY: &[u8; 8] = b"RKREDOEN";
+
+/// The head of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Head {
+    /// Its epoch.
+    pub epoch: u64,
+    /// The disk's identity.
+    pub disk: Uuid,
+    /// What its entries, and no others, name.
+    pub nonce: u128,
+}
+
+/// What an entry does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// The data behind it is on the disk now.
+    Data,
+    /// Zeroes are, with room for them kept.
+    Zeroes,
+    /// Zeroes are, and no room is needed.
+    Hole,
+}
+
+/// The header of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What is newer has a higher one.
+    pub sequence: u64,
+    /// First byte of the disk.
+    pub at: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// What it does.
+    pub what: What,
+    /// XXH3-128 of the data.
+    pub data: u128,
+}
+
+impl Header {
+    /// Bytes that it takes in its segment, with its data.
+    #[must_use]
+    pub fn length(&self) -> u64 {
+        length(self.what, self.bytes)
+    }
+}
+
+/// Bytes that an entry takes in its segment.
+#[must_use]
+pub fn length(what: What, bytes: u64) -> u64 {
+    match what {
+        What::Data => PAGE + bytes.next_multiple_of(PAGE),
+        What::Zeroes | What::Hole => PAGE,
+    }
+}
+
+/// Puts fields one behind the other, and a checksum behind them.
+struct Writer {
+    page: Page,
+    at: usize,
+}
+
+impl Writer {
+    fn new(magic: &[u8]) -> Self {
+        let mut writer = Self { page: [0; SIZE], at: 0 };
+        writer.put(magic);
+        writer
+    }
+
+    fn put(&mut self, bytes: &[u8]) {
+        for (place, byte) in self.page.iter_mut().skip(self.at).zip(bytes) {
+            *place = *byte;
+        }
+        self.at += bytes.len();
+    }
+
+    fn sealed(mut self) -> Page {
+        let sum = xxh3_128(self.page.get(..self.at).unwrap_or_default());
+        self.put(&sum.to_le_bytes());
+        self.page
+    }
+}
+
+/// Takes them out again.
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn new(bytes: &'a [u8], magic: &[u8; 8]) -> Option<Self> {
+        let mut reader = Self { bytes, at: 0 };
+        (reader.take::<8>()? == *magic).then_some(reader)
+    }
+
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let taken = self.bytes.get(self.at..)?.first_chunk::<N>().copied();
+        self.at += N;
+        taken
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn u128(&mut self) -> Option<u128> {
+        self.take().map(u128::from_le_bytes)
+    }
+
+    /// Whether what was taken so far is followed by its checksum.
+    fn is_sealed(&mut self) -> Option<bool> {
+        let sum = xxh3_128(self.bytes.get(..self.at)?);
+        Some(self.u128()? == sum)
+    }
+}
+
+/// A head as it is stored.
+#[must_use]
+pub fn write_head(head: &Head) -> Page {
+    let mut writer = Writer::new(HEAD);
+    writer.put(&VERSION.to_le_bytes());
+    writer.put(&head.epoch.to_le_bytes());
+    writer.put(&head.disk.as_u128().to_le_bytes());
+    writer.put(&head.nonce.to_le_bytes());
+    writer.sealed()
+}
+
+/// Read a head; `None` if it is none.
+#[must_use]
+pub fn read_head(bytes: &[u8]) -> Option<Head> {
+    let mut reader = Reader::new(bytes, HEAD)?;
+    let version = u32::from_le_bytes(reader.take()?);
+    let (epoch, disk, nonce) = (reader.u64()?, Uuid::from_u128(reader.u128()?), reader.u128()?);
+    (reader.is_sealed()? && version == VERSION).then_some(Head { epoch, disk, nonce })
+}
+
+/// A header as it is stored at byte `offset` of the segment with `nonce`.
+#[must_use]
+pub fn write_header(header: &Header, nonce: u128, offset: u64) -> Page {
+    let mut writer = Writer::new(ENTRY);
+    writer.put(&nonce.to_le_bytes());
+    let kind: u64 = match header.what {
+        What::Data => 0,
+        What::Zeroes => 1,
+        What::Hole => 2,
+    };
+    for field in [offset, header.sequence, header.at, header.bytes, kind] {
+        writer.put(&field.to_le_bytes());
+    }
+    writer.put(&header.data.to_le_bytes());
+    writer.sealed()
+}
+
+/// Read the header at byte `offset` of the segment with `nonce`; `None` if there is none.
+#[must_use]
+pub fn read_header(bytes: &[u8], nonce: u128, offset: u64) -> Option<Header> {
+    let mut reader = Reader::new(bytes, ENTRY)?;
+    let is_ours = reader.u128()? == nonce && reader.u64()? == offset;
+    let (sequence, at, bytes) = (reader.u64()?, reader.u64()?, reader.u64()?);
+    let what = match reader.u64()? {
+        0 => What::Data,
+        1 => What::Zeroes,
+        2 => What::Hole,
+        _ => return None,
+    };
+    let header = Header { sequence, at, bytes, what, data: reader.u128()? };
+    let is_whole = at.is_multiple_of(SECTOR) && bytes.is_multiple_of(SECTOR) && bytes > 0;
+    let is_short = what != What::Data || bytes <= MOST_DATA;
+    (is_ours && is_whole && is_short && at.checked_add(bytes).is_some() && reader.is_sealed()?).then_some(header)
+}
+
+/// The checksum of an entry's data.
+#[must_use]
+pub fn sum(data: &[u8]) -> u128 {
+    xxh3_128(data)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const NONCE: u128 = 0x0123_4567_89ab_cdef_0011_2233_4455_6677;
+
+    #[test]
+    fn a_head_comes_back_and_no_changed_one_does() {
+        let head = Head { epoch: 7, disk: Uuid::from_u128(9), nonce: NONCE };
+        let page = write_head(&head);
+        assert_eq!(read_head(&page), Some(head));
+        for at in 0..60 {
+            let mut changed = page;
+            changed[at] ^= 1;
+            assert_eq!(read_head(&changed), None, "byte {at}");
+        }
+        assert_eq!(read_head(&page[..59]), None);
+        assert_eq!(read_head(&[]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_header_is_read_where_it_was_written_and_nowhere_else(
+            sequence in any::<u64>(), sector in 0u64..1 << 40, sectors in 1u64..=2048, kind in 0..3u8, data in any::<u128>(),
+            offset in 1u64..1 << 20, at in 0usize..112, bit in 0..8u8,
+        ) {
+            let what = [What::Data, What::Zeroes, What::Hole][usize::from(kind)];
+            let header = Header { sequence, at: sector * SECTOR, bytes: sectors * SECTOR, what, data };
+            let page = write_header(&header, NONCE, offset);
+            prop_assert_eq!(read_header(&page, NONCE, offset), Some(header));
+            prop_assert_eq!(read_header(&page, NONCE + 1, offset), None);
+            prop_assert_eq!(read_header(&page, NONCE, offset + PAGE), None);
+            let mut changed = page;
+            changed[at % 96] ^= 1 << bit;
+            prop_assert_eq!(read_header(&changed, NONCE, offset), None);
+        }
+    }
+
+    #[test]
+    fn a_header_that_leads_nowhere_is_none() {
+        let header = Header { sequence: 1, at: 0, bytes: 4096, what: What::Data, data: 0 };
+        let is_one = |header: Header| read_header(&write_header(&header, NONCE, PAGE), NONCE, PAGE).is_some();
+        assert!(is_one(header));
+        assert!(!is_one(Header { bytes: 0, ..header }));
+        assert!(!is_one(Header { bytes: 100, ..header }));
+        assert!(!is_one(Header { at: 100, ..header }));
+        assert!(!is_one(Header { bytes: MOST_DATA + 512, ..header }));
+        assert!(is_one(Header { bytes: MOST_DATA + 512, what: What::Hole, ..header }));
+        assert!(!is_one(Header { at: u64::MAX - 511, bytes: 1024, what: What::Hole, ..header }));
+    }
+}

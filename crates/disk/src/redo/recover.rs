@@ -1,0 +1,153 @@
+//! Opening a log: after a crash, after a server that was killed, or to go back to a checkpoint.
+
+use super::error::RedoError;
+use super::files::{Files, LogFile};
+use super::format::{PAGE, What, read_head, read_header, sum};
+use super::log::{Log, Placed, Segment};
+use super::state::{Home, epoch_of, name_of};
+use rekindle_kernel::uring::Buffer;
+use std::io;
+use uuid::Uuid;
+
+/// Bytes that are read at a time.
+const WINDOW: u64 = 4 << 20;
+
+/// Which disk is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Wanted {
+    /// With all that was written.
+    #[default]
+    Newest,
+    /// That of a checkpoint.
+    Epoch {
+        /// Its epoch.
+        epoch: u64,
+        /// Of which disk.
+        disk: Uuid,
+    },
+}
+
+/// Open the log in `files` of a disk of `bytes` bytes; `None` if there is none.
+///
+/// *On success:* all that was found is durable, and belongs to epochs that have ended. Nothing was given up yet.
+///
+/// # Errors
+/// [`RedoError`]; nothing has changed.
+#[allow(clippy::type_complexity, reason = "a log and where it is, or none")]
+pub fn open<D: Files>(
+    files: D,
+    bytes: u64,
+    wanted: Wanted,
+    limit: u64,
+) -> Result<Option<(Home<D>, Log<D::File>)>, RedoError> {
+    let path = files.path().to_owned();
+    let failed = |doing| RedoError::io(&path, doing);
+    let Some(mut home) = Home::open(files)? else {
+        return match wanted {
+            Wanted::Newest => Ok(None),
+            Wanted::Epoch { epoch, disk } => Err(RedoError::NoLog { path, epoch, disk }),
+        };
+    };
+    let state = home.state().clone();
+    if let Wanted::Epoch { epoch, disk } = wanted {
+        let path = path.clone();
+        if disk != state.disk {
+            return Err(RedoError::OtherDisk { path, found: state.disk, wanted: disk });
+        } else if state.floor > epoch {
+            return Err(RedoError::NewerDisk { path, epoch, floor: state.floor });
+        } else if state.is_dead(epoch) {
+            return Err(RedoError::GivenUp { path, epoch });
+        } else if epoch > state.sealed {
+            return Err(RedoError::NotSealed { path, epoch, sealed: state.sealed });
+        }
+    }
+    let names = home.files().list().map_err(failed("reading the directory"))?;
+    let mut epochs: Vec<u64> = names.iter().filter_map(|name| epoch_of(name)).collect();
+    epochs.sort_unstable();
+    let given = [state.sealed, state.floor, state.merged].into_iter();
+    let given = given.chain(state.dead.iter().map(|(_, last)| *last)).chain(epochs.iter().copied());
+    let newest = given.max().unwrap_or(0);
+    let closed = match wanted {
+        Wanted::Epoch { epoch, .. } => epoch,
+        Wanted::Newest => (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0),
+    };
+    let mut log = Log::new(state.disk, newest + 1, closed, state.merged, limit);
+    for epoch in epochs.into_iter().filter(|epoch| *epoch <= closed && *epoch > state.merged && !state.is_dead(*epoch))
+    {
+        let file = home.files().open(&name_of(epoch)).map_err(failed("opening a segment"))?;
+        let Some((nonce, end, entries)) = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))? else {
+            continue;
+        };
+        if let Some(end) = entries.iter().map(|entry| entry.at + entry.bytes).find(|end| *end > bytes) {
+            return Err(RedoError::Shorter { path, end, bytes });
+        }
+        // A server that was killed has left it to the system.
+        file.sync().map_err(failed("making a segment durable"))?;
+        if !entries.is_empty() {
+            log.found(Segment::new(epoch, nonce, file), end, entries);
+        }
+    }
+    if (closed + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
+        home.rewind(closed + 1, newest);
+    }
+    // Left by one that was killed meanwhile; they are not read, so they may stay.
+    if let Err(e) = home.remove_done() {
+        tracing::warn!("{e}");
+    }
+    Ok(Some((home, log)))
+}
+
+/// Reads a file in pieces that are longer than what is asked for.
+struct Window<'a, F> {
+    file: &'a F,
+    buffer: Buffer,
+    at: u64,
+    held: usize,
+}
+
+impl<F: LogFile> Window<'_, F> {
+    fn get(&mut self, offset: u64, len: u64) -> io::Result<Option<&[u8]>> {
+        let is_held = offset >= self.at && offset + len <= self.at + self.held as u64;
+        if !is_held {
+            self.at = offset;
+            self.held = self.file.read_at(&mut self.buffer, offset)?;
+        }
+        let from = (offset - self.at) as usize;
+        Ok(self.buffer.get(..self.held).and_then(|held| held.get(from..from + len as usize)))
+    }
+}
+
+/// The valid entries of a segment, in the order of their sequence; its nonce, and where it ends. `None` if it has no head: nothing in it
+/// was ever durable.
+///
+/// # Errors
+/// The system's.
+pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<(u128, u64, Vec<Placed>)>> {
+    let length = file.length()?;
+    let mut window = Window { file, buffer: Buffer::new(WINDOW as usize), at: 0, held: 0 };
+    let head = window.get(0, PAGE)?.and_then(read_head).filter(|head| head.epoch == epoch && head.disk == disk);
+    let Some(head) = head else { return Ok(None) };
+    let mut entries = Vec::new();
+    let mut offset = PAGE;
+    while offset + PAGE <= length {
+        let Some(header) = window.get(offset, PAGE)?.and_then(|page| read_header(page, head.nonce, offset)) else {
+            offset += PAGE;
+            continue;
+        };
+        let is_whole = match header.what {
+            What::Data => {
+                // The last one's padding may be missing.
+                let len = header.bytes.min(length.saturating_sub(offset + PAGE));
+                window.get(offset + PAGE, len)?.is_some_and(|data| len == header.bytes && sum(data) == header.data)
+            }
+            What::Zeroes | What::Hole => true,
+        };
+        if is_whole {
+            let super::format::Header { sequence, at, bytes, what, .. } = header;
+            entries.push(Placed { epoch, offset, sequence, at, bytes, what });
+        }
+        offset += header.length();
+    }
+    entries.sort_unstable_by_key(|entry| entry.sequence);
+    Ok(Some((head.nonce, offset, entries)))
+}

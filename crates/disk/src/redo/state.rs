@@ -1,0 +1,288 @@
+//! The directory of a log: what is durable about its epochs, and its segments' files.
+
+use super::error::RedoError;
+use super::files::{Files, LogFile};
+use super::format::{Head, PAGE, write_head};
+use super::log::Segment;
+use rekindle_kernel::uring::Buffer;
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize};
+use std::io;
+use uuid::Uuid;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Of the state.
+pub const FORMAT: u32 = 1;
+/// Its file.
+const NAME: &str = "state";
+const MAGIC: &[u8; 8] = b"RKREDOST";
+/// Room that a segment is made with.
+const RESERVED: u64 = 4 << 20;
+/// Bytes of a slot that are not JSON.
+const AROUND: usize = 8 + 8 + 4 + 16;
+
+/// What is durable about a disk's epochs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Of this.
+    pub format: u32,
+    /// The disk's identity, for its log's life.
+    pub disk: Uuid,
+    /// The disk's length when the log was begun.
+    pub bytes: u64,
+    /// The newest epoch that is durable as a whole.
+    pub sealed: u64,
+    /// The image may hold writes of epochs up to this.
+    pub floor: u64,
+    /// The image holds all writes of epochs up to this.
+    pub merged: u64,
+    /// Epochs that were given up: first and last.
+    pub dead: Vec<(u64, u64)>,
+}
+
+impl State {
+    /// Whether an epoch was given up.
+    #[must_use]
+    pub fn is_dead(&self, epoch: u64) -> bool {
+        self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
+    }
+}
+
+fn write_slot(state: &State, count: u64) -> io::Result<Buffer> {
+    let json = serde_json::to_vec(state)?;
+    let mut page = Buffer::new(PAGE as usize);
+    if json.len() + AROUND > page.len() {
+        return Err(io::Error::other("it does not fit into its slot"));
+    }
+    let length = (json.len() as u32).to_le_bytes();
+    let content = [&MAGIC[..], &count.to_le_bytes(), &length, &json].concat();
+    page.iter_mut().zip(content).for_each(|(place, byte)| *place = byte);
+    let (body, sum) = page.split_at_mut(PAGE as usize - 16);
+    sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
+    Ok(page)
+}
+
+/// The state in a slot and its count, if the slot is whole.
+pub(crate) fn read_slot(page: &[u8]) -> Option<(u64, State)> {
+    let (body, sum) = page.get(..PAGE as usize)?.split_at(PAGE as usize - 16);
+    let rest = body.strip_prefix(MAGIC)?;
+    if xxh3_128(body).to_le_bytes() != sum {
+        return None;
+    }
+    let (count, rest) = rest.split_first_chunk::<8>()?;
+    let (length, rest) = rest.split_first_chunk::<4>()?;
+    let json = rest.get(..u32::from_le_bytes(*length) as usize)?;
+    Some((u64::from_le_bytes(*count), serde_json::from_slice(json).ok()?))
+}
+
+/// The epoch of the segment with this name.
+#[must_use]
+pub fn epoch_of(name: &str) -> Option<u64> {
+    name.strip_suffix(".log").and_then(|number| number.parse().ok())
+}
+
+/// The name of an epoch's segment.
+#[must_use]
+pub fn name_of(epoch: u64) -> String {
+    format!("{epoch}.log")
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct Home<D: Files> {
+    files: D,
+    file: D::File,
+    state: State,
+    count: u64,
+    /// To be given up before anything is written: the disk was opened at an older epoch.
+    rewound: Option<(u64, u64)>,
+}
+
+impl<D: Files> Home<D> {
+    /// Begin a log for a disk of `bytes` bytes that has none.
+    ///
+    /// # Errors
+    /// [`RedoError`]; what there is then is no log.
+    pub fn create(files: D, bytes: u64) -> Result<Self, RedoError> {
+        let failed = |doing| RedoError::io(files.path(), doing);
+        files.make().map_err(failed("making the directory"))?;
+        for name in files.list().map_err(failed("reading the directory"))? {
+            // `begin` or `end` was cut off: there is no state that is whole.
+            files.remove(&name).map_err(failed("removing what was left there"))?;
+        }
+        let file = files.create(NAME).map_err(failed("making its state"))?;
+        let (format, disk) = (FORMAT, Uuid::new_v4());
+        let state = State { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead: Vec::new() };
+        let empty = Buffer::new(2 * PAGE as usize);
+        file.write_at(&empty, 0).map_err(failed("making its state"))?;
+        let mut home = Self { files, file, state, count: 0, rewound: None };
+        home.record(|_| ())?;
+        home.files.sync().map_err(RedoError::io(home.files.path(), "making its directory durable"))?;
+        Ok(home)
+    }
+
+    /// The log in `files`, if there is one.
+    ///
+    /// # Errors
+    /// [`RedoError`].
+    pub fn open(files: D) -> Result<Option<Self>, RedoError> {
+        let failed = |doing| RedoError::io(files.path(), doing);
+        let names = files.list().map_err(failed("reading the directory"))?;
+        let has_segments = names.iter().any(|name| epoch_of(name).is_some());
+        let damaged = || RedoError::Damaged { path: files.path().to_owned() };
+        let file = match files.open(NAME) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && has_segments => return Err(damaged()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(failed("opening its state"))?,
+        };
+        let mut slots = Buffer::new(2 * PAGE as usize);
+        file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
+        let newest = slots.chunks(PAGE as usize).filter_map(read_slot).max_by_key(|(count, _)| *count);
+        match newest {
+            None if has_segments => Err(damaged()),
+            None => Ok(None),
+            Some((_, state)) if state.format != FORMAT => {
+                Err(RedoError::Newer { path: files.path().to_owned(), found: state.format })
+            }
+            Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None })),
+        }
+    }
+
+    /// What is durable.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Its files.
+    #[must_use]
+    pub fn files(&self) -> &D {
+        &self.files
+    }
+
+    /// Change the state, durably.
+    ///
+    /// # Errors
+    /// [`RedoError::Io`]; it may have been changed on the disk, so what is to be changed must be true already.
+    pub fn record(&mut self, change: impl FnOnce(&mut State)) -> Result<(), RedoError> {
+        let mut state = self.state.clone();
+        change(&mut state);
+        let floor = state.merged;
+        state.dead.retain(|(_, last)| *last > floor);
+        let count = self.count + 1;
+        let written = write_slot(&state, count).and_then(|page| {
+            self.file.write_at(page.get(..PAGE as usize).unwrap_or_default(), count % 2 * PAGE)?;
+            self.file.sync()
+        });
+        written.map_err(RedoError::io(self.files.path(), "writing its state"))?;
+        (self.state, self.count) = (state, count);
+        Ok(())
+    }
+
+    /// Epochs `first..=last` are to be given up as soon as anything is written.
+    pub fn rewind(&mut self, first: u64, last: u64) {
+        self.rewound = Some((first, last));
+    }
+
+    /// Whether there are epochs that are to be given up.
+    #[must_use]
+    pub fn is_rewound(&self) -> bool {
+        self.rewound.is_some()
+    }
+
+    /// Make the segment of a new epoch, durably. What is to be given up is so from here on.
+    ///
+    /// # Errors
+    /// [`RedoError::Io`].
+    pub fn prepare(&mut self, epoch: u64) -> Result<Segment<D::File>, RedoError> {
+        if let Some((first, last)) = self.rewound {
+            self.record(|state| {
+                // Those that were given up before within them are so still.
+                state.dead.retain(|(from, to)| *from < first || *to > last);
+                state.dead.push((first, last));
+            })?;
+            self.rewound = None;
+            if let Err(e) = self.remove_done() {
+                tracing::warn!("epochs that were given up are not removed yet: {e}");
+            }
+        }
+        let made = self.make(epoch);
+        made.map_err(RedoError::io(self.files.path(), "making a segment"))
+    }
+
+    fn make(&self, epoch: u64) -> io::Result<Segment<D::File>> {
+        let name = name_of(epoch);
+        let file = match self.files.create(&name) {
+            // It could not be made durable before, so nobody has got it.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                self.files.remove(&name)?;
+                self.files.create(&name)?
+            }
+            created => created?,
+        };
+        let mut nonce = [0; 16];
+        getrandom(&mut nonce, GetRandomFlags::empty())?;
+        let head = Head { epoch, disk: self.state.disk, nonce: u128::from_ne_bytes(nonce) };
+        let mut page = Buffer::new(PAGE as usize);
+        page.copy_from_slice(&write_head(&head));
+        file.reserve(RESERVED);
+        let durable = file.write_at(&page, 0).and_then(|()| file.sync()).and_then(|()| self.files.sync());
+        if let Err(e) = durable {
+            let _ = self.files.remove(&name);
+            return Err(e);
+        }
+        Ok(Segment::new(epoch, head.nonce, file))
+    }
+
+    /// Remove the segments that the image has, and those that were given up.
+    ///
+    /// # Errors
+    /// [`RedoError::Io`]; what is left is removed the next time.
+    pub fn remove_done(&self) -> Result<(), RedoError> {
+        let failed = |doing| RedoError::io(self.files.path(), doing);
+        for name in self.files.list().map_err(failed("reading the directory"))? {
+            if epoch_of(&name).is_some_and(|epoch| epoch <= self.state.merged || self.state.is_dead(epoch)) {
+                self.files.remove(&name).map_err(failed("removing a segment"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Remove the log. All that is in it must have been merged.
+    ///
+    /// # Errors
+    /// [`RedoError::Io`]; what is left then is a log without writes, or none.
+    pub fn destroy(self) -> Result<(), RedoError> {
+        let failed = |doing| RedoError::io(self.files.path(), doing);
+        let names = self.files.list().map_err(failed("reading the directory"))?;
+        // The state last: segments without one are a damaged log.
+        for name in names.iter().filter(|name| *name != NAME) {
+            self.files.remove(name).map_err(failed("removing a segment"))?;
+        }
+        self.files.sync().map_err(failed("making its directory durable"))?;
+        self.files.remove(NAME).map_err(failed("removing its state"))?;
+        self.files.remove_all().map_err(failed("removing the directory"))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_comes_back_and_no_changed_one_does() {
+        let dead = vec![(3, 4)];
+        let state = State { format: 1, disk: Uuid::new_v4(), bytes: 4096, sealed: 7, floor: 6, merged: 5, dead };
+        assert!(state.is_dead(3) && state.is_dead(4) && !state.is_dead(5));
+        let page = write_slot(&state, 9).unwrap();
+        assert_eq!(read_slot(&page), Some((9, state)));
+        for at in (0..64).chain([200, 4079, 4080, 4095]) {
+            let mut changed = page.to_vec();
+            changed[at] ^= 1;
+            assert_eq!(read_slot(&changed), None, "byte {at}");
+        }
+        assert_eq!(read_slot(&page[..4095]), None);
+    }
+}

@@ -1,0 +1,264 @@
+//! A directory and an image in memory. They record what is done, can make of that every state that a crash may leave, and can
+//! refuse to work. (The store's tests have one of their own: it has other steps.)
+
+use crate::redo::files::{Files, LogFile};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Op {
+    Make,
+    Create(String, usize),
+    Remove(String),
+    Write(usize, u64, Vec<u8>),
+    Zero(usize, u64, u64),
+    Sync(usize),
+    SyncDirectory,
+    RemoveAll,
+}
+
+/// What becomes of a step that no sync has made durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Kept,
+    Lost,
+    /// Of a write: only the 512-byte sectors whose bit is set, going round.
+    Torn(u64),
+}
+
+#[derive(Debug, Default, Clone)]
+struct State {
+    is_made: bool,
+    names: BTreeMap<String, usize>,
+    /// The first one is the image.
+    files: Vec<Vec<u8>>,
+    ops: Vec<Op>,
+    /// Steps that still work, and how the others fail.
+    refusal: Option<(usize, i32)>,
+}
+
+/// See [the module](self). Clones are the same disk.
+#[derive(Debug, Default, Clone)]
+pub struct Memory(Arc<Mutex<State>>);
+
+/// A file of it.
+#[derive(Debug, Clone)]
+pub struct MemoryFile(Memory, usize);
+
+fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
+    let end = offset as usize + bytes.len();
+    if file.len() < end {
+        file.resize(end, 0);
+    }
+    file[offset as usize..end].copy_from_slice(bytes);
+}
+
+impl Memory {
+    /// With an image and nothing else.
+    pub fn new(image: Vec<u8>) -> Self {
+        Self(Arc::new(Mutex::new(State { files: vec![image], ..State::default() })))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+
+    pub fn image(&self) -> MemoryFile {
+        MemoryFile(self.clone(), 0)
+    }
+
+    pub fn ops(&self) -> Vec<Op> {
+        self.state().ops.clone()
+    }
+
+    pub fn steps(&self) -> usize {
+        self.state().ops.len()
+    }
+
+    pub fn refuse(&self, after: usize, error: i32) {
+        self.state().refusal = Some((after, error));
+    }
+
+    pub fn relent(&self) {
+        self.state().refusal = None;
+    }
+
+    pub fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.state();
+        let file = state.names[name];
+        change(&mut state.files[file]);
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        self.state().names.keys().cloned().collect()
+    }
+
+    /// Which of the first `count` steps are not durable when the power goes then.
+    pub fn volatile(ops: &[Op], count: usize) -> Vec<usize> {
+        let (mut files, mut directory) = (BTreeSet::new(), false);
+        let mut volatile = Vec::new();
+        for (n, op) in ops[..count].iter().enumerate().rev() {
+            let is_durable = match op {
+                Op::Sync(file) => {
+                    files.insert(*file);
+                    true
+                }
+                Op::SyncDirectory => {
+                    directory = true;
+                    true
+                }
+                Op::Write(file, ..) | Op::Zero(file, ..) => files.contains(file),
+                Op::Create(..) | Op::Remove(_) => directory,
+                Op::RemoveAll => {
+                    directory = true;
+                    true
+                }
+                Op::Make => true,
+            };
+            if !is_durable {
+                volatile.push(n);
+            }
+        }
+        volatile.reverse();
+        volatile
+    }
+
+    /// What is there after the power went when `count` of `ops` were done, with `fate` for each step that was not durable.
+    pub fn after_crash(image: &[u8], ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+        let mut state = State { files: vec![image.to_vec()], ..State::default() };
+        for (n, op) in ops[..count].iter().enumerate() {
+            let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
+            if let Op::Create(_, file) = op {
+                state.files.resize(state.files.len().max(file + 1), Vec::new());
+            }
+            if fate == Fate::Lost {
+                continue;
+            }
+            match op {
+                Op::Make => state.is_made = true,
+                Op::RemoveAll => {
+                    state.is_made = false;
+                    state.names.clear();
+                }
+                Op::Create(name, file) => drop(state.names.insert(name.clone(), *file)),
+                Op::Remove(name) => drop(state.names.remove(name)),
+                Op::Write(file, offset, bytes) => match fate {
+                    Fate::Torn(sectors) => {
+                        for (sector, chunk) in bytes.chunks(512).enumerate() {
+                            if sectors >> (sector % 64) & 1 == 1 {
+                                write_into(&mut state.files[*file], offset + sector as u64 * 512, chunk);
+                            }
+                        }
+                    }
+                    _ => write_into(&mut state.files[*file], *offset, bytes),
+                },
+                Op::Zero(file, offset, len) => write_into(&mut state.files[*file], *offset, &vec![0; *len as usize]),
+                Op::Sync(_) | Op::SyncDirectory => {}
+            }
+        }
+        Self(Arc::new(Mutex::new(state)))
+    }
+
+    fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
+        let mut state = self.state();
+        match &mut state.refusal {
+            Some((0, error)) => return Err(io::Error::from_raw_os_error(*error)),
+            Some((left, _)) => *left -= 1,
+            None => {}
+        }
+        state.ops.push(op);
+        Ok(state)
+    }
+}
+
+impl LogFile for MemoryFile {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        let state = self.0.state();
+        let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
+        let len = file.len().min(into.len());
+        into[..len].copy_from_slice(&file[..len]);
+        Ok(len)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let mut state = self.0.step(Op::Write(self.1, offset, bytes.to_vec()))?;
+        write_into(&mut state.files[self.1], offset, bytes);
+        Ok(())
+    }
+
+    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
+        // As on a file system that knows holes only.
+        if !hole {
+            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+        }
+        let mut state = self.0.step(Op::Zero(self.1, offset, len))?;
+        write_into(&mut state.files[self.1], offset, &vec![0; len as usize]);
+        Ok(())
+    }
+
+    fn reserve(&self, _len: u64) {}
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.step(Op::Sync(self.1)).map(drop)
+    }
+
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.0.state().files[self.1].len() as u64)
+    }
+}
+
+impl Files for Memory {
+    type File = MemoryFile;
+
+    fn path(&self) -> &Path {
+        Path::new("disk.redo")
+    }
+
+    fn make(&self) -> io::Result<()> {
+        self.step(Op::Make)?.is_made = true;
+        Ok(())
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        Ok(self.names())
+    }
+
+    fn create(&self, name: &str) -> io::Result<MemoryFile> {
+        let number = {
+            let state = self.state();
+            assert!(state.is_made);
+            if state.names.contains_key(name) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            state.files.len()
+        };
+        let mut state = self.step(Op::Create(name.into(), number))?;
+        state.names.insert(name.into(), number);
+        state.files.push(Vec::new());
+        Ok(MemoryFile(self.clone(), number))
+    }
+
+    fn open(&self, name: &str) -> io::Result<MemoryFile> {
+        let number = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
+        Ok(MemoryFile(self.clone(), number))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let removed = self.step(Op::Remove(name.into()))?.names.remove(name);
+        removed.map(drop).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.step(Op::SyncDirectory).map(drop)
+    }
+
+    fn remove_all(&self) -> io::Result<()> {
+        let mut state = self.step(Op::RemoveAll)?;
+        assert!(state.names.is_empty(), "{:?}", state.names);
+        state.is_made = false;
+        Ok(())
+    }
+}

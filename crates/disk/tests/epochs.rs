@@ -1,0 +1,403 @@
+//! Epochs of a disk as a guest and its protector see them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
+use rekindle_disk::control::Ask as Control;
+use rekindle_disk::engine::logged::Told;
+use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::left::{beside, look, merge_all};
+use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::server::{ServeError, serve};
+use rustix::process::{Pid, Resource, Rlimit, prlimit, setrlimit};
+use std::collections::BTreeMap;
+use std::fs;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+const BLOCKS: u64 = 256;
+
+fn told(disk: &Disk) -> Option<Told> {
+    disk.control().status().unwrap().redo
+}
+
+fn begin(disk: &Disk) -> At {
+    disk.control().ask(&Control::EpochBegin {}).unwrap()
+}
+
+/// A checkpoint's mark: with the guest's queues stopped.
+fn mark(disk: &Disk, guest: &mut Guest) -> At {
+    guest.stop(0);
+    let at = disk.control().ask(&Control::EpochMark {}).unwrap();
+    guest.run(0, false);
+    at
+}
+
+fn seal(disk: &Disk, epoch: u64) {
+    disk.control().ask::<()>(&Control::EpochSeal { epoch }).unwrap();
+}
+
+fn commit(disk: &Disk, epoch: u64) {
+    disk.control().ask::<()>(&Control::EpochCommitted { epoch }).unwrap();
+    wait_for("the merge", || told(disk).filter(|told| told.merged >= epoch));
+}
+
+fn directory(disk: &Disk) -> PathBuf {
+    disk.directory.path().join("disk.raw.redo")
+}
+
+fn check(guest: &mut Guest, versions: &BTreeMap<u64, u64>, what: &str) {
+    for block in 0..BLOCKS {
+        let version = versions.get(&block).copied().unwrap_or(0);
+        assert!(guest.read(block, FIRST + block % 64) == content(block, version), "{what}: block {block}");
+    }
+}
+
+fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iterator<Item = u64>, version: u64) {
+    for block in blocks {
+        guest.write(block, FIRST, &content(block, version));
+        versions.insert(block, version);
+    }
+}
+
+/// End the server without a word, as a host that dies does; what was written stays.
+fn restart(disk: &mut Disk, wanted: Wanted) -> Guest {
+    disk.end();
+    let place = redo(wanted);
+    disk.serve(|service| service.redo = place);
+    Guest::start(&disk.socket())
+}
+
+#[test]
+fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let mut newest = BTreeMap::new();
+    write(&mut guest, &mut newest, 0..4, 1);
+    assert!(told(&disk).is_none() && !directory(&disk).exists());
+    let begun = begin(&disk);
+    assert_eq!((begin(&disk).disk, begun.epoch), (begun.disk, 1), "a disk that has a log keeps it");
+    write(&mut guest, &mut newest, 2..20, 2);
+    check(&mut guest, &newest, "in the first epoch");
+    let first = mark(&disk, &mut guest);
+    assert_eq!(first, At { disk: begun.disk, epoch: 1 });
+    let checkpoint = newest.clone();
+    write(&mut guest, &mut newest, 10..40, 3);
+    seal(&disk, 1);
+    write(&mut guest, &mut newest, (0..BLOCKS).step_by(7), 4);
+    check(&mut guest, &newest, "in the second epoch");
+    assert_eq!(disk.block(0), content(0, 1), "the image is what it was when the log began");
+    assert_eq!(disk.block(10), content(10, 0));
+    // The newest, over a restart.
+    drop(guest);
+    let mut guest = restart(&mut disk, Wanted::Newest);
+    check(&mut guest, &newest, "after a restart");
+    // The checkpoint's. Nothing is given up until the guest writes.
+    drop(guest);
+    let back = Wanted::Epoch { epoch: 1, disk: begun.disk };
+    let mut guest = restart(&mut disk, back);
+    check(&mut guest, &checkpoint, "at the checkpoint");
+    assert!(told(&disk).unwrap().rewound);
+    drop(guest);
+    let mut guest = restart(&mut disk, Wanted::Newest);
+    check(&mut guest, &newest, "not gone back");
+    drop(guest);
+    let mut guest = restart(&mut disk, back);
+    let mut newest = checkpoint;
+    write(&mut guest, &mut newest, 30..32, 5);
+    check(&mut guest, &newest, "gone back");
+    assert!(!told(&disk).unwrap().rewound);
+    drop(guest);
+    let mut guest = restart(&mut disk, Wanted::Newest);
+    check(&mut guest, &newest, "gone back for good");
+    // Committed, it is merged, and the log goes.
+    let at = mark(&disk, &mut guest);
+    seal(&disk, at.epoch);
+    commit(&disk, at.epoch);
+    assert_eq!(disk.block(30), content(30, 5));
+    check(&mut guest, &newest, "merged");
+    write(&mut guest, &mut newest, 50..60, 6);
+    disk.control().end_epochs(DEADLINE).unwrap();
+    assert!(!directory(&disk).exists());
+    check(&mut guest, &newest, "without a log again");
+    write(&mut guest, &mut newest, 60..61, 7);
+    assert_eq!(disk.block(60), content(60, 7), "writes go to the image again");
+    assert_eq!(disk.block(59), content(59, 6));
+}
+
+#[test]
+fn a_mark_of_a_running_guest_is_refused_and_so_is_what_was_not_sealed() {
+    let disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let ask = |ask| disk.control().ask::<serde_json::Value>(&ask).unwrap_err().to_string();
+    assert!(ask(Control::EpochMark {}).contains("no redo log"));
+    assert!(ask(Control::EpochSeal { epoch: 1 }).contains("no redo log"));
+    begin(&disk);
+    assert!(ask(Control::EpochMark {}).contains("the guest runs"));
+    assert!(ask(Control::EpochSeal { epoch: 1 }).contains("has not ended"));
+    guest.write(1, FIRST, &content(1, 1));
+    let at = mark(&disk, &mut guest);
+    assert!(ask(Control::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
+    seal(&disk, at.epoch);
+    commit(&disk, at.epoch);
+    assert_eq!(disk.block(1), content(1, 1));
+}
+
+#[test]
+fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let begun = begin(&disk);
+    for version in 1..3 {
+        guest.write(1, FIRST, &content(1, version));
+        let at = mark(&disk, &mut guest);
+        seal(&disk, at.epoch);
+    }
+    commit(&disk, 2);
+    guest.write(1, FIRST, &content(1, 3));
+    drop(guest);
+    disk.end();
+    let refused = |epoch, of| {
+        let mut service = disk.service();
+        service.redo = redo(Wanted::Epoch { epoch, disk: of });
+        let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
+        e.to_string()
+    };
+    assert!(refused(1, begun.disk).contains("the disk is newer than the checkpoint"));
+    assert!(refused(2, uuid::Uuid::new_v4()).contains("it is of disk"));
+    assert!(refused(9, begun.disk).contains("never sealed"));
+    // Who has no server is told what there is, and can merge it.
+    let left = look(&directory(&disk)).unwrap().unwrap();
+    assert_eq!((left.disk, left.sealed, left.floor, left.writes), (begun.disk, 2, 2, 1));
+    assert_eq!(disk.block(1), content(1, 2));
+    assert!(merge_all(&disk.image, &beside(&disk.image), true).unwrap().is_some());
+    assert_eq!(disk.block(1), content(1, 3));
+    assert_eq!(look(&directory(&disk)).unwrap(), None);
+    assert_eq!(merge_all(&disk.image, &beside(&disk.image), true).unwrap(), None);
+    assert!(refused(2, begun.disk).contains("the disk is newer than the checkpoint"));
+    disk.serve(|_| ());
+}
+
+#[test]
+fn requests_of_any_shape_go_through_the_log() {
+    let mut disk = Disk::new(1024);
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
+    guest.run(0, true);
+    begin(&disk);
+    let mut model: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
+    let mut random = fastrand::Rng::with_seed(5);
+    for round in 0..300 {
+        let sector = random.u64(..8000);
+        let sectors = random.u64(1..=if round % 10 == 0 { 180 } else { 20 });
+        let at = (sector * 512) as usize..((sector + sectors) * 512) as usize;
+        let range = [&sector.to_le_bytes()[..], &(sectors as u32).to_le_bytes(), &0u32.to_le_bytes()].concat();
+        match random.u32(..8) {
+            0 => {
+                let mut page = range;
+                page.resize(PAGE as usize, 0);
+                guest.fill(FIRST, &page);
+                let kind = if random.bool() { 11 } else { 13 };
+                assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0);
+                model[at].fill(0);
+            }
+            1 => assert_eq!(guest.ask(&Ask::flush()), 0),
+            2 => {
+                let marked = mark(&disk, &mut guest);
+                seal(&disk, marked.epoch);
+                disk.control().ask::<()>(&Control::EpochCommitted { epoch: marked.epoch }).unwrap();
+            }
+            3..6 => {
+                let address = FIRST * PAGE + random.u64(..8) * 512;
+                random.fill(&mut model[at.clone()]);
+                guest.memory.write_all_at(&model[at.clone()], address).unwrap();
+                let data = vec![(address, at.len() as u32, false)];
+                assert_eq!(guest.ask(&Ask { kind: 1, sector, data }), 0);
+            }
+            _ => {
+                let address = FIRST * PAGE + random.u64(..8) * 512;
+                assert_eq!(guest.ask(&Ask { kind: 0, sector, data: vec![(address, at.len() as u32, true)] }), 0);
+                let mut got = vec![0; at.len()];
+                guest.memory.read_exact_at(&mut got, address).unwrap();
+                assert!(got == model[at], "round {round}: sectors {sector} and {sectors}");
+            }
+        }
+    }
+    assert!(told(&disk).unwrap().epoch > 10);
+    drop(guest);
+    disk.end();
+    merge_all(&disk.image, &directory(&disk), true).unwrap();
+    assert!(fs::read(&disk.image).unwrap() == model);
+    disk.serve(|_| ());
+}
+
+#[test]
+fn a_log_that_is_full_holds_writes_and_loses_none() {
+    let mut disk = Disk::new(BLOCKS);
+    disk.end();
+    disk.serve(|service| service.redo.limit = Some(256 << 10));
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk);
+    // More than fits, each block once: nothing of it can be given back.
+    let blocks = 0..12u64;
+    let mut versions = BTreeMap::new();
+    write(&mut guest, &mut versions, 100..124, 1);
+    for block in blocks.clone() {
+        guest.fill(FIRST + block, &content(block, 1));
+        guest.put(0, &Ask::write(block, FIRST + block));
+    }
+    guest.kick(0);
+    let why = wait_for("writes that wait", || told(&disk)?.waiting);
+    assert!(why.contains("as long as it may be") && why.contains("no checkpoint is committed"), "{why}");
+    let mut ended = guest.ended(0).len();
+    assert!(ended < blocks.clone().count());
+    // Reads do not wait.
+    guest.put(0, &Ask::read(110, FIRST + 40));
+    guest.kick(0);
+    wait_for("a read", || {
+        ended += guest.ended(0).len();
+        (guest.frame(FIRST + 40) == content(110, 1)).then_some(())
+    });
+    // Who stops the guest does not wait, and gets a checkpoint, which makes room.
+    guest.stop(0);
+    ended += guest.ended(0).len();
+    let at: At = disk.control().ask(&Control::EpochMark {}).unwrap();
+    guest.run(0, false);
+    assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
+    seal(&disk, at.epoch);
+    commit(&disk, at.epoch);
+    versions.extend(blocks.map(|block| (block, 1)));
+    write(&mut guest, &mut versions, 130..150, 2);
+    assert_eq!(told(&disk).unwrap().waiting, None);
+    check(&mut guest, &versions, "after it was full");
+}
+
+const AT: &str = "REKINDLE_TEST_DISK";
+/// Bytes that a file may have, until the test lets it have more.
+const MOST: u64 = 6 << 20;
+
+#[test]
+#[ignore = "run by another test"]
+fn server() {
+    let directory = PathBuf::from(std::env::var_os(AT).unwrap());
+    // As on a disk that is full: the kernel refuses to make a file longer.
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
+    setrlimit(Resource::Fsize, Rlimit { current: Some(MOST), maximum: Some(MOST * 4) }).unwrap();
+    serve(common::service(&directory, &directory.join("disk.raw")), || ()).unwrap();
+}
+
+#[test]
+fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
+    let mut disk = Disk::new(BLOCKS * 4);
+    disk.end();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["server", "--exact", "--ignored"]).env(AT, disk.directory.path());
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk);
+    let mut versions = BTreeMap::new();
+    // 64 KiB a request, until one waits.
+    let mut ended = 0;
+    let mut put = 0;
+    for first in (0..BLOCKS * 4).step_by(16) {
+        let frame = FIRST + (put % 14) * 16;
+        (0..16).for_each(|of| guest.fill(frame + of, &content(first + of, 1)));
+        guest.put(0, &Ask { kind: 1, sector: first * 8, data: vec![(frame * PAGE, 16 * PAGE as u32, false)] });
+        guest.kick(0);
+        put += 1;
+        versions.extend((first..first + 16).map(|block| (block, 1)));
+        let why = wait_for("its end, or that it waits", || {
+            let all = guest.ended(0);
+            assert!(all.iter().all(|(_, _, status)| *status == 0), "{all:?}");
+            ended += all.len() as u64;
+            if ended == put { Some(None) } else { told(&disk)?.waiting.map(Some) }
+        });
+        if let Some(why) = why {
+            assert!(why.contains("no room"), "{why}");
+            break;
+        }
+    }
+    assert_eq!(put, ended + 1, "one of them waits");
+    assert!(told(&disk).unwrap().bytes > MOST / 2);
+    // There is room again, and it goes on by itself.
+    let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+    let more = Rlimit { current: Some(MOST * 4), maximum: Some(MOST * 4) };
+    prlimit(Some(pid), Resource::Fsize, more).unwrap();
+    let last = wait_for("the one that waited", || Some(guest.ended(0)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(last[..], [(_, 1, 0)]), "{last:?}");
+    wait_for("that to be told", || told(&disk).filter(|told| told.waiting.is_none()));
+    for (block, version) in &versions {
+        assert!(guest.read(*block, FIRST + 300) == content(*block, *version), "block {block}");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    disk.serve(|_| ());
+}
+
+#[test]
+fn room_of_what_is_overwritten_is_used_again() {
+    let mut disk = Disk::new(BLOCKS);
+    disk.end();
+    disk.serve(|service| service.redo.limit = Some(512 << 10));
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk);
+    let mut versions = BTreeMap::new();
+    // Many times the limit, in one epoch, and without a flush.
+    for version in 1..60 {
+        write(&mut guest, &mut versions, 0..16, version);
+    }
+    check(&mut guest, &versions, "overwritten");
+    let blocks = File::open(directory(&disk).join("1.log")).unwrap().metadata().unwrap();
+    let used = std::os::unix::fs::MetadataExt::blocks(&blocks) * 512;
+    assert!(used < 8 << 20, "{used}");
+    drop(guest);
+    let mut guest = restart(&mut disk, Wanted::Newest);
+    check(&mut guest, &versions, "after a restart");
+}
+
+#[test]
+fn a_segment_that_cannot_be_read_is_an_error_and_never_other_data() {
+    let disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk);
+    guest.write(3, FIRST, &content(3, 1));
+    let file = fs::OpenOptions::new().write(true).open(directory(&disk).join("1.log")).unwrap();
+    file.set_len(4096).unwrap();
+    assert_eq!(guest.ask(&Ask::read(3, FIRST + 1)), 1, "an error");
+    assert_ne!(guest.frame(FIRST + 1), content(3, 0), "not what was there before");
+    assert_eq!(guest.read(4, FIRST + 1), content(4, 0), "the rest is served as ever");
+    // It cannot be merged, and the disk says why.
+    let at = mark(&disk, &mut guest);
+    seal(&disk, at.epoch);
+    disk.control().ask::<()>(&Control::EpochCommitted { epoch: at.epoch }).unwrap();
+    let why = wait_for("a merge that fails", || told(&disk)?.failed);
+    assert!(why.contains("merging it into the image"), "{why}");
+    assert_eq!(disk.block(3), content(3, 0));
+}
+
+#[test]
+fn a_full_log_of_which_nobody_takes_checkpoints_ends() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let begun = begin(&disk);
+    let mut versions = BTreeMap::new();
+    write(&mut guest, &mut versions, 0..8, 1);
+    let at = mark(&disk, &mut guest);
+    seal(&disk, at.epoch);
+    drop(guest);
+    // Restored, and nobody protects it.
+    disk.end();
+    disk.serve(|service| {
+        service.redo = redo(Wanted::Epoch { epoch: at.epoch, disk: begun.disk });
+        service.redo.limit = Some(256 << 10);
+    });
+    let mut guest = Guest::start(&disk.socket());
+    write(&mut guest, &mut versions, 50..100, 2);
+    wait_for("the log's end", || told(&disk).is_none().then_some(()));
+    check(&mut guest, &versions, "after its log has ended");
+    assert!(!directory(&disk).exists());
+}

@@ -1,0 +1,165 @@
+//! A protected guest that writes its disk: after a failure it goes on with the disk of its checkpoint, or boots from the newest one.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::guest::Guest;
+use common::protector::{Protector, crash, restore, store};
+use common::{DEADLINE, Lab, wait_for};
+use rekindle_disk::control::Control;
+use rekindle_disk::engine::logged::Told;
+use rekindle_kernel::process::{self, Process};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const BLOCK: u64 = 4096;
+/// Of the disk.
+const BLOCKS: u64 = 2048;
+/// What the guest writes of it.
+const WRITTEN: u64 = 512;
+
+fn image(lab: &Lab) -> PathBuf {
+    let path = lab.path("disk.raw");
+    File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
+    path
+}
+
+fn redo(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(".redo");
+    PathBuf::from(path)
+}
+
+fn read(guest: &Guest<'_>) -> String {
+    guest.ask(&format!("read vda 0 {WRITTEN}"))
+}
+
+/// As the guest answers to `read`.
+fn digest(image: &Path) -> String {
+    let mut content = vec![0; (WRITTEN * BLOCK) as usize];
+    File::open(image).unwrap().read_exact_at(&mut content, 0).unwrap();
+    let digest = content
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    format!("{digest:016x}")
+}
+
+fn told(guest: &Guest<'_>) -> Option<Told> {
+    Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap().redo
+}
+
+fn server(guest: &Guest<'_>) -> Process {
+    let mark = format!("--control={}", guest.file("disk-disk0.control").display());
+    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive).expect("a server")
+}
+
+/// The host dies: QEMU, the disk's server and the protector with it.
+fn host_dies(guest: &Guest<'_>, protector: Protector) {
+    let server = server(guest);
+    server.kill().unwrap();
+    crash(guest);
+    protector.kill();
+    assert!(server.wait_end(Duration::from_secs(10)).unwrap());
+}
+
+/// Memory and disk agree: what the guest has of the disk in its cache is what is on it.
+fn agrees(guest: &Guest<'_>) -> String {
+    // What it was about to write is written.
+    guest.ask(&format!("write vda {WRITTEN} 1 1"));
+    let cached = read(guest);
+    guest.ask("drop-caches");
+    assert_eq!(read(guest), cached, "the guest's memory has another disk");
+    cached
+}
+
+#[test]
+fn a_restored_guest_has_the_disk_that_its_memory_knows() {
+    let lab = Lab::new();
+    let path = image(&lab);
+    let guest = lab.vm("epochs").section(&format!("[[disk]]\npath = {path:?}\nserver = true\n")).boot(&[]);
+    let store = store(&lab, "epochs");
+    let boot = guest.boot_id();
+    for round in 0..3u64 {
+        let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
+        protector.next_checkpoint();
+        for n in 0..40 {
+            // All over it, again and again; checkpoints come in between.
+            guest.ask(&format!("write vda {} 32 {}", n * 37 % (WRITTEN - 32), round * 100 + n));
+        }
+        protector.next_checkpoint();
+        let told = told(&guest).expect("a log");
+        assert!(told.epoch > 2 && told.sealed > 0, "{told:?}");
+        for n in 0..10 {
+            guest.ask(&format!("write vda {} 32 {}", n * 51 % (WRITTEN - 32), round * 100 + 50 + n));
+        }
+        let newest = read(&guest);
+        host_dies(&guest, protector);
+        assert!(redo(&path).exists());
+        // Neither disk is taken without a word.
+        let definition = guest.lab.path("epochs.toml");
+        let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
+        refused.status(1).says(&["disk0", "rekindle restore", "--newest-disk"]);
+        if round < 2 {
+            restore(&guest, &store, &[]);
+            assert_eq!(guest.boot_id(), boot, "the guest went on");
+            agrees(&guest);
+            guest.assert_sound();
+            continue;
+        }
+        lab.rekindle(["run", definition.to_str().unwrap(), "--newest-disk"]).ok();
+        guest.wait_ready();
+        assert_ne!(guest.boot_id(), boot);
+        assert_eq!(read(&guest), newest, "all that was written");
+        assert_eq!(digest(&path), newest, "and merged");
+        assert!(!redo(&path).exists());
+        agrees(&guest);
+        // The checkpoint's disk has been given up.
+        guest.rekindle(&["stop"]).ok();
+        let refused = lab.rekindle(["restore", "epochs", "--store", store.to_str().unwrap()]);
+        refused.status(1).says(&["the disk is newer than the checkpoint", "--newest-disk"]);
+        assert!(!guest.file("").exists(), "nothing is left behind");
+    }
+}
+
+#[test]
+fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_qemu() {
+    let lab = Lab::new();
+    let path = image(&lab);
+    let section = |more: &str| format!("[[disk]]\npath = {path:?}\n{more}");
+    let guest = lab.vm("ended").section(&section("server = true\n")).boot(&[]);
+    let store = store(&lab, "ended");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
+    protector.next_checkpoint();
+    guest.ask("write vda 5 20 9");
+    let newest = read(&guest);
+    assert_ne!(digest(&path), newest, "it is in the log");
+    // Committed, it comes to the image while the guest runs.
+    protector.next_checkpoint();
+    wait_for("the merge", DEADLINE, || (digest(&path) == newest).then_some(()));
+    guest.ask("write vda 8 20 10");
+    let newest = read(&guest);
+    host_dies(&guest, protector);
+    assert!(redo(&path).exists(), "nobody has said which disk it is to be");
+    let plain = lab.vm("plain").section(&section("format = \"raw\"\n"));
+    let refused = lab.rekindle(["run", plain.write().to_str().unwrap()]);
+    refused.status(1).says(&["disk0", "redo log", "rekindle disk merge"]);
+    lab.rekindle(["disk", "merge", path.to_str().unwrap()]).ok();
+    assert_eq!(digest(&path), newest);
+    let guest = plain.boot(&[]);
+    assert_eq!(read(&guest), newest);
+    guest.rekindle(&["stop"]).ok();
+
+    let guest = lab.vm("again").section(&section("server = true\n")).boot(&[]);
+    let mut protector =
+        Protector::start(&guest, &lab, &store.with_extension("again"), &["--every", "100ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
+    guest.ask("write vda 30 20 11");
+    let newest = read(&guest);
+    assert!(told(&guest).is_some(), "the checkpoint is wanted, until somebody says otherwise");
+    guest.rekindle(&["stop"]).ok();
+    assert_eq!(digest(&path), newest);
+    assert!(!redo(&path).exists());
+}
