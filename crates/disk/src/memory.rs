@@ -419,6 +419,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_filled_is_there_and_noted_as_what_is_written() {
+        let memory = Memory::map(vec![region(0, 1 << 20), region(1 << 20, 1 << 20)]).unwrap();
+        memory.note(true);
+        memory.fill((1 << 20) + 4096, &[7; 4096]).unwrap();
+        let mut found = [0; 4096];
+        memory.read((1 << 20) + 4096, &mut found).unwrap();
+        assert_eq!(found, [7; 4096]);
+        assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + (1 << 20) + 4096, bytes: 4096 }]);
+        // Over the end of a region: as `write` does it.
+        memory.fill((1 << 20) - 2048, &[8; 4096]).unwrap();
+        memory.read((1 << 20) - 2048, &mut found).unwrap();
+        assert_eq!(found, [8; 4096]);
+        assert_eq!(memory.collect().iter().map(|span| span.bytes).sum::<u64>(), 8192);
+        assert!(memory.fill(2 << 20, &[1; 4096]).is_none());
+    }
+
+    #[test]
     fn the_same_memory_may_be_cut_otherwise() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 20).unwrap();

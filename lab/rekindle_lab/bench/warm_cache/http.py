@@ -88,8 +88,8 @@ def rates(
 ) -> list[tuple[int, int, int, int]]:
     """By seconds: which one, requests, bytes, and the time that these requests took, in microseconds.
 
-    Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of the
-    guest were `well` again.
+    Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of
+    the guest were `well` again.
     """
     seen = [answer for answer in answers if begin <= answer.at <= end]
     found: dict[int, list[Answer]] = {}

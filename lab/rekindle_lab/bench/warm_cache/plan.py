@@ -41,7 +41,9 @@ class Plan:
     map_rounds: int
     map_mib: int
     tpch: int
-    """Reboots of each way; two runs before and two after."""
+    """Reboots of each way."""
+    tpch_runs: int
+    """So many runs before a reboot, and after it."""
     http: int
     """Reboots of each way."""
     http_s: int
@@ -74,6 +76,7 @@ FULL = Plan(
     map_rounds=16,
     map_mib=256,
     tpch=4,
+    tpch_runs=2,
     http=3,
     http_s=30,
 )
@@ -88,6 +91,7 @@ QUICK = Plan(
     map_rounds=3,
     map_mib=128,
     tpch=1,
+    tpch_runs=1,
     http=1,
     http_s=15,
     budget_s=330.0,
