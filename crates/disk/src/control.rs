@@ -57,6 +57,8 @@ pub enum Ask {
     /// The pages that were written since they were last asked for, by the QEMU's addresses. Refused where not all were noted: the QEMU
     /// is another one.
     Collect {},
+    /// A restore has brought all of the guest's memory: nothing of it is missing any more.
+    Filled {},
     /// What is written from here on goes to a redo log; the answer is the disk's identity, and the epoch of what is written now.
     EpochBegin {},
     /// Later writes are of the next epoch; the answer is the disk's identity, and the epoch that the disk is as of now.
@@ -94,6 +96,7 @@ pub(crate) fn answer(engine: &Handle, keeper: &Arc<Keeper>, line: &str) -> Value
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
+        Ask::Filled {} => value(engine.ask(Command::Filled)),
         Ask::EpochBegin {} => value(keeper.begin(engine)),
         Ask::EpochMark {} => value(keeper.mark(engine)),
         Ask::EpochSeal { epoch } => value(keeper.seal(engine, epoch)),

@@ -11,6 +11,7 @@
 //! | [`config`] | what a guest is told of its disk |
 //! | [`image`] | the raw file or block device |
 //! | [`memory`] | the guest's memory, mapped; which pages are written through it |
+//! | [`missing`] | pages of it that a restore still brings |
 //! | [`inflight`] | requests under way, in memory that outlives this process |
 //! | [`limit`] | the rates that a disk is held to |
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
@@ -32,6 +33,7 @@ pub mod inflight;
 pub mod limit;
 pub mod map;
 pub mod memory;
+pub mod missing;
 pub mod redo;
 pub mod request;
 pub mod server;

@@ -4,8 +4,10 @@
 //! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
 
 use crate::map::Frame;
+use crate::missing::{Missing, Twice};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::memory::PAGE_SIZE;
+use rekindle_kernel::process::Process;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -128,6 +130,8 @@ pub struct Span {
 /// The memory of one guest.
 #[derive(Debug)]
 pub struct Memory {
+    /// Some of it is still being brought. It goes before the mapping.
+    missing: Option<Missing>,
     /// Its mapping.
     pub map: GuestMemoryMmap<Marks>,
     written: Arc<Written>,
@@ -168,7 +172,27 @@ impl Memory {
         let words = end.div_ceil(PAGE_SIZE as u64).div_ceil(64);
         *written.pages.write().unwrap_or_else(PoisonError::into_inner) =
             (0..words).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { map, written, fronts })
+        Ok(Self { missing: None, map, written, fronts })
+    }
+
+    /// Map that of a guest of which a restore still brings some: who touches what is missing waits until the front end has it, process `front`.
+    ///
+    /// # Errors
+    /// As [`Memory::map`]; no userfaultfd can be had.
+    pub fn map_missing(regions: Vec<Region>, front: Process) -> io::Result<Self> {
+        let mut memory = Self::map(regions)?;
+        let place = |(start, bytes, theirs): &(u64, u64, u64)| {
+            let ours = memory.map.get_host_address(GuestAddress(*start)).map_err(io::Error::other)? as u64;
+            Ok(Twice { ours: ours..ours + bytes, theirs: *theirs })
+        };
+        let places = memory.fronts.iter().map(place).collect::<io::Result<_>>()?;
+        memory.missing = Some(Missing::begin(places, front)?);
+        Ok(memory)
+    }
+
+    /// All of it is there.
+    pub fn filled(&self) {
+        self.missing.iter().for_each(Missing::filled);
     }
 
     /// Frames up to the end of the guest's memory, holes included.
@@ -228,7 +252,10 @@ impl Memory {
         let region = self.map.find_region(GuestAddress(address))?;
         let within = address - region.start_addr().raw_value();
         let fits = within.checked_add(bytes.len() as u64).is_some_and(|end| end <= region.len());
-        let Some(file) = region.file_offset().filter(|_| fits) else { return self.write(address, bytes) };
+        // What is written past the mapping waits for no page: the rest of it would be zero.
+        let Some(file) = region.file_offset().filter(|_| fits && self.missing.is_none()) else {
+            return self.write(address, bytes);
+        };
         // Huge pages cannot be written that way.
         if file.file().write_all_at(bytes, file.start() + within).is_err() {
             return self.write(address, bytes);

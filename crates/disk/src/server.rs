@@ -8,13 +8,14 @@ use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, Place};
-use crate::session::Frontend;
+use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -89,6 +90,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     }
     // Locked: of two servers only one comes to its sockets.
     let image = Image::open(&path, how)?;
+    let filling = Arc::clone(&settings.filling);
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
@@ -96,7 +98,9 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let logged = redo.logged.take();
     let (engine, thread) = engine::start(image, settings, logged).map_err(failed)?;
     let keeper = redo.start(&engine);
-    accept(guests, &engine, move |engine, number, stream| serve_front(engine, Session(number), shape, stream));
+    accept(guests, &engine, move |engine, number, stream| {
+        serve_front(engine, Session(number), shape, &filling, stream);
+    });
     let kept = Arc::clone(&keeper);
     accept(asked, &engine, move |engine, _, stream| {
         if let Err(e) = control::serve(&engine, &kept, &stream) {
@@ -146,10 +150,15 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 }
 
 /// Speak vhost-user with one front end until it goes.
-fn serve_front(engine: Handle, session: Session, shape: Shape, stream: UnixStream) {
+fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
     engine.tell(Command::Join(session, process));
-    let frontend = Arc::new(Mutex::new(Frontend::new(engine.clone(), session, shape)));
+    let frontend = Arc::new(Mutex::new(Frontend::new(
+        engine.clone(),
+        session,
+        shape,
+        Filling { is: Arc::clone(filling), process },
+    )));
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         if let Err(e) = handler.handle_request() {

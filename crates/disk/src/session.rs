@@ -13,10 +13,12 @@ use crate::engine::Handle;
 use crate::engine::command::{Command, Ends, Refused, Rings, Session};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
+use rekindle_kernel::process::Process;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -35,6 +37,15 @@ struct Queue {
     runs: bool,
 }
 
+/// Whether a restore still brings the guest's memory, and the process that has it.
+#[derive(Debug)]
+pub struct Filling {
+    /// Whether.
+    pub is: Arc<AtomicBool>,
+    /// The front end's.
+    pub process: Option<u32>,
+}
+
 /// See [the module](self).
 #[derive(Debug)]
 pub struct Frontend {
@@ -46,6 +57,7 @@ pub struct Frontend {
     regions: Vec<(u64, u64, u64)>,
     memory: Option<Arc<Memory>>,
     queues: Vec<Queue>,
+    filling: Filling,
 }
 
 fn refused(e: Refused) -> Error {
@@ -59,13 +71,23 @@ fn failed(e: io::Error) -> Error {
 impl Frontend {
     /// For a front end that has just connected.
     #[must_use]
-    pub fn new(engine: Handle, session: Session, shape: Shape) -> Self {
+    pub fn new(engine: Handle, session: Session, shape: Shape, filling: Filling) -> Self {
         let queues = (0..shape.queues).map(|_| Queue::default()).collect();
-        Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues }
+        Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues, filling }
     }
 
     fn queue(&mut self, index: u32) -> Result<&mut Queue> {
         usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index)).ok_or(Error::InvalidParam)
+    }
+
+    fn map(&self, regions: Vec<Region>) -> io::Result<Arc<Memory>> {
+        if !self.filling.is.load(Ordering::Relaxed) {
+            return Ok(Arc::new(Memory::map(regions)?));
+        }
+        let unknown =
+            || io::Error::other("its memory is still being brought, and the kernel does not tell which process has it");
+        let process = Process::of(self.filling.process.ok_or_else(unknown)?)?;
+        Ok(Arc::new(Memory::map_missing(regions, process)?))
     }
 
     /// An address of the front end, in the guest.
@@ -155,7 +177,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
             offset: region.mmap_offset,
             front: region.user_addr,
         };
-        let memory = Arc::new(Memory::map(regions.iter().zip(files).map(of).collect()).map_err(failed)?);
+        let memory = self.map(regions.iter().zip(files).map(of).collect()).map_err(failed)?;
         let session = self.session;
         // QEMU changes the table of a guest that runs where memory is plugged in.
         let running: Vec<u32> =

@@ -219,6 +219,9 @@ pub struct DiskServe {
     /// Do not remember where blocks are: a reboot finds a cold cache.
     #[arg(long)]
     pub no_map: bool,
+    /// A restore still brings the guest's memory: wait for pages that are missing.
+    #[arg(long, hide = true)]
+    pub filling: bool,
     #[command(flatten)]
     pub rate: DiskRate,
     /// The directory of its redo log [default: IMAGE.redo; a block device has none].

@@ -4,6 +4,7 @@ use super::Engine;
 use super::command::{Command, Refused, Status};
 use crate::attic::Attic;
 use crate::limit::Throttle;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl Engine {
@@ -42,6 +43,11 @@ impl Engine {
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
                 Command::Visit(visit) => self.visited(visit),
+                Command::Filled(answer) => {
+                    self.settings.filling.store(false, Ordering::Relaxed);
+                    self.fronts.values().filter_map(|front| front.memory.as_ref()).for_each(|memory| memory.filled());
+                    let _ = answer.send(Ok(()));
+                }
                 Command::Status(answer) => drop(answer.send(Ok(self.status()))),
                 Command::End(answer) => {
                     self.ended = true;

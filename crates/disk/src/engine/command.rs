@@ -103,6 +103,8 @@ pub enum Command {
     Note(Option<u32>, Answer<bool>),
     /// The pages that were written since. Refused where not all of them were noted.
     Collect(Answer<Vec<Span>>),
+    /// All of the guest's memory is there.
+    Filled(Answer<()>),
     /// Do something with the log.
     Visit(Visit),
     /// What it does.

@@ -42,6 +42,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -68,6 +69,8 @@ pub struct Settings {
     pub map: bool,
     /// Queues that a guest may have.
     pub queues: u16,
+    /// A restore still brings the guest's memory, until [`Command::Filled`].
+    pub filling: Arc<AtomicBool>,
 }
 
 /// What a completion belongs to.

@@ -15,6 +15,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -46,7 +47,13 @@ pub fn redo(wanted: Wanted) -> Place {
 }
 
 pub fn service(directory: &Path, image: &Path) -> Service {
-    let settings = Settings { serial: "rekindle-test".into(), limits: Limits::default(), map: true, queues: 4 };
+    let settings = Settings {
+        serial: "rekindle-test".into(),
+        limits: Limits::default(),
+        map: true,
+        queues: 4,
+        filling: Arc::default(),
+    };
     let how = How { readonly: false, direct: true };
     Service {
         image: image.to_owned(),

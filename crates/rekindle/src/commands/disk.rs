@@ -19,6 +19,8 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
@@ -79,7 +81,7 @@ fn limits(rate: &DiskRate) -> Limits {
 }
 
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
-    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, rate, .. } = arguments;
+    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, filling, rate, .. } = arguments;
     let wanted = match (arguments.epoch, arguments.disk_id) {
         (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
@@ -90,7 +92,8 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         path.push(".control");
         PathBuf::from(path)
     });
-    let settings = Settings { serial, limits: limits(&rate), map: !no_map, queues };
+    let settings =
+        Settings { serial, limits: limits(&rate), map: !no_map, queues, filling: Arc::new(AtomicBool::new(filling)) };
     let how = How { readonly, direct: !buffered };
     let service =
         Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), redo, settings };

@@ -1,0 +1,198 @@
+//! The memory of a guest that a restore still brings (HydraVM, section IV-B): who touches a page that is missing waits for it.
+//!
+//! Missing pages wait in QEMU's mapping, by a userfaultfd of its pager's. This process has a mapping of its own, in which they would be
+//! zero. So it has a userfaultfd too, for itself: a page that is missing here is read in QEMU, where it waits until the pager has brought it; then it is
+//! in the file that both have mapped.
+//!
+//! ```text
+//! engine ── touches a page ──> this thread ── reads it in QEMU ──> pager brings it
+//!        <── goes on ──────── wake <──────── it is there
+//! ```
+
+use rekindle_kernel::memory;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::{Event, Features, Mode, Userfault, UserfaultError};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Between two tries to read a page.
+const AGAIN: Duration = Duration::from_millis(100);
+const PAGE: u64 = memory::PAGE_SIZE as u64;
+
+/// Where memory is mapped twice.
+#[derive(Debug, Clone)]
+pub struct Twice {
+    /// Here.
+    pub ours: Range<u64>,
+    /// Its first address in the other process.
+    pub theirs: u64,
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct Missing {
+    faults: Arc<Userfault>,
+    places: Vec<Twice>,
+    end: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Missing {
+    /// From here on whoever touches a missing page at `places` waits until `front` has it.
+    ///
+    /// # Errors
+    /// No userfaultfd; the system's. Then nobody waits, and the memory must not be touched.
+    pub fn begin(places: Vec<Twice>, front: Process) -> io::Result<Self> {
+        let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
+        for place in &places {
+            faults.register(place.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
+        }
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let serve = (Arc::clone(&faults), places.clone(), Arc::clone(&end));
+        let thread = thread::Builder::new().name("missing pages".into()).spawn(move || {
+            let (faults, places, end) = serve;
+            if let Err(e) = bring(&faults, &places, &end, front) {
+                // Whoever waits goes on waiting.
+                tracing::error!("missing pages of the guest are not brought any more: {e}");
+            }
+        })?;
+        Ok(Self { faults, places, end, thread: Some(thread) })
+    }
+
+    /// All is there: nobody waits any more.
+    pub fn filled(&self) {
+        for place in &self.places {
+            if let Err(e) = self.faults.unregister(place.ours.clone()) {
+                tracing::debug!("it is looked for missing pages still: {e}");
+            }
+        }
+    }
+}
+
+impl Drop for Missing {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.end, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Bring pages until `end`.
+fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) -> Result<(), UserfaultError> {
+    let failed = |source: rustix::io::Errno| UserfaultError::Descriptor { what: "wait", source: source.into() };
+    loop {
+        let mut ready = [PollFd::new(faults, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other.map_err(failed)?,
+        };
+        if !ready[1].revents().is_empty() {
+            return Ok(());
+        }
+        for event in faults.events()? {
+            let Event::Fault { address, .. } = event else { continue };
+            let page = address - address % PAGE;
+            if let Some(place) = places.iter().find(|place| place.ours.contains(&page)) {
+                read_there(front, place.theirs + (page - place.ours.start));
+            }
+            faults.wake(page..page + PAGE)?;
+        }
+    }
+}
+
+/// Have `front` have the page at `address`: it waits there.
+fn read_there(front: Process, address: u64) {
+    let mut told = false;
+    while let Err(e) = memory::read(front, address, &mut [0]) {
+        if !front.is_alive() {
+            // The guest has ended, and the thread that waits for its page cannot be told. Were it shown a zero, that could become a
+            // block of the disk.
+            tracing::error!("QEMU has ended while its guest's memory was being brought: this server ends too");
+            std::process::exit(1);
+        }
+        if !std::mem::replace(&mut told, true) {
+            tracing::error!("a page of the guest cannot be brought, and its disk waits: {e}");
+        }
+        thread::sleep(AGAIN);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::memory::{Memory, Region};
+    use std::fs::File;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    /// The pages of a file, mapped as QEMU would have them, where a "pager" brings them with a delay.
+    fn with_pager(file: &File, work: impl FnOnce(u64)) -> u64 {
+        const PAGES: u64 = 16;
+        let theirs = mapped(file, PAGES * PAGE);
+        let faults = Userfault::own(Features::empty()).unwrap();
+        faults.register(theirs..theirs + PAGES * PAGE, Mode::MISSING).unwrap();
+        let (brought, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                loop {
+                    let mut ready = [PollFd::new(&faults, PollFlags::IN), PollFd::new(&done, PollFlags::IN)];
+                    poll(&mut ready, None).unwrap();
+                    if !ready[1].revents().is_empty() {
+                        break;
+                    }
+                    for event in faults.events().unwrap() {
+                        let Event::Fault { address, .. } = event else { continue };
+                        let number = (address - theirs) / PAGE;
+                        brought.fetch_add(1, Ordering::Relaxed);
+                        faults.copy(address - address % PAGE, &[number as u8 + 1; PAGE as usize], true).unwrap();
+                    }
+                }
+            });
+            work(theirs);
+            rustix::io::write(&done, &1u64.to_ne_bytes()).unwrap();
+        });
+        brought.load(Ordering::Relaxed)
+    }
+
+    fn mapped(file: &File, bytes: u64) -> u64 {
+        let region = vm_memory::mmap::MmapRegion::<()>::from_file(
+            vm_memory::FileOffset::new(file.try_clone().unwrap(), 0),
+            bytes as usize,
+        );
+        let region = Box::leak(Box::new(region.unwrap()));
+        region.as_ptr() as u64
+    }
+
+    #[test]
+    fn who_touches_a_missing_page_waits_for_it_and_sees_what_was_brought() {
+        let fd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = File::from(fd);
+        file.set_len(16 * PAGE).unwrap();
+        let brought = with_pager(&file, |theirs| {
+            let me = Process::of(std::process::id()).unwrap();
+            let region =
+                Region { address: 0, bytes: 16 * PAGE, file: file.try_clone().unwrap(), offset: 0, front: theirs };
+            let memory = Memory::map_missing(vec![region], me).unwrap();
+            let mut bytes = [0; 10];
+            memory.read(3 * PAGE - 5, &mut bytes).unwrap();
+            assert_eq!(bytes, [3, 3, 3, 3, 3, 4, 4, 4, 4, 4]);
+            // A part of a page that is written, also where whole pages are filled otherwise, and the rest of it is what was brought.
+            memory.write(7 * PAGE + 1, &[99]).unwrap();
+            memory.fill(9 * PAGE + 8, &[98; 4]).unwrap();
+            memory.read(7 * PAGE, &mut bytes).unwrap();
+            assert_eq!(bytes, [8, 99, 8, 8, 8, 8, 8, 8, 8, 8]);
+            memory.read(9 * PAGE + 6, &mut bytes).unwrap();
+            assert_eq!(bytes, [10, 10, 98, 98, 98, 98, 10, 10, 10, 10]);
+            memory.filled();
+            memory.read(3 * PAGE, &mut bytes).unwrap();
+            assert_eq!(bytes, [4; 10]);
+        });
+        assert_eq!(brought, 4, "each once");
+    }
+}
