@@ -278,7 +278,7 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
 
 const AT: &str = "REKINDLE_TEST_DISK";
 /// Bytes that a file may have, until the test lets it have more.
-const MOST: u64 = 6 << 20;
+const MOST: u64 = 3 << 20;
 
 #[test]
 #[ignore = "run by another test"]

@@ -238,12 +238,12 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
         match left::look(&left::beside(&disk.path)) {
-            Ok(Some(left)) if left.writes > 0 && !disk.server => Some(format!(
+            Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
                 disk.id, left.writes
             )),
-            Ok(Some(left)) if left.writes > 0 && choose => Some(format!(
+            Ok(Some(_)) if choose => Some(format!(
                 "disk {}: {image} was left in use, with a redo log: go on from the last checkpoint (rekindle restore), or \
                  start from the newest disk, which gives the checkpoint's up (rekindle run --newest-disk)",
                 disk.id
