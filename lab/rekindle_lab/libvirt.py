@@ -122,7 +122,7 @@ class Domain:
 def tap(name: str, address: str) -> Iterator[str]:
     """A tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
     _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
-    # Everybody may open it where udev made it, and then only what is his own is of use; a machine without udev is closed.
+    # Everybody may open it where udev made it: only what is his own is of use to him. A machine without udev is closed.
     mode = stat.S_IMODE(TUN.stat().st_mode)
     TUN.chmod(mode | 0o666)
     try:
