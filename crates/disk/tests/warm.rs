@@ -10,6 +10,7 @@ use rekindle_disk::attic::Told;
 use rekindle_disk::control::Ask as Control;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::time::Duration;
 
 /// The guest ends, and another one is started with fresh memory. Gives how many blocks the attic has.
 fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
@@ -22,6 +23,21 @@ fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
 
 fn told(disk: &Disk) -> Option<(usize, Told)> {
     disk.control().status().unwrap().attic
+}
+
+#[test]
+fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
+    let disk = Disk::with(64, |service| service.settings.attic_keep = Some(Duration::from_millis(300)));
+    let mut guest = Guest::start(&disk.socket());
+    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    let memory = guest.memory.try_clone().unwrap();
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 32);
+    let emptied = wait_for("the attic to go", || disk.control().status().unwrap().emptied);
+    assert_eq!(emptied, Told { dropped: 32, ..Told::default() });
+    assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of the former memory");
+    behind(&disk, 3, &content(3, 5));
+    assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
 }
 
 /// Change a block of the image behind the server, to see where a read comes from.

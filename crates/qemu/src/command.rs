@@ -122,6 +122,9 @@ pub struct Disk {
     /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
+    /// How long its server keeps what the guest before had cached, in ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attic_keep_ms: Option<u64>,
     /// Bytes per second that it is held to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bps: Option<u64>,

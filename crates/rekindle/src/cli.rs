@@ -219,6 +219,9 @@ pub struct DiskServe {
     /// Do not remember where blocks are: a reboot finds a cold cache.
     #[arg(long)]
     pub no_map: bool,
+    /// Give the former guest's memory up after so long [default: when the guest needs the room].
+    #[arg(long, value_name = "TIME")]
+    pub attic_keep: Option<Span>,
     /// A restore still brings the guest's memory: wait for pages that are missing.
     #[arg(long, hide = true)]
     pub filling: bool,

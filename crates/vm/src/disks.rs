@@ -159,6 +159,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     if disk.cache != "none" {
         command.arg("--buffered");
     }
+    if let Some(keep) = disk.attic_keep_ms {
+        command.arg(format!("--attic-keep={keep}ms"));
+    }
     if let Some(bps) = disk.bps {
         command.arg(format!("--bps={bps}B"));
     }

@@ -1,7 +1,6 @@
 //! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
 
-use crate::definition::Bytes;
-use crate::definition::{Accel, Definition, NetBackend, OnCrash, TapPlace};
+use crate::definition::{Accel, Bytes, Definition, NetBackend, OnCrash, Span, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::{self, AGENT_PORTS, Hardware};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -75,6 +74,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         cache: disk.cache.as_str().to_owned(),
         serial: disk.serial.clone(),
         server: disk.server,
+        attic_keep_ms: disk.attic_keep.map(Span::as_millis),
         bps: disk.bps.map(Bytes::as_u64),
         iops: disk.iops,
     });

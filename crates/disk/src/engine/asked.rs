@@ -70,6 +70,7 @@ impl Engine {
         self.attic = (blocks > 0).then_some(attic);
         self.emptied = None;
         self.swept = false;
+        self.kept_at = Instant::now();
         Ok(blocks)
     }
 

@@ -69,6 +69,8 @@ pub struct Settings {
     pub map: bool,
     /// Queues that a guest may have.
     pub queues: u16,
+    /// How long an attic is kept at most.
+    pub attic_keep: Option<Duration>,
     /// A restore still brings the guest's memory, until [`Command::Filled`].
     pub filling: Arc<AtomicBool>,
 }
@@ -160,6 +162,8 @@ struct Engine {
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
     attic: Option<Attic>,
+    /// When it was made.
+    kept_at: Instant,
     /// The redo log, if the disk has one.
     logged: Option<Logged>,
     /// The number of the next request among all.
@@ -225,6 +229,7 @@ pub fn start(
             digester,
             map: None,
             attic: None,
+            kept_at: Instant::now(),
             logged,
             serial: 0,
             emptied: None,
@@ -332,7 +337,9 @@ impl Engine {
             }
         }
         attic.give_back();
-        if let Some((_, memory)) = &self.map {
+        if self.settings.attic_keep.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
+            attic.shrink(0);
+        } else if let Some((_, memory)) = &self.map {
             attic.shrink(memory.room());
         }
         if attic.is_empty() {

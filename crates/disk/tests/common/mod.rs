@@ -52,6 +52,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         limits: Limits::default(),
         map: true,
         queues: 4,
+        attic_keep: None,
         filling: Arc::default(),
     };
     let how = How { readonly: false, direct: true };

@@ -32,6 +32,7 @@ impl Session {
                     return Err(SessionError::Filling { why: "only whole memory can be compared".into() });
                 }
             };
+            *owed = merged(owed, &dirty);
             *owed = merged(owed, &served.with(dirty, ram)?);
             laps.steps.collect = laps.lap();
             let compared = all_but(ram, owed, image)?;

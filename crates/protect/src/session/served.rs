@@ -36,6 +36,11 @@ impl Served {
         Ok(served)
     }
 
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        !self.controls.is_empty()
+    }
+
     /// `dirty`, and what they have written since the last time. Before `dirty` is read: what is written after that is told the next time.
     pub fn with(&mut self, dirty: Dirty, ram: &GuestRam) -> Result<Dirty, SessionError> {
         if self.controls.is_empty() {

@@ -5,8 +5,7 @@ use crate::epochs::DiskEpoch;
 use crate::pause::{Laps, Paused};
 use crate::policy::Policy;
 use crate::runs::{BATCH, copy_all, merged, read, send, send_from, send_zeroes};
-use rekindle_memory::pages;
-use rekindle_memory::tracker::{Synchronous, TrackError, Tracker};
+use rekindle_memory::tracker::{Dirty, Synchronous, TrackError, Tracker};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
@@ -76,6 +75,10 @@ impl Session {
                     return Ok::<_, SessionError>((owed.clone(), Vec::new(), None));
                 }
             };
+            if served.any() {
+                // Nothing that was collected is forgotten, whatever they answer.
+                *owed = merged(owed, &dirty);
+            }
             let dirty = served.with(dirty, &ram)?;
             laps.steps.collect = laps.lap();
             // What went ahead has arrived; it was not written since, or it is in `dirty`.
@@ -135,14 +138,7 @@ impl Session {
         let mut sent = 1;
         let mut now = self.owed.clone();
         for pass in 0..PASSES {
-            for (index, runs) in now.written.iter().enumerate() {
-                let Some(block) = self.ram.blocks().get(index) else { continue };
-                send_from(checkpoint, index, runs, &self.ram, block)?;
-                sent += pages::bytes(runs);
-            }
-            if !fresh {
-                send_zeroes(checkpoint, &now.zero)?;
-            }
+            sent += self.send_dirty(checkpoint, &now, fresh)?;
             if self.policy != Policy::Precopy || pass + 1 == PASSES {
                 break;
             }
@@ -153,22 +149,29 @@ impl Session {
                 Tracking::Filling(tracker) => tracker.collect(&mut running)?,
                 Tracking::Synchronous(..) => break,
             };
+            if self.served.any() {
+                self.owed = merged(&self.owed, &now);
+            }
             now = self.served.with(now, &self.ram)?;
             self.owed = merged(&self.owed, &now);
             if now.bytes() < FEW {
                 // Few, but they count as unwritten now: they go too.
-                for (index, runs) in now.written.iter().enumerate() {
-                    let Some(block) = self.ram.blocks().get(index) else { continue };
-                    send_from(checkpoint, index, runs, &self.ram, block)?;
-                    sent += pages::bytes(runs);
-                }
-                if !fresh {
-                    send_zeroes(checkpoint, &now.zero)?;
-                }
+                sent += self.send_dirty(checkpoint, &now, fresh)?;
                 break;
             }
         }
         Ok(sent)
+    }
+
+    /// Send what is dirty out of the guest's memory; gives the bytes.
+    fn send_dirty(&self, checkpoint: &mut Checkpoint<'_>, dirty: &Dirty, fresh: bool) -> Result<u64, SessionError> {
+        for ((index, block), runs) in self.ram.blocks().iter().enumerate().zip(&dirty.written) {
+            send_from(checkpoint, index, runs, &self.ram, block)?;
+        }
+        if !fresh {
+            send_zeroes(checkpoint, &dirty.zero)?;
+        }
+        Ok(dirty.bytes())
     }
 
     /// After a failure: let all writers go on; what they would have kept waiting for is owed.

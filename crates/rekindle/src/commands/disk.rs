@@ -81,7 +81,9 @@ fn limits(rate: &DiskRate) -> Limits {
 }
 
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
-    let DiskServe { image, socket, control, readonly, serial, queues, buffered, no_map, filling, rate, .. } = arguments;
+    let DiskServe {
+        image, socket, control, readonly, serial, queues, buffered, no_map, filling, attic_keep, rate, ..
+    } = arguments;
     let wanted = match (arguments.epoch, arguments.disk_id) {
         (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
@@ -92,8 +94,14 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         path.push(".control");
         PathBuf::from(path)
     });
-    let settings =
-        Settings { serial, limits: limits(&rate), map: !no_map, queues, filling: Arc::new(AtomicBool::new(filling)) };
+    let settings = Settings {
+        serial,
+        limits: limits(&rate),
+        map: !no_map,
+        queues,
+        attic_keep: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
+        filling: Arc::new(AtomicBool::new(filling)),
+    };
     let how = How { readonly, direct: !buffered };
     let service =
         Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), redo, settings };

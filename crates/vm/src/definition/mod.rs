@@ -202,6 +202,9 @@ pub struct Disk {
     /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself.
     #[serde(default)]
     pub server: bool,
+    /// How long a server keeps what the guest before had cached of it; none: until the guest needs the room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attic_keep: Option<Span>,
     /// Bytes per second, read and written, that it is held to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bps: Option<Bytes>,

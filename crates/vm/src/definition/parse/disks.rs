@@ -6,7 +6,7 @@ use super::super::document::{Section, quoted};
 use super::super::error::Problem;
 use super::super::files::{self, Wanted};
 use super::super::names::check_serial;
-use super::super::units::Bytes;
+use super::super::units::{Bytes, Span};
 use super::super::{Disk, DiskCache, DiskFormat};
 use super::{Taken, id};
 
@@ -59,11 +59,22 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             cache: cache.unwrap_or(if server { DiskCache::None } else { DiskCache::Writeback }),
             serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
             server,
+            attic_keep: attic_keep(&section, server),
             bps: bytes_per_second(&section),
             iops: section.number("iops", 1, u32::MAX).map(|found| found.value),
         }
     };
     top.sections("disk").into_iter().enumerate().map(disk).collect()
+}
+
+fn attic_keep(section: &Section<'_>, server: bool) -> Option<Span> {
+    let keep = section.quantity::<Span>("attic_keep")?;
+    if !server {
+        section
+            .document()
+            .conflict(keep.at, "`attic_keep` is for a disk with `server = true`: QEMU keeps nothing of a former guest");
+    }
+    Some(keep.value)
 }
 
 fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {

@@ -131,6 +131,7 @@ fn a_disk_and_a_net_get_every_default() {
         cache: DiskCache::Writeback,
         serial: None,
         server: false,
+        attic_keep: None,
         bps: None,
         iops: None,
     };
@@ -383,6 +384,7 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
                 cache,
                 serial,
                 server,
+                attic_keep: iops.filter(|_| server).map(|n| Span::from_millis(n.into())),
                 bps: bps.map(Bytes::new),
                 iops,
             }
