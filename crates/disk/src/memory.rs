@@ -65,7 +65,8 @@ impl Marks {
             let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
             for page in pages.clone() {
                 if let Some(word) = words.get((page / 64) as usize) {
-                    word.fetch_or(1 << (page % 64), Ordering::Relaxed);
+                    // Who sees the mark sees what was written.
+                    word.fetch_or(1 << (page % 64), Ordering::Release);
                 }
             }
         }
