@@ -6,11 +6,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.slow import Limit, run, slow_disk
 
 SLOW_BYTES_PER_S = 90_000_000
 SLOW_OPERATIONS_PER_S = 120
@@ -58,53 +59,12 @@ def on_disk(folder: Path) -> Store:
     return Store("disk", str(folder), folder)
 
 
-def run(*command: str | Path) -> str:
-    """Run a program and give what it says."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[-1000:]
-        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {said}")
-    return done.stdout.strip()
-
-
-THROTTLE = Path("/sys/fs/cgroup/blkio")
-"""The block I/O controller of control groups v1. Limits of its root hold for the whole machine, also for what the
-kernel writes back later; v2 has none at its root."""
-
-
-def can_be_slow() -> bool:
-    """Whether a disk can be held to a rate here."""
-    return (THROTTLE / "blkio.throttle.write_bps_device").exists()
-
-
 @contextmanager
 def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
-    """A disk of 90 MB/s and 120 operations a second for reading, and as much for writing, with ext4 on it.
-
-    A loop device on a file in `folder`, which is on the machine's disk; the kernel holds it to that. (QEMU's storage
-    daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of writes that are
-    under way at once.)
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    image, mount = folder / "disk.raw", folder / "mount"
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
-        mount.mkdir()
-        loop = run("losetup", "--find", "--show", "--direct-io=on", image)
-        stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
-        number = Path(loop).stat().st_rdev
-        device = f"{os.major(number)}:{os.minor(number)}"
-        for what, limit in (("bps", SLOW_BYTES_PER_S), ("iops", SLOW_OPERATIONS_PER_S)):
-            for way in ("read", "write"):
-                rule = THROTTLE / f"blkio.throttle.{way}_{what}_device"
-                rule.write_text(f"{device} {limit}")
-                stack.callback(rule.write_text, f"{device} 0")
-        run("mount", "-t", "ext4", loop, mount)
-        stack.callback(subprocess.run, ["umount", str(mount)], check=False)
-        yield Store("slow", str(mount), mount)
+    """A disk as slow as the paper's, on a file in `folder`."""
+    with slow_disk(folder, size_mib) as slow:
+        slow.hold(Limit(SLOW_BYTES_PER_S, SLOW_OPERATIONS_PER_S))
+        yield Store("slow", str(slow.folder), slow.folder)
 
 
 def certificates(folder: Path) -> None:

@@ -14,7 +14,8 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
 from rekindle_lab.rekindle import Rekindle
-from rekindle_lab.stores import Store, can_be_slow, on_disk, on_slow_disk, over_tls
+from rekindle_lab.slow import can_be_slow
+from rekindle_lab.stores import Store, on_disk, on_slow_disk, over_tls
 from rekindle_lab.work import Work
 
 from .rows import DEFAULT, Row

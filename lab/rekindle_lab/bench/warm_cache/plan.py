@@ -2,14 +2,7 @@
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Limit:
-    """What a disk is held to."""
-
-    bytes_per_s: int
-    operations_per_s: int | None = None
-
+from rekindle_lab.slow import Limit
 
 LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
 """The paper's disk; a volume of a cloud."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,48 +13,13 @@ from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.guests import Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
-from rekindle_lab.stores import THROTTLE, can_be_slow, forget, run
+from rekindle_lab.slow import Slow, can_be_slow, slow_disk
+from rekindle_lab.stores import forget
 
-from .plan import LIMITS, Limit
+from .plan import LIMITS
 
 IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A disk that the kernel holds to a rate: a loop device with ext4 on it."""
-
-    folder: Path
-    device: str
-
-    def hold(self, limit: Limit | None) -> None:
-        """Hold it to this, or to nothing."""
-        rates = {"bps": limit.bytes_per_s if limit else 0, "iops": (limit.operations_per_s or 0) if limit else 0}
-        for what, rate in rates.items():
-            for way in ("read", "write"):
-                (THROTTLE / f"blkio.throttle.{way}_{what}_device").write_text(f"{self.device} {rate}")
-
-
-@contextmanager
-def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
-    """A disk that can be held to a rate, on a file in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    image, mount = folder / "disk.raw", folder / "mount"
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
-        mount.mkdir()
-        loop = run("losetup", "--find", "--show", "--direct-io=on", image)
-        stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
-        number = Path(loop).stat().st_rdev
-        slow = Slow(mount, f"{os.major(number)}:{os.minor(number)}")
-        run("mount", "-t", "ext4", loop, mount)
-        stack.callback(subprocess.run, ["umount", str(mount)], check=False)
-        stack.callback(slow.hold, None)
-        yield slow
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""A disk that the kernel holds to a rate."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+THROTTLE = Path("/sys/fs/cgroup/blkio")
+"""The block I/O controller of control groups v1. Limits of its root hold for the whole machine, also for what the
+kernel writes back later; v2 has none at its root."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a disk is held to, each for reading and for writing."""
+
+    bytes_per_s: int
+    operations_per_s: int | None = None
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A loop device with ext4 on it."""
+
+    folder: Path
+    """Where it is mounted."""
+    device: str
+
+    def hold(self, limit: Limit | None) -> None:
+        """Hold it to this, or to nothing."""
+        rates = {"bps": limit.bytes_per_s if limit else 0, "iops": (limit.operations_per_s or 0) if limit else 0}
+        for what, rate in rates.items():
+            for way in ("read", "write"):
+                (THROTTLE / f"blkio.throttle.{way}_{what}_device").write_text(f"{self.device} {rate}")
+
+
+def can_be_slow() -> bool:
+    """Whether a disk can be held to a rate here."""
+    return (THROTTLE / "blkio.throttle.write_bps_device").exists()
+
+
+@contextmanager
+def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
+    """A disk that can be held to a rate: a loop device on a file in `folder`, which is on the machine's disk.
+
+    (QEMU's storage daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of
+    writes that are under way at once.)
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    image, mount = folder / "disk.raw", folder / "mount"
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with image.open("wb") as file:
+            file.truncate(size_mib << 20)
+        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
+        mount.mkdir()
+        loop = run("losetup", "--find", "--show", "--direct-io=on", image)
+        stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
+        number = Path(loop).stat().st_rdev
+        slow = Slow(mount, f"{os.major(number)}:{os.minor(number)}")
+        run("mount", "-t", "ext4", loop, mount)
+        stack.callback(subprocess.run, ["umount", str(mount)], check=False)
+        stack.callback(slow.hold, None)
+        yield slow
+
+
+def run(*command: str | Path) -> str:
+    """Run a program and give what it says."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()[-1000:]
+        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {said}")
+    return done.stdout.strip()
