@@ -11,6 +11,8 @@ from rekindle_lab import netns
 
 COMMAND_PORT = 7000
 WORK_PORT = 7001
+QEMUS_OWN = "server = false"
+"""QEMU has the disks of these experiments: what a server of Rekindle's costs is measured by itself."""
 READY_DEADLINE_S = 300.0
 
 
@@ -106,9 +108,10 @@ class Guest:
             "",
         ]
         if self.disk:
-            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", ""]
+            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", QEMUS_OWN, ""]
         elif self.image.kind == "debian-work":
-            lines += ["[[disk]]", f"path = {json.dumps(str(self.image.folder / 'disk.raw'))}", "readonly = true", ""]
+            disk = str(self.image.folder / "disk.raw")
+            lines += ["[[disk]]", f"path = {json.dumps(disk)}", "readonly = true", QEMUS_OWN, ""]
         lines += [
             "[[net]]",
             'kind = "tap"',
