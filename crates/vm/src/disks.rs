@@ -150,6 +150,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     if disk.cache != "none" {
         command.arg("--buffered");
     }
+    if let Some(redo) = &disk.redo {
+        command.arg("--redo").arg(redo);
+    }
     if let Some(keep) = disk.attic_keep_ms {
         command.arg(format!("--attic-keep={keep}ms"));
     }
@@ -225,13 +228,18 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
     }
 }
 
+/// Where the redo log of a disk is, if it has one.
+fn redo(disk: &Disk) -> PathBuf {
+    disk.redo.clone().unwrap_or_else(|| left::beside(&disk.path))
+}
+
 /// What speaks against giving a VM its disks, in words: a disk with a redo log that QEMU itself would not see. With `choose` also one
 /// whose log a failure has left, since there are two disks then, and the owner has to say which.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match left::look(&left::beside(&disk.path)) {
+        match left::look(&redo(disk)) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -254,9 +262,9 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
 /// # Errors
 /// [`DisksError::Redo`]; that log can be merged again.
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
-    let has_log = |disk: &&Disk| !disk.readonly && left::beside(&disk.path).exists();
+    let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
-        let merged = left::merge_all(&disk.path, &left::beside(&disk.path), disk.cache == "none");
+        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none");
         merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
     })
 }

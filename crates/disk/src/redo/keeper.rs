@@ -215,7 +215,7 @@ impl Keeper {
             return Err(Refused("the disk is served read-only: it has no epochs".into()));
         }
         if !self.is_placed {
-            let why = "a block device has nothing beside it: say where its redo log is to be (rekindle disk serve --redo DIR)";
+            let why = "a block device has nothing beside it: say where its redo log is to be (`redo = \"FOLDER\"` in its [[disk]], or rekindle disk serve --redo DIR)";
             return Err(Refused(why.into()));
         }
         if *lock(&self.ending) {
