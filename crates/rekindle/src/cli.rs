@@ -225,6 +225,9 @@ pub struct DiskServe {
     /// A restore still brings the guest's memory: wait for pages that are missing.
     #[arg(long, hide = true)]
     pub filling: bool,
+    /// Only look at the image, until `have` on the control socket says as of which checkpoint it is to be served.
+    #[arg(long, hide = true, conflicts_with = "epoch")]
+    pub wait: bool,
     #[command(flatten)]
     pub rate: DiskRate,
     /// The directory of its redo log [default: IMAGE.redo; a block device has none].
