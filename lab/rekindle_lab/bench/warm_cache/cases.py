@@ -9,15 +9,17 @@ from pathlib import Path
 from rekindle_lab import guests
 from rekindle_lab.bench.stage import NoRoomError
 from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.web import Client, rates
 
 from . import native
-from .http import Client, rates
 from .plan import Files, Plan
 from .rows import Row
 from .stage import CacheGuest, Stage
 from .watch import Watch, cached_kib
 
 FILE = "/srv/file"
+WEB = [f"/many/{n:04}" for n in range(4000)]
+"""What the web server has."""
 TPCH = Path(__file__).parent / "tpch"
 WARM, COLD = "warm-cache", "cold"
 _ENGINES = {"mmap-read": ("read", "mmap"), "mmap-write": ("write", "mmap"), "bytes": ("write:4095", "psync")}
@@ -75,12 +77,7 @@ def memory(
 ) -> None:
     """A row of what the host gave at the peak."""
     cached = cached_kib(guest.disk) if guest.disk else None
-    served = None
-    if guest.cache == "server":
-        status = stage.rekindle.call("disk", "status", str(stage.rekindle.run_dir / guest.name / "disk-disk0.control"))
-        # How much came out of the attic; nothing after a cold reboot.
-        became = status["attic"][1] if status["attic"] else status["emptied"]
-        served = became["served"] * 4096 if became else 0
+    served = stage.from_attic(guest) if guest.cache == "server" else None
     given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
     told = {
         "memory_mib": guest.memory_mib,
@@ -209,12 +206,12 @@ def http(stage: Stage, plan: Plan) -> None:
         # It would begin while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
         stage.hold(limit)
-        with Client(guest.netns, guest.address) as client:
-            client.wait(4000)
+        with Client(guest.netns, guest.address, WEB) as client:
+            client.wait(len(WEB))
             for number in range(plan.http):
                 for how in turns(number, (WARM, COLD)):
                     # All files once more after a cold reboot, so that all are cached.
-                    client.wait(4000)
+                    client.wait(len(WEB))
                     begin = time.monotonic()
                     time.sleep(plan.http_s)
                     rebooted = time.monotonic()

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rekindle_lab import guests, netns
 from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
-from rekindle_lab.guests import Guest
+from rekindle_lab.guests import QEMUS_OWN, Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.slow import Slow, can_be_slow, slow_disk
 from rekindle_lab.stores import forget
@@ -26,36 +27,32 @@ SSH_DEADLINE_S = 900.0
 class CacheGuest(Guest):
     """A guest with the files, the database and the web server of this topic."""
 
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "5m"
+
     cache: str = "server"
     """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of one that was started by hand."""
+    bytes_per_s: int | None = None
+    """What its definition holds the disk to."""
 
     @property
     def disk(self) -> Path | None:
         """Its own copy of the image's disk; one of a server by hand is that server's."""
         return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
 
-    def definition(self, qemu: str) -> str:
-        """Its VM definition in TOML, for this QEMU binary."""
-        append = f"root=/dev/vda rw console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
-        lines = [
-            f"name = {json.dumps(self.name)}",
-            f'memory = "{self.memory_mib}M"',
-            f"qemu = {json.dumps(qemu)}",
-            'shutdown_timeout = "5m"',
-        ]
-        if self.disk is None:
-            chardev = f"socket,id=byhand,path={self.cache},reconnect=1"
-            lines.append(
-                f'qemu_args = ["-chardev", {json.dumps(chardev)}, "-device", "vhost-user-blk-pci,chardev=byhand"]'
-            )
-        lines += ["[ram]", f"dir = {json.dumps(str(self.ram_dir))}", "[boot]"]
-        lines += [f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}"]
-        lines += [f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}", f"append = {json.dumps(append)}"]
+    def qemu_args(self) -> list[str]:
+        """The disk of a server that was started by hand."""
         if self.disk is not None:
-            how = "server = true" if self.cache == "server" else f'cache = "{self.cache}"'
-            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", how]
-        lines += ["[[net]]", 'kind = "tap"', f"netns = {json.dumps(self.netns)}"]
-        return "\n".join([*lines, f"address = {json.dumps(self.host_address)}", ""])
+            return []
+        chardev = f"socket,id=byhand,path={self.cache},reconnect=1"
+        return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
+
+    def disk_lines(self) -> list[str]:
+        """Who has its disk, and what the server holds it to."""
+        if self.disk is None:
+            return []
+        how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
+        rate = [] if self.bytes_per_s is None else [f'bps = "{self.bytes_per_s}B"']
+        return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", *how, *rate]
 
     def write(self, folder: Path, qemu: str) -> Path:
         """Write the definition, and copy the disk, of which the host caches nothing then."""
@@ -100,6 +97,12 @@ class Stage(bench.Stage):
             raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk is held to a rate")
         self.slow.hold(LIMITS[limit] if limit else None)
 
+    def from_attic(self, guest: CacheGuest) -> int:
+        """Bytes that the disk's server has given it out of its former memory; none after a cold reboot."""
+        status = self.rekindle.call("disk", "status", str(self.rekindle.run_dir / guest.name / "disk-disk0.control"))
+        became = status["attic"][1] if status["attic"] else status["emptied"]
+        return became["served"] * 4096 if became else 0
+
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
         """Reboot the guest and wait until it is well again."""
         told = self.rekindle.call("reboot", "os", guest.name, "--how", how)
@@ -108,11 +111,14 @@ class Stage(bench.Stage):
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, a network namespace, a disk. `disk`: a folder on a real one."""
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True) -> Iterator[Stage]:
+    """Set the stage: folders, a tmpfs for guest RAM, a network namespace, a disk.
+
+    `disk`: a folder on a real one. `slow`: with one that the kernel holds to a rate, where it can.
+    """
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        slow = stack.enter_context(slow_disk(at.disk_dir / "slow", 12288)) if can_be_slow() else None
+        held = stack.enter_context(slow_disk(at.disk_dir / "slow", 12288)) if slow and can_be_slow() else None
         rekindle = Rekindle(binary, at.work / "run")
-        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, slow=slow)
+        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, slow=held)
