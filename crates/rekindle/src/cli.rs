@@ -239,6 +239,9 @@ pub struct DiskServe {
     /// Serve the disk of a checkpoint: of its redo log only what was written up to this epoch. The rest is given up when the guest writes.
     #[arg(long, value_name = "N", requires = "disk_id")]
     pub epoch: Option<u64>,
+    /// The guest went on from that checkpoint, and what it wrote is of this epoch and later ones: all of it is to be had.
+    #[arg(long, value_name = "N", requires = "epoch", hide = true)]
+    pub since: Option<u64>,
     /// The identity that the disk must have.
     #[arg(long, value_name = "UUID", requires = "epoch")]
     pub disk_id: Option<uuid::Uuid>,

@@ -147,7 +147,7 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     let newest = read(&guest);
     host_dies(&guest, protector);
     assert!(redo(&path).exists(), "nobody has said which disk it is to be");
-    let plain = lab.vm("plain").section(&section("format = \"raw\"\n"));
+    let plain = lab.vm("plain").section(&section("server = false\n"));
     let refused = lab.rekindle(["run", plain.write().to_str().unwrap()]);
     refused.status(1).says(&["disk0", "redo log", "rekindle disk merge"]);
     lab.rekindle(["disk", "merge", path.to_str().unwrap()]).ok();
@@ -166,4 +166,39 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     guest.rekindle(&["stop"]).ok();
     assert_eq!(digest(&path), newest);
     assert!(!redo(&path).exists());
+}
+
+#[test]
+fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_at_the_same_epoch() {
+    let lab = Lab::new();
+    let path = image(&lab);
+    let guest = lab.vm("since").section(&format!("[[disk]]\npath = {path:?}\nserver = true\n")).boot(&[]);
+    let store = store(&lab, "since");
+    guest.ask("write vda 0 64 1");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
+    let expected = read(&guest);
+    guest.ask("write vda 0 64 2");
+    assert_ne!(read(&guest), expected, "newer than the checkpoint");
+    let die = |server: Process| {
+        server.kill().unwrap();
+        assert!(server.wait_end(Duration::from_secs(10)).unwrap());
+    };
+    die(server(&guest));
+    crash(&guest);
+    restore(&guest, &store, &[]);
+    for _ in 0..2 {
+        die(server(&guest));
+        guest.rekindle(&["recover"]).ok();
+        guest.ask("drop-caches");
+        assert_eq!(read(&guest), expected, "the disk of the checkpoint, still");
+    }
+    guest.ask("write vda 100 8 3");
+    let newest = read(&guest);
+    assert_ne!(newest, expected);
+    die(server(&guest));
+    guest.rekindle(&["recover"]).ok();
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest), newest, "and what it has written since");
+    guest.assert_sound();
 }

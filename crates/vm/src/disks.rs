@@ -4,6 +4,7 @@
 //! knew of the guest's cache is gone then.
 
 mod kept;
+mod since;
 
 pub use kept::{Kept, let_go};
 
@@ -14,6 +15,7 @@ use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
+use since::Since;
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -163,6 +165,7 @@ pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(),
         let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&ask));
         asked.map_err(|source| DisksError::Refused { id: disk.id.clone(), source })
     });
+    let had = had.and_then(|()| since::note(rundir, hardware, epochs));
     if had.is_err() {
         wait_again(rundir, hardware);
     }
@@ -204,7 +207,13 @@ fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                 }
             }
-            Begin::Newest => {}
+            Begin::Newest => {
+                // Its guest may not have written since it went on: then the log still has what is not that guest's.
+                if let Some(Since { at: At { disk, epoch }, first }) = since::read(rundir, disk)? {
+                    command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
+                    command.arg(format!("--since={first}"));
+                }
+            }
         }
         if filling {
             command.arg("--filling");
@@ -213,6 +222,9 @@ fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result
     }
     let count = started.len();
     started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
+    if let Begin::At(epochs) = begin {
+        since::note(rundir, hardware, epochs)?;
+    }
     Ok(count)
 }
 

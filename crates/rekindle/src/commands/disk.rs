@@ -96,8 +96,9 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         rate,
         ..
     } = arguments;
-    let wanted = match (arguments.epoch, arguments.disk_id) {
-        (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
+    let wanted = match (arguments.epoch, arguments.disk_id, arguments.since) {
+        (Some(epoch), Some(disk), Some(first)) => Wanted::Since { epoch, disk, first },
+        (Some(epoch), Some(disk), None) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
     };
     let redo = Place { directory: arguments.redo, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
