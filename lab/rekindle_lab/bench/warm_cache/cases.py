@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rekindle_lab import guests
@@ -17,7 +18,6 @@ from .rows import Row
 from .stage import CacheGuest, Stage
 from .watch import Watch, cached_kib
 
-FILE = "/srv/file"
 WEB = [f"/many/{n:04}" for n in range(4000)]
 """What the web server has."""
 TPCH = Path(__file__).parent / "tpch"
@@ -31,7 +31,9 @@ def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tu
     size = mib << 20
     if what == "bytes":
         options = (*options, f"--io_size={size // 4096}")
-    words = f"fio --name=x --filename={FILE} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
+    words = (
+        f"fio --name=x --filename={guest.file} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
+    )
     words += f" --gtod_reduce=1 --thread --output-format=json {' '.join(options)}"
     said = guest.ssh(words)
     job = json.loads(said[said.index("{") :])["jobs"][0]
@@ -106,6 +108,27 @@ def files(stage: Stage, plan: Plan) -> None:
                     for how in turns(number, (WARM, COLD)):
                         around(stage, guest, "files", one, how, limit, number)
                     stage.say(f"files: {limit}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+        stage.hold(None)
+
+
+def folios(stage: Stage, plan: Plan) -> None:
+    """The same from a file system that caches in large pieces, so that a guest has less to do for each page."""
+    if not plan.folios:
+        raise NoRoomError("is not asked for that by this plan")
+    stage.hold(None)
+    limit = plan.limits[0]
+    with stage.ours(replace(stage.cached("folios", plan.memory_mib, 7), data=True)) as guest:
+        assert isinstance(guest, CacheGuest)
+        guest.mount()
+        guest.ssh(f"cp /srv/file {guest.file} && sync && umount /mnt && echo 3 >/proc/sys/vm/drop_caches")
+        guest.mount()
+        stage.hold(limit)
+        settle(guest)
+        for one in plan.folios:
+            for number in range(one.rounds):
+                for how in turns(number, (WARM, COLD)):
+                    around(stage, guest, "folios", one, how, limit, number)
+                stage.say(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
         stage.hold(None)
 
 
@@ -233,6 +256,7 @@ CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "native": native.native,
     "attic": native.attic,
     "files": files,
+    "folios": folios,
     "map": map_cost,
     "http": http,
     "tpch": tpch,

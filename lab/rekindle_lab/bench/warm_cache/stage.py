@@ -14,13 +14,15 @@ from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.guests import QEMUS_OWN, Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
-from rekindle_lab.slow import Slow, can_be_slow, slow_disk
+from rekindle_lab.slow import Slow, can_be_slow, run, slow_disk
 from rekindle_lab.stores import forget
 
 from .plan import LIMITS
 
 IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
+DATA_BYTES = 1600 << 20
+"""Of the disk with XFS; the file on it has 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class CacheGuest(Guest):
     """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of one that was started by hand."""
     bytes_per_s: int | None = None
     """What its definition holds the disk to."""
+    data: bool = False
+    """Whether the file lies on a disk of its own, with XFS: its pages are cached in large pieces (folios)."""
+
+    @property
+    def file(self) -> str:
+        """What is read and written."""
+        return "/mnt/file" if self.data else "/srv/file"
+
+    @property
+    def data_disk(self) -> Path:
+        """The disk with XFS."""
+        return self.disk_dir / f"{self.name}-data.raw"
 
     @property
     def disk(self) -> Path | None:
@@ -52,7 +66,8 @@ class CacheGuest(Guest):
             return []
         how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
         rate = [] if self.bytes_per_s is None else [f'bps = "{self.bytes_per_s}B"']
-        return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", *how, *rate]
+        paths = [self.disk, self.data_disk] if self.data else [self.disk]
+        return [line for path in paths for line in ("[[disk]]", f"path = {json.dumps(str(path))}", *how, *rate)]
 
     def write(self, folder: Path, qemu: str) -> Path:
         """Write the definition, and copy the disk, of which the host caches nothing then."""
@@ -61,7 +76,16 @@ class CacheGuest(Guest):
         if self.disk is not None:
             guests.copy_sparse(self.image.folder / "disk.raw", self.disk)
             forget(self.disk)
+        if self.data:
+            with self.data_disk.open("wb") as file:
+                file.truncate(DATA_BYTES)
+            run("mkfs.xfs", "-q", self.data_disk)
         return path
+
+    def mount(self) -> None:
+        """Mount the disk with XFS, if it has one."""
+        if self.data:
+            self.ssh("modprobe xfs && mount /dev/vdb /mnt")
 
     def ssh(self, command: str) -> str:
         """Run a command in it, and give what it says."""
@@ -98,15 +122,20 @@ class Stage(bench.Stage):
         self.slow.hold(LIMITS[limit] if limit else None)
 
     def from_attic(self, guest: CacheGuest) -> int:
-        """Bytes that the disk's server has given it out of its former memory; none after a cold reboot."""
-        status = self.rekindle.call("disk", "status", str(self.rekindle.run_dir / guest.name / "disk-disk0.control"))
-        became = status["attic"][1] if status["attic"] else status["emptied"]
-        return became["served"] * 4096 if became else 0
+        """Bytes that its disks' servers have given it out of its former memory; none after a cold reboot."""
+        of_all = 0
+        for disk in ("disk0", "disk1") if guest.data else ("disk0",):
+            control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
+            status = self.rekindle.call("disk", "status", str(control))
+            became = status["attic"][1] if status["attic"] else status["emptied"]
+            of_all += became["served"] * 4096 if became else 0
+        return of_all
 
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
         """Reboot the guest and wait until it is well again."""
         told = self.rekindle.call("reboot", "os", guest.name, "--how", how)
         guest.wait_ready()
+        guest.mount()
         return told
 
 
