@@ -104,7 +104,7 @@ fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {
 
 /// Whether a server of Rekindle's can have it.
 fn can_be_served(format: Option<DiskFormat>, cache: Option<DiskCache>) -> bool {
-    format != Some(DiskFormat::Qcow2) && cache.is_none_or(|cache| served_with(cache))
+    format != Some(DiskFormat::Qcow2) && cache.is_none_or(served_with)
 }
 
 fn served_with(cache: DiskCache) -> bool {
