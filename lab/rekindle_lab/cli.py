@@ -2,6 +2,7 @@
 
 import typer
 
+from rekindle_lab.analysis.command import command as analyse
 from rekindle_lab.models.command import command as model
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ def main() -> None:
     """Which technique is better here, what does that mean for availability, so what should be done and when."""
 
 
+app.command("analyse")(analyse)
 app.command("model")(model)
 
 if __name__ == "__main__":
