@@ -3,7 +3,9 @@
 import typer
 
 from rekindle_lab.analysis.command import command as analyse
+from rekindle_lab.experiment.command import command as experiment
 from rekindle_lab.models.command import command as model
+from rekindle_lab.report.command import command as report
 
 app = typer.Typer(
     name="rekindle-lab",
@@ -19,7 +21,9 @@ def main() -> None:
     """Which technique is better here, what does that mean for availability, so what should be done and when."""
 
 
+app.command("experiment")(experiment)
 app.command("analyse")(analyse)
+app.command("report")(report)
 app.command("model")(model)
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from made_runs import campaign, line, write
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.oneway import anova_oneway
 from statsmodels.stats.power import FTestAnovaPower
 from typer.testing import CliRunner
 
 from rekindle_lab.analysis import anova, assumptions, effects, paper, power, tables
 from rekindle_lab.analysis.anova import Group
+from rekindle_lab.analysis.correct import bonferroni, holm
 from rekindle_lab.analysis.judge import judge, judge_response
 from rekindle_lab.analysis.runs import read
 from rekindle_lab.cli import app
@@ -194,14 +194,21 @@ def test_the_whole_rule_has_the_power_that_was_planned():
     assert rejected == pytest.approx(power.power(18, 2, effect), abs=0.03)
 
 
+def test_corrections_are_the_textbooks():
+    p = [0.01, 0.04, 0.03, 0.005]
+    assert bonferroni(p) == pytest.approx([0.04, 0.16, 0.12, 0.02])
+    assert holm(p) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
 def test_holm_and_bonferroni_keep_all_responses_together_at_alpha():
     generator = np.random.default_rng(9)
     alarms = {"bonferroni": 0, "holm": 0, "none": 0}
     rounds = 1000
     drawn = generator.normal(size=(2, rounds, 6, 12))
     for p in stats.ttest_ind(drawn[0], drawn[1], axis=2).pvalue:
-        for method in ("bonferroni", "holm"):
-            alarms[method] += multipletests(p, 0.05, method)[1].min() < 0.05
+        for name, method in (("bonferroni", bonferroni), ("holm", holm)):
+            alarms[name] += min(method(p)) < 0.05
         alarms["none"] += min(p) < 0.05
     assert alarms["none"] / rounds > 0.15
     assert alarms["bonferroni"] <= alarms["holm"]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 
 from rekindle_lab.analysis import assumptions, effects
 from rekindle_lab.analysis.anova import Anova, Group, Welch, blocked, one_way, welch
 from rekindle_lab.analysis.assumptions import Check
+from rekindle_lab.analysis.correct import bonferroni, holm
 from rekindle_lab.analysis.effects import Effects
 from rekindle_lab.analysis.runs import Runs
 
@@ -138,8 +138,7 @@ def judge(runs: Runs, alpha: float = ALPHA) -> list[Verdict]:
         for name in runs.responses
     ]
     p = [response.p for response in responses]
-    by_bonferroni, by_holm = (multipletests(p, alpha, method)[1] for method in ("bonferroni", "holm"))
     return [
-        Verdict(response, float(one), float(other), alpha)
-        for response, one, other in zip(responses, by_bonferroni, by_holm, strict=True)
+        Verdict(response, one, other, alpha)
+        for response, one, other in zip(responses, bonferroni(p), holm(p), strict=True)
     ]

@@ -242,10 +242,12 @@ def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | No
 def _versions(good: list[tuple[int, dict[str, Any]]], problems: list[Problem]) -> None:
     names = dict.fromkeys(name for _, line in good for name in line["versions"])
     for name in names:
-        seen = Counter(line["versions"].get(name) for _, line in good)
+        # A run that failed early may not know all.
+        told = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
+        seen = Counter(line["versions"].get(name) for _, line in told)
         if len(seen) > 1:
             usual = seen.most_common(1)[0][0]
-            for row, line in good:
+            for row, line in told:
                 value = line["versions"].get(name)
                 if value != usual:
                     what = f"{value!r}, most runs have {usual!r}"
