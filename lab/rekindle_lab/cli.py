@@ -5,6 +5,7 @@ import typer
 from rekindle_lab.analysis.command import command as analyse
 from rekindle_lab.experiment.command import command as experiment
 from rekindle_lab.models.command import command as model
+from rekindle_lab.plan.command import command as plan
 from rekindle_lab.report.command import command as report
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.command("experiment")(experiment)
 app.command("analyse")(analyse)
 app.command("report")(report)
 app.command("model")(model)
+app.command("plan")(plan)
 
 if __name__ == "__main__":
     app()
