@@ -11,6 +11,8 @@
 
 use crate::desk::Desk;
 use crate::engine::command::{Command, Refused, Status};
+use crate::engine::ledger::Question;
+use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
 use crate::redo::keeper::At;
@@ -68,6 +70,20 @@ pub enum Ask {
     Collect {},
     /// A restore has brought all of the guest's memory: nothing of it is missing any more.
     Filled {},
+    /// A guest is about to begin that has touched nothing: no QEMU is connected.
+    PhaseBegin {},
+    /// The guest is stopped: mark what it has touched until now. The answer is the moment's name.
+    PhaseMark {},
+    /// Whether a guest of a moment may go on from here: null, or why not.
+    PhaseCheck {
+        /// Which.
+        moment: Moment,
+    },
+    /// The next guest is one of that moment, and its memory comes while it runs ([`Ask::Filled`] ends that): null, or why it may not be.
+    PhaseGoOn {
+        /// Which.
+        moment: Moment,
+    },
     /// What is written from here on goes to a redo log; the answer is the disk's identity, and the epoch of what is written now.
     EpochBegin {},
     /// Later writes are of the next epoch; the answer is the disk's identity, and the epoch that the disk is as of now.
@@ -118,6 +134,10 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
         Ask::Filled {} => value(engine.ask(Command::Filled)),
+        Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(Question::Begin(to)))),
+        Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(Question::Mark(to)))),
+        Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(Question::Check(moment, to)))),
+        Ask::PhaseGoOn { moment } => value(engine.ask(|to| Command::Ledger(Question::GoOn(moment, to)))),
         Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
         Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
         Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),

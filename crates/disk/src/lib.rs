@@ -18,6 +18,7 @@
 //! | [`limit`] | the rates that a disk is held to |
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
 //! | [`redo`] | the log of a protected VM's disk: epochs |
+//! | [`ledger`] | what the guest has touched until a moment, and whether that was written since |
 //! | [`attic`] | the memory of the guest's former life, as a cache |
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
@@ -34,6 +35,7 @@ pub mod engine;
 pub mod fuzz;
 pub mod image;
 pub mod inflight;
+pub mod ledger;
 pub mod limit;
 pub mod map;
 pub mod memory;

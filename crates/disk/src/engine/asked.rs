@@ -41,6 +41,7 @@ impl Engine {
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
+                Command::Ledger(question) => self.asked(question),
                 Command::Have(disk, answer) => drop(answer.send(self.have(*disk))),
                 Command::Visit(visit) => self.visited(visit),
                 Command::Filled(answer) => {
@@ -129,6 +130,7 @@ impl Engine {
             attic_memory: attic.map(Attic::identity),
             emptied: self.emptied,
             waits: self.waits,
+            touched: self.ledger.touched(),
             unchecked: crate::attic::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::told),
         }

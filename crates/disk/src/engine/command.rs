@@ -72,6 +72,9 @@ pub struct Status {
     pub attic_memory: Option<u64>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
+    /// Blocks that the guest has read or written since it began; none if that is not known.
+    #[serde(default)]
+    pub touched: Option<u64>,
     /// The redo log, if the disk has one.
     #[serde(default)]
     pub redo: Option<super::logged::Told>,
@@ -120,6 +123,8 @@ pub enum Command {
     Collect(Answer<Vec<Span>>),
     /// All of the guest's memory is there.
     Filled(Answer<()>),
+    /// Something about what the guest has touched.
+    Ledger(super::ledger::Question),
     /// It has waited for its disk: the image, and its redo log, if it has one.
     Have(Box<(Image, Option<Logged>)>, Answer<()>),
     /// Do something with the log.

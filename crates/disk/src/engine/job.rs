@@ -14,7 +14,7 @@ use crate::block::{BLOCK, touched};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::redo::log::Placed;
-use crate::request::{Range, Request, Segment, Status};
+use crate::request::{Kind, Range, Request, Segment, Status};
 use std::sync::Arc;
 
 /// What is to be done with a part of the disk.
@@ -81,6 +81,11 @@ impl Job {
     fn touches(&self, range: Range) -> bool {
         let (mine, other) = (|part: &Part| touched(part.at, part.bytes), touched(range.at, range.bytes));
         self.parts.iter().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
+    }
+
+    /// What it wants.
+    pub fn wants(&self) -> Result<&Kind, &Status> {
+        self.request.what.as_ref()
     }
 
     fn changes_disk(&self) -> bool {

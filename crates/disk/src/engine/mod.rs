@@ -6,6 +6,7 @@
 //! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
 //! | [`logged`] | writes that go to the redo log, and reads of what is there |
+//! | [`mod@ledger`] | what is noted for phase-based reboots |
 //! | [`command`], `asked`, [`visit`] | what others ask the engine for |
 //!
 //! All data goes through buffers of our own. So a digest is of what was moved, whatever the guest does with its page meanwhile; a write
@@ -20,6 +21,7 @@ mod asked;
 pub mod command;
 mod front;
 mod job;
+pub mod ledger;
 pub mod logged;
 mod record;
 pub mod visit;
@@ -27,6 +29,7 @@ pub mod visit;
 use crate::attic::Attic;
 use crate::digest::Digester;
 use crate::image::Image;
+use crate::ledger::Ledger;
 use crate::limit::{Limits, Throttle};
 use crate::map::BlockMap;
 use crate::memory::Memory;
@@ -168,6 +171,8 @@ struct Engine {
     waits: bool,
     /// The redo log, if the disk has one.
     logged: Option<Logged>,
+    /// What the guest has touched, for phase-based reboots.
+    ledger: Ledger,
     /// The number of the next request among all.
     serial: u64,
     /// What became of the one before, which is empty.
@@ -236,6 +241,7 @@ pub fn start(
             kept_at: Instant::now(),
             waits,
             logged,
+            ledger: Ledger::default(),
             serial: 0,
             emptied: None,
             looked: Instant::now(),

@@ -45,6 +45,7 @@ impl Engine {
         self.serial += 1;
         let job = Job { session, queue, head, memory, serial, request, parts, left, status, admitted, stale };
         let number = self.jobs.insert(job);
+        self.note_touched(number);
         self.plan(number);
         let Some(job) = self.jobs.get_mut(number) else { return };
         job.left = job.parts.len();

@@ -1,0 +1,95 @@
+//! What the engine notes for phase-based reboots, and what it is asked about it: [`crate::ledger`].
+
+use super::Engine;
+use super::command::Refused;
+use crate::block::touched;
+use crate::ledger::{Look, Moment, Void};
+use crate::request::{Kind, Range};
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
+
+/// A question about it.
+#[derive(Debug)]
+pub enum Question {
+    /// A guest begins that has touched nothing.
+    Begin(Sender<Result<(), Refused>>),
+    /// Mark this moment.
+    Mark(Sender<Result<Moment, Refused>>),
+    /// Whether a guest of a moment may go on.
+    Check(Moment, Sender<Result<Option<Void>, Refused>>),
+    /// The next guest is one of that moment, if it may be. Its memory comes while it runs.
+    GoOn(Moment, Sender<Result<Option<Void>, Refused>>),
+}
+
+impl Engine {
+    /// Note what a request is going to touch, before anything of it is done.
+    pub(super) fn note_touched(&mut self, number: usize) {
+        let Some(Ok(kind)) = self.jobs.get(number).map(super::Job::wants) else { return };
+        let blocks = |range: &Range| touched(range.at, range.bytes);
+        match kind {
+            Kind::Read(range) => self.ledger.reads(blocks(range)),
+            Kind::Write(range) => self.ledger.changes(blocks(range)),
+            Kind::Discard(ranges) => ranges.iter().for_each(|range| self.ledger.changes(blocks(range))),
+            Kind::Zeroes(ranges) => ranges.iter().for_each(|(range, _)| self.ledger.changes(blocks(range))),
+            Kind::Flush | Kind::Identity => {}
+        }
+    }
+
+    /// Answer a question.
+    pub(super) fn asked(&mut self, question: Question) {
+        match question {
+            Question::Begin(answer) => {
+                let begun = self.without_guest().map(|()| self.ledger.begin());
+                let _ = answer.send(begun);
+            }
+            Question::Mark(answer) => drop(answer.send(self.mark_moment())),
+            Question::Check(moment, answer) => {
+                let look = self.look();
+                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, look).err()));
+            }
+            Question::GoOn(moment, answer) => {
+                let gone_on = self.without_guest().map(|()| {
+                    let void = self.ledger.go_on(moment, self.capacity, self.look()).err();
+                    if void.is_none() {
+                        self.settings.filling.store(true, Ordering::Relaxed);
+                    }
+                    void
+                });
+                let _ = answer.send(gone_on);
+            }
+        }
+    }
+
+    fn without_guest(&self) -> Result<(), Refused> {
+        if self.fronts.is_empty() && self.jobs.is_empty() {
+            Ok(())
+        } else {
+            Err(Refused("a QEMU is still connected".into()))
+        }
+    }
+
+    fn mark_moment(&mut self) -> Result<Moment, Refused> {
+        let runs = self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
+        if runs || !self.jobs.is_empty() {
+            return Err(Refused("the guest runs: what it does now is not in its snapshot; stop it first".into()));
+        }
+        let look = self.look();
+        self.ledger.mark(self.capacity, look).ok_or_else(|| {
+            Refused(
+                "its server has been started again under the guest: what that had touched before is not known".into(),
+            )
+        })
+    }
+
+    /// What the image looks like. The times of a device, and of an image into which a log is merged, mean nothing: there it is the lock
+    /// alone that keeps others away.
+    fn look(&self) -> Option<Look> {
+        if self.image.is_device || self.logged.is_some() {
+            return Some((self.capacity, 0, 0));
+        }
+        let found = self.image.file.metadata().ok()?;
+        let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
+        Some((found.len(), ns(found.mtime(), found.mtime_nsec()), ns(found.ctime(), found.ctime_nsec())))
+    }
+}

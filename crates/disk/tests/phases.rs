@@ -1,0 +1,151 @@
+//! What a server says of a phase of its guest's boot: random histories over vhost-user, with guests that go on from phases, and servers
+//! that end. A guest never goes on with a disk that is another one, for all that it knows.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, Disk, FIRST, Guest, PAGE, content, wait_for};
+use rekindle_disk::control::Ask as Control;
+use rekindle_disk::ledger::{Moment, Void};
+use rekindle_disk::redo::keeper::At;
+use std::collections::BTreeMap;
+
+const BLOCKS: u64 = 64;
+
+fn begin(disk: &Disk) {
+    wait_gone(disk);
+    disk.control().ask::<()>(&Control::PhaseBegin {}).unwrap();
+}
+
+fn wait_gone(disk: &Disk) {
+    wait_for("the guest to be gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
+}
+
+fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
+    guest.stop(0);
+    let marked = disk.control().ask(&Control::PhaseMark {}).map_err(|e| e.to_string());
+    guest.run(0, false);
+    marked
+}
+
+fn check(disk: &Disk, moment: Moment) -> Option<Void> {
+    disk.control().ask(&Control::PhaseCheck { moment }).unwrap()
+}
+
+fn go_on(disk: &Disk, moment: Moment) -> Option<Void> {
+    wait_gone(disk);
+    disk.control().ask(&Control::PhaseGoOn { moment }).unwrap()
+}
+
+/// The memory of a guest that goes on is all there in these tests.
+fn filled(disk: &Disk) {
+    disk.control().ask::<()>(&Control::Filled {}).unwrap();
+}
+
+#[test]
+fn a_moment_holds_until_a_block_that_was_touched_is_written() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    let e = mark(&disk, &mut guest).unwrap_err();
+    assert!(e.contains("not known"), "{e}");
+    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err(), "a guest is there");
+    drop(guest);
+    begin(&disk);
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    guest.write(7, FIRST, &content(7, 1));
+    assert!(disk.control().ask::<Moment>(&Control::PhaseMark {}).is_err(), "the guest runs");
+    let moment = mark(&disk, &mut guest).unwrap();
+    guest.write(6, FIRST, &content(6, 1));
+    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    assert_eq!(check(&disk, moment), None);
+    // With what it held already, and in a part of it.
+    guest.fill(FIRST, &content(5, 0));
+    let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST * PAGE, 512, false)] };
+    assert_eq!(guest.ask(&part), 0);
+    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+    let later = mark(&disk, &mut guest).unwrap();
+    guest.write(7, FIRST, &content(7, 2));
+    assert_eq!(check(&disk, later), Some(Void::Written { block: 7 }), "what it has written it knows too");
+    let last = mark(&disk, &mut guest).unwrap();
+    drop(guest);
+    disk.end();
+    disk.serve(|_| ());
+    assert_eq!(check(&disk, last), Some(Void::Server));
+}
+
+/// The redo log of a protected VM does not change what is known, nor does its end.
+#[test]
+fn a_log_beside_the_image_changes_nothing_of_what_was_touched() {
+    let disk = Disk::new(BLOCKS);
+    begin(&disk);
+    disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    let moment = mark(&disk, &mut guest).unwrap();
+    guest.write(6, FIRST, &content(6, 1));
+    assert_eq!(check(&disk, moment), None);
+    disk.control().end_epochs(common::DEADLINE).unwrap();
+    assert_eq!(check(&disk, moment), None);
+    guest.write(5, FIRST, &content(5, 1));
+    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+}
+
+#[test]
+fn random_histories() {
+    let seed = std::env::var("REKINDLE_TEST_SEED").ok().map_or_else(|| fastrand::u64(..), |seed| seed.parse().unwrap());
+    eprintln!("REKINDLE_TEST_SEED={seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut disk = Disk::new(BLOCKS);
+    let mut versions = vec![0u64; BLOCKS as usize];
+    let mut moments: Vec<(Moment, BTreeMap<u64, u64>)> = Vec::new();
+    let (mut went, mut refused) = (0, 0);
+    for life in 0..60 {
+        // What the guest knows; none: the server does not know since when.
+        let mut known;
+        let chosen = (!moments.is_empty() && life % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
+        match chosen {
+            Some((moment, then)) if go_on(&disk, moment).is_none() => {
+                for (block, version) in &then {
+                    assert_eq!(versions[*block as usize], *version, "a guest goes on with another block {block}");
+                }
+                filled(&disk);
+                (known, went) = (Some(then), went + 1);
+            }
+            other => {
+                refused += u64::from(other.is_some());
+                begin(&disk);
+                known = Some(BTreeMap::new());
+            }
+        }
+        let mut guest = Guest::start(&disk.socket());
+        for _ in 0..random.u64(1..20) {
+            let block = random.u64(..BLOCKS);
+            let version = &mut versions[block as usize];
+            match random.u64(..8) {
+                0..5 => assert!(guest.read(block, FIRST) == content(block, *version), "block {block}"),
+                5 | 6 => {
+                    *version += 1;
+                    guest.write(block, FIRST, &content(block, *version));
+                }
+                _ => {
+                    let marked = mark(&disk, &mut guest);
+                    assert_eq!(marked.is_ok(), known.is_some());
+                    moments.extend(marked.ok().zip(known.clone()));
+                    continue;
+                }
+            }
+            if let Some(known) = &mut known {
+                known.insert(block, versions[block as usize]);
+            }
+        }
+        drop(guest);
+        if random.u64(..10) == 0 {
+            disk.end();
+            disk.serve(|_| ());
+            moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(Void::Server)));
+        }
+    }
+    assert!(went > 0 && refused > 0, "{went} went on, {refused} were refused");
+}
