@@ -14,6 +14,7 @@
 #include <linux/input.h>
 #include <netinet/tcp.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -218,6 +219,24 @@ static bool http_request(struct conn *c)
 	return true;
 }
 
+/* Runs /phase beside this. Not by fork(): until its exec a child has our connections too, and epoll would go on about those that we have
+ * closed. */
+static bool announce(const char *phase)
+{
+	char *words[] = { "/phase", (char *)phase, NULL };
+	pid_t pid;
+	sigset_t children;
+	posix_spawnattr_t attributes;
+	sigemptyset(&children);
+	sigaddset(&children, SIGCHLD); /* a shell waits for its children */
+	posix_spawnattr_init(&attributes);
+	posix_spawnattr_setsigdefault(&attributes, &children);
+	posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
+	bool ok = !posix_spawn(&pid, words[0], NULL, &attributes, words, environ);
+	posix_spawnattr_destroy(&attributes);
+	return ok;
+}
+
 static void post(struct conn *c, const struct memory_job *job)
 {
 	c->waiting = memory_post(job, c);
@@ -272,6 +291,8 @@ static void command(struct conn *c, char *line)
 	} else if (!strcmp(name, "drop-caches")) {
 		sync();
 		answer(c, write_file("/proc/sys/vm/drop_caches", "3") ? "ok\n" : "error cannot write drop_caches\n");
+	} else if (!strcmp(name, "phase") && n == 2) {
+		answer(c, announce(words[1]) ? "ok\n" : "error cannot run /phase\n");
 	} else if (!strcmp(name, "poweroff") || !strcmp(name, "reboot") || !strcmp(name, "panic")) {
 		after_reply = *name == 'p' && name[1] == 'a' ? 'c' : *name;
 		answer(c, "ok\n");
