@@ -6,12 +6,14 @@
 //! | [`recipe`] | how to build its VM again, as it is stored with each checkpoint |
 //! | [`policy`] | what is copied when: `basic`, `cow`, `precopy` |
 //! | [`protector`] | the loop |
+//! | [`candidate`] | snapshots of phases of a boot |
 //! | [`event`] | what the loop tells |
 //! | [`restore`] | a guest goes on from a checkpoint, its pages come on demand |
 //! | [`pager`] | brings them |
 //!
 //! `docs/protect.md` has the sequences and the argument.
 
+pub mod candidate;
 mod epochs;
 pub mod event;
 mod filling;

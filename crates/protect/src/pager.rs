@@ -398,6 +398,21 @@ pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     }
 }
 
+/// Wait until no pager serves the VM of `rundir`, whose QEMU has ended: it sees that a moment later.
+///
+/// # Errors
+/// [`FillError::Busy`] after `patience`.
+pub fn wait_ended(rundir: &RunDir, patience: Duration) -> Result<(), FillError> {
+    let deadline = Instant::now() + patience;
+    while Fill::is_served(rundir)? {
+        if Instant::now() > deadline {
+            return Err(FillError::Busy { name: rundir.name().into() });
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// The pages that were written last, as runs in the blocks that are brought.
 fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize, Range<u64>)> + use<'a> {
     // The pager counts the blocks that it brings; the checkpoint has others beside them.

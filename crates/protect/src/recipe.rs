@@ -3,7 +3,7 @@
 //! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
 //! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
 //! ports of the agent's bus; format 4 is 3 with disks that a server of Rekindle's has, whose epochs the checkpoint's metadata names.
-//! Format 5 is 4 with redo logs that are not beside their images.
+//! Format 5 is 4 with redo logs that are not beside their images; format 6 is 5 with the port by which a guest announces phases.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
-pub const FORMAT: u32 = 5;
+pub const FORMAT: u32 = 6;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +80,7 @@ impl Recipe {
         same("vcpus", &hardware.vcpus, &theirs.vcpus);
         same("devices.vga", &hardware.vga, &theirs.vga);
         same("devices.agent", &hardware.agent, &theirs.agent);
+        same("[phase]", &hardware.phase, &theirs.phase);
         same("devices.rng", &hardware.rng, &theirs.rng);
         // Another ID is what tells the guest that it was set back; the device must be there or not, as it knows it.
         same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());

@@ -17,6 +17,9 @@ use uuid::Uuid;
 /// find another number.
 pub const AGENT_PORTS: u32 = 4;
 
+/// What the guest finds the port as by which it announces phases of its boot.
+pub const PHASE_PORT: &str = "org.rekindle.phase.0";
+
 /// First PCI slots (of bus 0) by kind of device. Slot 0 is the host bridge, 0x1f the south bridge.
 const SLOT_VGA: u8 = 0x01;
 const SLOT_RNG: u8 = 0x02;
@@ -71,6 +74,9 @@ pub struct Hardware {
     /// enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find another number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_ports: Option<u32>,
+    /// A port by which the guest announces phases of its boot, on the agent's bus.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub phase: bool,
     /// A device by which the guest's kernel tells of its panic.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub panic: bool,
@@ -226,6 +232,11 @@ impl Directory {
     pub fn agent(&self) -> PathBuf {
         self.0.join("agent.sock")
     }
+    /// The port by which the guest announces phases of its boot.
+    #[must_use]
+    pub fn phase(&self) -> PathBuf {
+        self.0.join("phase.sock")
+    }
     /// Where the server of disk `id` listens for QEMUs. It outlives them, so it is in the folder above.
     #[must_use]
     pub fn disk(&self, id: &str) -> PathBuf {
@@ -334,12 +345,17 @@ impl Hardware {
         if let Some(guid) = self.vm_generation {
             line.add("-device", json!({"driver": "vmgenid", "id": "vm-generation", "guid": guid}).to_string());
         }
-        if self.agent {
-            let socket = escaped_path(&directory.agent());
-            line.add("-chardev", format!("socket,id=agent,path={socket},server=on,wait=off"));
+        if self.agent || self.phase {
             line.device(SLOT_SERIAL, Self::serial(self.agent_ports));
-            let port = json!({"driver": "virtserialport", "bus": "ports.0", "nr": 1, "chardev": "agent",
-                "id": "agent-port", "name": "org.qemu.guest_agent.0"});
+        }
+        let ports = [
+            (self.agent, 1, "agent", "org.qemu.guest_agent.0", directory.agent()),
+            (self.phase, 2, "phase", PHASE_PORT, directory.phase()),
+        ];
+        for (_, nr, id, name, socket) in ports.into_iter().filter(|(is_there, ..)| *is_there) {
+            line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
+            let port = json!({"driver": "virtserialport", "bus": "ports.0", "nr": nr, "chardev": id,
+                "id": format!("{id}-port"), "name": name});
             line.add("-device", port.to_string());
         }
         for (slot, disk) in (SLOT_DISK..).zip(&self.disks) {

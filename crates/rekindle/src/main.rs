@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
         Command::Reboot(Reboot::Os(arguments)) => commands::reboot::os(&output, &arguments),
         Command::Watch(arguments) => commands::reboot::watch(&arguments),
+        Command::Phases(arguments) => commands::reboot::phases(&arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Restore(arguments) => commands::restore::restore(&output, &arguments),

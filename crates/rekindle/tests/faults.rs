@@ -83,6 +83,14 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.renew.spawned", [Booted, Nobody, Booted]),
     ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
     ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),
+    // Of the Debian guest, which has an agent: `kexec.rs` walks through them.
+    ("kexec.prepare.journalled", [Nobody; 3]),
+    ("kexec.suspend.journalled", [Nobody; 3]),
+    ("kexec.suspend.asked", [Nobody; 3]),
+    ("kexec.settle.booted", [Nobody; 3]),
+    // Of a guest with phases: `phase.rs` walks through them, and through those of a restore that it passes.
+    ("phase.renew.chosen", [Nobody; 3]),
+    ("phase.renew.spawned", [Nobody; 3]),
     // There is no guest yet that could be lost: the checkpoint is where it was.
     ("prepare.journalled", [Removed, Nobody, Nobody]),
     ("prepare.spawned", [Removed, Nobody, AsItWas]),

@@ -4,7 +4,9 @@
 //! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching takes away what was left of that,
 //! also by one that was killed.
 
-use crate::definition::{Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Ram, Span};
+use crate::definition::{
+    Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
+};
 use crate::host::Host;
 use crate::life::{Held, LifeError, clean_up, run_state};
 use crate::lock::{Lock, RunState};
@@ -271,6 +273,7 @@ fn state(
         ram: Ram::default(),
         boot: None,
         devices: Devices { vga: false, agent: foreign.agent.is_some(), rng: false, vmgenid: generation.is_some() },
+        phase: Phase::default(),
         disks: Vec::new(),
         nets: foreign
             .networks
@@ -298,6 +301,7 @@ fn state(
         vga: false,
         agent: foreign.agent.is_some(),
         agent_ports: None,
+        phase: false,
         panic: false,
         rng: false,
         vm_generation: generation,

@@ -9,8 +9,8 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, the preparation of a restore, a restore, and
-/// a protector and a pager while it fills pass them.
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec and by a phase, the preparation of a restore, a
+/// restore, and a protector and a pager while it fills pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -41,6 +41,12 @@ pub const POINTS: &[&str] = &[
     "cold.renew.spawned",
     "cold.resume.resumed",
     "cold.settle.recorded",
+    "kexec.prepare.journalled",
+    "kexec.suspend.journalled",
+    "kexec.suspend.asked",
+    "kexec.settle.booted",
+    "phase.renew.chosen",
+    "phase.renew.spawned",
     "prepare.journalled",
     "prepare.spawned",
     "prepare.recorded",

@@ -98,6 +98,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         vga: definition.devices.vga,
         agent: definition.devices.agent,
         agent_ports: Some(AGENT_PORTS),
+        phase: !definition.phase.is_empty(),
         rng: definition.devices.rng,
         vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
         panic: definition.on_crash == OnCrash::WarmCache,

@@ -33,6 +33,10 @@ pub enum Kind {
     OsCold,
     /// `rekindle reboot os --how warm-cache`.
     OsWarmCache,
+    /// `rekindle reboot os --how kexec`: there is one QEMU all the time.
+    OsKexec,
+    /// `rekindle reboot os --how phase`.
+    OsPhase,
 }
 
 /// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.
@@ -91,6 +95,9 @@ pub struct Operation {
     /// The RAM file's modification time just before the new QEMU was let go, in ns since 1970: while it is the same
     /// the guest has not run in the new one.
     pub untouched_since_ns: Option<i128>,
+    /// By kexec: the number of the boot that is to end, as the guest's kernel tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot: Option<String>,
 }
 
 /// The journal of one VM's operation, removed by [`Journal::close`] only.
@@ -133,6 +140,7 @@ impl Journal {
             lost: false,
             disks_at_resume: None,
             untouched_since_ns: None,
+            boot: None,
         };
         let journal = Self { path: path(rundir), operation };
         journal.write()?;

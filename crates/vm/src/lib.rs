@@ -11,10 +11,12 @@
 //! | [`timeline`] | what happened when |
 //! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
 //! | [`disks`] | the servers of its disks |
+//! | [`phases`] | whether its disks are still what the guest of a phase knew |
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
-//! | [`life`] | start, look, shut down, clean up |
+//! | [`life`] | start, look, stop, clean up |
+//! | [`shutdown`] | bringing a guest to its end |
 //! | [`attach`] | VMs whose QEMU somebody else has started |
 //! | [`doctor`] | what this host lacks, and the mend |
 
@@ -29,7 +31,9 @@ pub mod journal;
 pub mod life;
 pub mod lock;
 pub mod network;
+pub mod phases;
 pub mod place;
 pub mod rundir;
+pub mod shutdown;
 pub mod state;
 pub mod timeline;

@@ -7,12 +7,12 @@ use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
+use crate::phases;
 use crate::place::{Made, Place};
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_kernel::process;
 use rekindle_memory::directory::{RamDirectory, RamError};
-use rekindle_qemu::agent;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::command::{Directory, Hardware, Start};
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -24,6 +24,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+pub use crate::shutdown::{Ended, PANICKED, SHUT_DOWN, shut_down};
 
 /// Why something could not be done with a VM.
 #[derive(Debug, thiserror::Error)]
@@ -356,6 +358,7 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
 /// # Errors
 /// [`RamError`].
 pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
+    forget_fill(rundir);
     let _ = disks::let_go(rundir, hardware, false);
     let ram = ram_directory(hardware)?;
     hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&ram_name(&path), bytes).map(drop))
@@ -367,6 +370,7 @@ pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
 /// # Errors
 /// [`RamError`].
 pub fn renew_ram_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
+    forget_fill(rundir);
     if let Some(kept) = disks::let_go(rundir, hardware, true) {
         let ram = ram_directory(hardware)?;
         let mut files = hardware.ram_files().into_iter();
@@ -378,6 +382,15 @@ pub fn renew_ram_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<K
     renew_ram(rundir, hardware).map(|()| None)
 }
 
+/// What a restore was still bringing into the former RAM is not wanted any more.
+fn forget_fill(rundir: &RunDir) {
+    match fs::remove_file(rundir.fill()) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => tracing::warn!("{}: {e}", rundir.fill().display()),
+        Ok(()) => disks::filled(rundir),
+    }
+}
+
 fn ram_directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
     RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))
 }
@@ -386,71 +399,6 @@ fn ram_directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
 #[must_use]
 pub(crate) fn ram_name(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
-/// How a guest came to its end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Ended {
-    /// It shut itself down, asked through the guest agent.
-    ByAgent,
-    /// It shut itself down, asked through the ACPI power button.
-    ByAcpi,
-    /// It did not, and was powered off.
-    PoweredOff,
-    /// It had ended before.
-    Before,
-    /// None ran: a QEMU waited for a checkpoint.
-    Prepared,
-}
-
-/// QEMU's run states of a guest that has come to its end by itself: there is nothing to be asked.
-pub const SHUT_DOWN: &[&str] = &["shutdown", PANICKED];
-/// That of one whose kernel has panicked.
-pub const PANICKED: &str = "guest-panicked";
-
-/// Shut a guest down: through its agent, else by the ACPI power button, else, after `patience`, by pulling the plug.
-///
-/// On success: its QEMU has ended.
-///
-/// # Errors
-/// When QEMU can neither be talked to nor killed.
-pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
-    let process = vmm.process();
-    let gone = |patience| process.wait_end(patience).unwrap_or(false);
-    let agent_patience = Duration::from_secs(1).min(patience);
-    let asked = if patience.is_zero() || is_shut_down(vmm) {
-        Ended::PoweredOff
-    } else if agent::shut_down(&vmm.directory().agent(), agent_patience).is_ok() {
-        Ended::ByAgent
-    } else {
-        match vmm.connect(vmm::START).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ())) {
-            Ok(Ok(_)) => Ended::ByAcpi,
-            _ => Ended::PoweredOff,
-        }
-    };
-    if asked != Ended::PoweredOff && gone(patience) {
-        return Ok(asked);
-    }
-    // `quit` closes images in order; a QEMU that does not obey is killed.
-    if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
-        let _ = qmp.execute::<Value>("quit", ());
-    }
-    if !gone(Duration::from_secs(10)) {
-        vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
-    }
-    Ok(Ended::PoweredOff)
-}
-
-/// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.
-fn is_shut_down(vmm: &Vmm) -> bool {
-    let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
-    if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
-        return true;
-    }
-    // One that does not know it was not told otherwise.
-    let _ = qmp.execute::<Value>("set-action", serde_json::json!({"shutdown": "poweroff"}));
-    false
 }
 
 /// Shut a VM down and remove all that Rekindle keeps of it. `patience` zero: at once.
@@ -512,6 +460,11 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
         for (path, _) in state.hardware.ram_files() {
             RamDirectory::at(directory)?.remove(&ram_name(&path))?;
         }
+    }
+    // Its disks' servers have gone, so no candidate of it is to be used any more.
+    match fs::remove_dir_all(phases::directory(host, rundir, &state.definition)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+        _ => {}
     }
     match fs::remove_file(saved_path(host, rundir, &state.definition)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),

@@ -12,6 +12,7 @@ use crate::journal::{Journal, Kind, Operation};
 use crate::life::{LifeError, clean_up, ram_name, unique_name};
 use crate::lock::Lock;
 use crate::network;
+use crate::phases;
 use crate::rundir::RunDir;
 use crate::state::{Prepared, State, format_of};
 use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
@@ -263,6 +264,10 @@ impl<'a> Place<'a> {
             create(&self.ram, &ram_name(&path), bytes)?;
         }
         serve()?;
+        // A guest that is restored knows its disks already.
+        if kind == Kind::Run {
+            phases::begin(&self.rundir, &self.state.hardware);
+        }
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }

@@ -21,11 +21,11 @@ const ZERO: Page = [0; PAGE_SIZE];
 
 /// The checkpoint that is wanted, and how to build its VM. Its pages have not been looked for.
 #[derive(Debug)]
-pub(super) struct Chosen {
-    pub(super) image: Image,
-    pub(super) recipe: Recipe,
+pub(crate) struct Chosen {
+    pub(crate) image: Image,
+    pub(crate) recipe: Recipe,
     /// What its disks were.
-    pub(super) epochs: Epochs,
+    pub(crate) epochs: Epochs,
 }
 
 impl Chosen {
@@ -40,7 +40,7 @@ impl Chosen {
 
 /// What a QEMU is given before its guest runs.
 #[derive(Debug)]
-pub(super) struct Ahead {
+pub(crate) struct Ahead {
     pub(super) image: Image,
     /// The names of the blocks that are brought on demand.
     pub(super) paged: Vec<String>,
@@ -93,7 +93,7 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result
 }
 
 /// Read the devices. What else is needed at once is read when it is asked for.
-pub(super) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
+pub(crate) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
     let Chosen { image, recipe, .. } = chosen;
     let devices = image.devices()?;
     stream::check(&devices)?;

@@ -16,6 +16,8 @@ use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{Feed, set_capabilities, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_store::StoreUrl;
+use rekindle_store::remote::Identity;
 use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::place::{Made, Place};
 use rekindle_vm::rundir::RunDir;
@@ -28,7 +30,7 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ScopedJoinHandle};
@@ -69,23 +71,23 @@ impl std::fmt::Display for Clock {
 
 /// A QEMU that waits for a state.
 #[derive(Debug)]
-pub(super) struct Waiting {
-    pub(super) vmm: Vmm,
-    pub(super) qmp: Qmp,
-    pub(super) ram: GuestRam,
-    pub(super) journal: Journal,
+pub(crate) struct Waiting {
+    pub(crate) vmm: Vmm,
+    pub(crate) qmp: Qmp,
+    pub(crate) ram: GuestRam,
+    pub(crate) journal: Journal,
     /// It waited before this command.
-    pub(super) prepared: bool,
+    pub(crate) prepared: bool,
 }
 
 impl Waiting {
     /// Start one.
-    pub(super) fn start(place: &Place<'_>, made: Made, hardware: &Hardware) -> Result<Self, RestoreError> {
+    pub(crate) fn start(rundir: &RunDir, binary: &Path, made: Made, hardware: &Hardware) -> Result<Self, RestoreError> {
         let Made { mut journal, directory, fds } = made;
-        let arguments = hardware.arguments(&directory, &place.rundir.console_log(), Start::Incoming);
-        let vmm = Vmm::spawn(&place.state.definition.qemu, &arguments, &directory, fds)?;
+        let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
+        let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
         journal.operation.to = Some(vmm.clone());
-        journal.write().map_err(journalled(&place.rundir))?;
+        journal.write().map_err(journalled(rundir))?;
         let mut qmp = vmm.connect(vmm::START)?;
         set_capabilities(&mut qmp, CAPABILITIES)?;
         let ram = GuestRam::of(&mut qmp, vmm.process())?;
@@ -114,11 +116,31 @@ struct OnDemand<'scope, 'env> {
     _lock: File,
 }
 
-/// Becoming the store's owner, under way beside the load.
-pub(super) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
+/// The VM that a guest is loaded into.
+pub(crate) struct Seat<'a> {
+    pub(crate) rundir: &'a RunDir,
+    pub(crate) hardware: &'a Hardware,
+    /// Called as soon as the guest runs.
+    pub(crate) resumed: &'a dyn Fn(),
+    /// Records the QEMU that runs it, and ends the operation.
+    pub(crate) settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
+}
 
-/// Load the checkpoint and let the guest go, once `fence` says that the store is ours and the checkpoint its newest.
-pub(super) fn go(
+/// How a guest is loaded.
+pub(crate) struct Load<'a> {
+    pub(crate) store: &'a StoreUrl,
+    pub(crate) identity: Option<&'a Identity>,
+    /// Bring all memory before the guest goes on.
+    pub(crate) eager: bool,
+    /// When the command began.
+    pub(crate) began: Instant,
+}
+
+/// Becoming the store's owner, under way beside the load.
+pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
+
+/// [`go`] for a VM that had none before.
+pub(super) fn go_in(
     place: &Place<'_>,
     waiting: Waiting,
     ahead: &Ahead,
@@ -127,13 +149,32 @@ pub(super) fn go(
     recorder: &mut Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
+    let seat = Seat {
+        rundir: &place.rundir,
+        hardware: &place.state.hardware,
+        resumed: &|| {},
+        settle: &|journal, vmm, qmp| Ok(place.settle(journal, vmm, qmp.version().clone()).map(drop)?),
+    };
+    let load = Load { store: &request.store, identity: request.identity.as_ref(), eager: request.eager, began };
+    go(&seat, waiting, ahead, fence, &load, recorder)
+}
+
+/// Load the checkpoint and let the guest go, once `fence` says that the store is ours and the checkpoint its newest.
+pub(crate) fn go(
+    seat: &Seat<'_>,
+    waiting: Waiting,
+    ahead: &Ahead,
+    fence: Option<Fence<'_>>,
+    load: &Load<'_>,
+    recorder: &mut Recorder,
+) -> Result<Restored, RestoreError> {
     let Waiting { vmm, mut qmp, ram, mut journal, prepared } = waiting;
     let info = ahead.image.info();
-    same_processors(&mut qmp, &place.state.hardware, info.number)?;
+    same_processors(&mut qmp, seat.hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &ahead.paged)?;
     let unloaded = |source| {
         let said = log_tail(&vmm.directory(), 10);
-        RestoreError::Load { name: place.rundir.name().to_owned(), number: info.number, said, source }
+        RestoreError::Load { name: seat.rundir.name().to_owned(), number: info.number, said, source }
     };
     let (stream, mut pager, mut feed) = thread::scope(|scope| {
         let stream = scope.spawn(|| ahead.stream(&ram));
@@ -149,18 +190,18 @@ pub(super) fn go(
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, RestoreError>((stream, pager, feed))
     })?;
-    let (store, identity, paged) = (request.store.clone(), request.identity.as_ref(), ahead.paged.clone());
-    Fill::new(store, identity, info, vmm.clone(), &ram, paged).write(&place.rundir)?;
+    let paged = ahead.paged.clone();
+    Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(seat.rundir)?;
     fault::point("restore.renew.registered", None, Some(&vmm));
     recorder.step("register its memory");
 
-    let name = place.rundir.name().to_owned();
+    let name = seat.rundir.name().to_owned();
     let end = AtomicBool::new(false);
     // The thread that serves keeps nothing of what a failed restore gives back.
     let image = &ahead.image;
     thread::scope(|scope| {
         let ending = Ending(&end);
-        let held = lock(&place.rundir)?;
+        let held = lock(seat.rundir)?;
         let thread = scope.spawn(|| {
             let mut silent = |_: &_| {};
             pager.run_on_demand(&mut Source::new(image, &mut silent), &end)
@@ -179,9 +220,9 @@ pub(super) fn go(
         wait_loaded(&mut qmp, LOAD).map_err(&unloaded)?;
         fault::point("restore.renew.loaded", None, Some(&vmm));
         recorder.step("load its devices");
-        if let Some(on_demand) = on_demand.take_if(|_| request.eager) {
-            hand_over(&place.rundir, on_demand);
-            wait_filled(&place.rundir, &vmm)?;
+        if let Some(on_demand) = on_demand.take_if(|_| load.eager) {
+            hand_over(seat.rundir, on_demand);
+            wait_filled(seat.rundir, &vmm)?;
             recorder.step("bring its memory");
         }
         if let Some(fence) = fence {
@@ -189,14 +230,15 @@ pub(super) fn go(
             recorder.step("own the store");
         }
         recorder.phase(Phase::Resume);
-        journal.advance(Step::Resume).map_err(journalled(&place.rundir))?;
+        journal.advance(Step::Resume).map_err(journalled(seat.rundir))?;
         fault::point("restore.resume.journalled", None, Some(&vmm));
         qmp.drop_events();
         qmp.execute::<Value>("cont", ())?;
         let named = |e: &rekindle_qemu::qmp::Event| (e.name == "RESUME").then_some(e.host_us);
         let resumed = qmp.wait_event("RESUME", Duration::from_secs(10), named)?;
-        let us = (began.elapsed().as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed));
+        let us = (load.began.elapsed().as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed));
         drop(at_first);
+        (seat.resumed)();
         fault::point("restore.resume.resumed", None, Some(&vmm));
         recorder.step("resume");
 
@@ -206,19 +248,19 @@ pub(super) fn go(
         if let Err(e) = qmp.execute::<Value>("announce-self", rounds) {
             tracing::debug!("{name}: its network cards were not announced: {e}");
         }
-        network::forward_ports(&mut qmp, &place.state.hardware);
+        network::forward_ports(&mut qmp, seat.hardware);
         let pid = vmm.pid;
-        place.settle(journal, vmm.clone(), qmp.version().clone())?;
+        (seat.settle)(journal, vmm.clone(), &qmp)?;
         fault::point("restore.settle.recorded", None, Some(&vmm));
         recorder.step("record");
         if let Some(on_demand) = on_demand {
-            hand_over(&place.rundir, on_demand);
+            hand_over(seat.rundir, on_demand);
             recorder.step("start its pager");
         }
         fault::point("restore.settle.handed-over", None, Some(&vmm));
-        let clock = set_clock(&mut qmp, &vmm, place.state.hardware.agent);
+        let clock = set_clock(&mut qmp, &vmm, seat.hardware.agent);
         recorder.step("set its clock");
-        let filled = !place.rundir.fill().exists();
+        let filled = !seat.rundir.fill().exists();
         let (checkpoint, taken_us) = (info.number, info.time_us);
         Ok(Restored { name: name.clone(), checkpoint, taken_us, us, pid, filled, prepared, unused: None, clock })
     })

@@ -8,8 +8,8 @@
 //!
 //! `docs/protect.md` has the sequence.
 
-mod checkpoint;
-mod go;
+pub(crate) mod checkpoint;
+pub(crate) mod go;
 pub mod prepare;
 
 pub use go::{Clock, start_pager};
@@ -168,6 +168,9 @@ pub enum RestoreError {
         /// The end of its log.
         said: String,
     },
+    /// It runs, and that cannot be recorded.
+    #[error("the guest runs, but that cannot be recorded")]
+    Record(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The journal cannot be written.
     #[error("{}", path.display())]
     Journal {
@@ -321,12 +324,12 @@ fn fresh(
     let name = place.rundir.name();
     thread::scope(|scope| {
         let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, name));
-        let waiting = Waiting::start(place, made, &place.state.hardware)?;
+        let waiting = Waiting::start(&place.rundir, &place.state.definition.qemu, made, &place.state.hardware)?;
         fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
         recorder.step("start QEMU");
         let ahead = ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read its devices");
-        go::go(place, waiting, &ahead, None, request, recorder, began)
+        go::go_in(place, waiting, &ahead, None, request, recorder, began)
     })
 }
 

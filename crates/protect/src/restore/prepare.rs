@@ -101,7 +101,8 @@ fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, 
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
     let (made, hardware) = place.make_waiting()?;
     fault::point("prepare.journalled", None, None);
-    let Waiting { vmm, mut qmp, ram, journal, .. } = Waiting::start(place, made, &hardware)?;
+    let Waiting { vmm, mut qmp, ram, journal, .. } =
+        Waiting::start(&place.rundir, &place.state.definition.qemu, made, &hardware)?;
     fault::point("prepare.spawned", None, Some(&vmm));
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
@@ -260,7 +261,7 @@ pub(super) fn resume_in(
         let Ready { qmp, ram } = ready;
         let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };
         recorder.step("claim its RAM");
-        match go::go(&place, waiting, &ahead, Some(fence), request, &mut recorder, began) {
+        match go::go_in(&place, waiting, &ahead, Some(fence), request, &mut recorder, began) {
             Ok(restored) => {
                 recorder.write(&place.rundir);
                 Ok(restored)

@@ -42,6 +42,7 @@ fn hardware() -> Hardware {
         agent_ports: Some(AGENT_PORTS),
         rng: true,
         vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
+        phase: true,
         panic: false,
         extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
         foreign: None,
@@ -68,6 +69,18 @@ fn one_that_takes_over_waits_and_leaves_ports_and_ram_alone() {
     let text = text(Start::Incoming);
     assert!(text.contains("-incoming defer -S"), "{text}");
     assert!(!text.contains("hostfwd=") && text.contains("prealloc=off"), "{text}");
+}
+
+#[test]
+fn ports_have_their_numbers_whichever_are_there() {
+    let both = text(Start::Boot);
+    for word in [r#""nr":1"#, r#""nr":2"#, "org.qemu.guest_agent.0", PHASE_PORT, "path=/run/x/phase.sock"] {
+        assert!(both.contains(word), "{word} in {both}");
+    }
+    let directory = Directory("/run/x".into());
+    let alone = Hardware { agent: false, ..hardware() };
+    let alone = alone.arguments(&directory, Path::new("/run/x/console.log"), Start::Boot).join(" ");
+    assert!(alone.contains("virtio-serial-pci") && alone.contains(r#""nr":2"#) && !alone.contains("agent"), "{alone}");
 }
 
 #[test]

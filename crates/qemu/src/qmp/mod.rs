@@ -380,6 +380,11 @@ impl Qmp {
         }
     }
 
+    /// The events kept so far, the oldest first. Those that have not been read yet come with the next reply.
+    pub fn kept_events(&self) -> impl Iterator<Item = &Event> {
+        self.events.iter()
+    }
+
     /// Forget the events kept so far.
     pub fn drop_events(&mut self) {
         self.events.clear();

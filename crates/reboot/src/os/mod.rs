@@ -4,10 +4,18 @@
 //! |---|---|
 //! | [`How::Cold`] | nothing |
 //! | [`How::WarmCache`] | nothing; but what it had cached of a disk is given to it from there, block by block, if that is what is on the disk |
+//! | [`How::Kexec`] | nothing; its own kernel has started another one, without firmware and boot loader |
+//! | [`How::Phase`] | what it had at a phase of an earlier boot |
 //!
-//! Either way it is shut down and booted in a QEMU of its own; `docs/disk.md` has the argument for the second.
+//! The first two shut it down and boot it in a QEMU of its own; `docs/disk.md` has the argument for the second, `docs/os-reboot.md` the
+//! others.
 
+mod kexec;
+pub mod phase;
 pub mod watch;
+
+pub(crate) use kexec::recover as recover_kexec;
+pub use kexec::{Loaded, Wanted};
 
 use crate::vmm::{self, Failure, Problem, Report};
 use rekindle_memory::directory::huge_page_size;
@@ -15,6 +23,7 @@ use rekindle_qemu::command::Hardware;
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
+use rekindle_vm::life::Ended;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
@@ -28,6 +37,10 @@ pub enum How {
     Cold,
     /// The same, and its disks' servers keep what it had cached (CacheMind, section 3).
     WarmCache,
+    /// Its kernel starts another one.
+    Kexec,
+    /// Shut down; the next one goes on from a phase of an earlier boot.
+    Phase,
 }
 
 /// The way that keeps most of VM `name`, as far as it can be told.
@@ -42,41 +55,73 @@ pub fn usual(host: &Host, name: &str) -> How {
 /// What a reboot did.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Rebooted {
-    /// Of the guest's downtime: from the end of its former QEMU to the first instruction of its firmware.
+    /// Of the guest's downtime: from the end of its former QEMU to the first instruction of its firmware. By kexec: from the request to
+    /// the answer of the new system's agent.
     #[serde(flatten)]
     pub report: Report,
     /// What of the former guest's memory is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<Kept>,
+    /// How the former guest was brought to its end, if not by kexec.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ended: Option<Ended>,
+    /// The kernel that was started by kexec.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kexec: Option<Loaded>,
+    /// What it goes on from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub phase: Option<phase::Outcome>,
+}
+
+/// What is wanted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// How.
+    pub how: How,
+    /// What [`How::Kexec`] is to load.
+    pub kexec: Wanted,
+    /// The phase that [`How::Phase`] is to go on from, and no other; none: the latest that may be used.
+    pub candidate: Option<String>,
 }
 
 /// Reboot the system of VM `name`.
 ///
-/// *Needs:* the VM runs; nothing else is at work on it; for [`How::WarmCache`] a disk with a server.
-/// *On success:* the guest boots.
+/// *Needs:* the VM runs; nothing else is at work on it; for [`How::WarmCache`] a disk with a server; for [`How::Kexec`] an agent that may
+/// run programs, and kexec-tools in the guest.
+/// *On success:* the guest boots; by kexec its agent answers again.
 /// *On failure:* as [`Failure::left`] says.
 ///
 /// # Errors
 /// [`Failure`].
-pub fn reboot(host: &Host, name: &str, how: How) -> Result<Rebooted, Failure> {
-    reboot_unless(host, name, how, |_| None)
+pub fn reboot(host: &Host, name: &str, request: &Request) -> Result<Rebooted, Failure> {
+    match request.how {
+        How::Cold => boot_unless(host, name, false, |_| None),
+        How::WarmCache => boot_unless(host, name, true, |_| None),
+        How::Kexec => kexec::reboot(host, name, &request.kexec),
+        How::Phase => phase::reboot(host, name, request.candidate.as_deref()),
+    }
 }
 
-/// The same, unless `against` finds something that speaks against it once nobody else is at work on the VM.
-fn reboot_unless(
+/// Shut it down and boot it, with a warm cache or a cold one, unless `against` finds something that speaks against it once nobody else
+/// is at work on the VM.
+fn boot_unless(
     host: &Host,
     name: &str,
-    how: How,
+    warm: bool,
     against: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Rebooted, Failure> {
-    let (operation, kind) = match how {
-        How::Cold => ("reboot os --how cold", Kind::OsCold),
-        How::WarmCache => ("reboot os --how warm-cache", Kind::OsWarmCache),
+    let (operation, kind) = match warm {
+        false => ("reboot os --how cold", Kind::OsCold),
+        true => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
-    let against =
-        |state: &State| against(state).or_else(|| (how == How::WarmCache).then(|| no_cache(&state.hardware)).flatten());
-    vmm::boot_again(host, name, (operation, kind), against)
-        .map(|again| Rebooted { report: again.report, kept: again.kept })
+    let against = |state: &State| against(state).or_else(|| warm.then(|| no_cache(&state.hardware)).flatten());
+    vmm::boot_again(host, name, (operation, kind), against).map(|again| Rebooted {
+        report: again.report,
+        kept: again.kept,
+        ended: Some(again.ended),
+        kexec: None,
+        phase: None,
+    })
 }
 
 /// Why nothing could be kept.

@@ -4,7 +4,7 @@
 //! process here does what `rekindle reboot os --how warm-cache` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
-use super::{reboot_unless, usual};
+use super::{How, boot_unless, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -53,12 +53,15 @@ fn is_wanted(definition: &Definition) -> bool {
 /// # Errors
 /// The system's.
 pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
-    if !is_wanted(definition) {
-        return Ok(());
-    }
-    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(rundir.file("watch.log"));
+    if is_wanted(definition) { spawn(rundir, "watch") } else { Ok(()) }
+}
+
+/// Start `rekindle COMMAND NAME` beside the VM.
+pub(super) fn spawn(rundir: &RunDir, name: &str) -> io::Result<()> {
+    let log = rundir.file(&format!("{name}.log"));
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["watch", rundir.name()]).stdout(open()?).stderr(open()?);
+    command.args([name, rundir.name()]).stdout(open()?).stderr(open()?);
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
@@ -89,7 +92,7 @@ pub enum WatchError {
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = lock_file(&rundir).map_err(failed)? else { return Ok(()) };
+    let Some(_lock) = lock_file(&rundir, "watch.lock").map_err(failed)? else { return Ok(()) };
     loop {
         let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
         match wait(&vmm, &definition) {
@@ -120,9 +123,8 @@ fn is_done(vmm: &Vmm) -> bool {
 }
 
 /// One at a time.
-fn lock_file(rundir: &RunDir) -> io::Result<Option<File>> {
-    let file =
-        OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(rundir.file("watch.lock"))?;
+pub(super) fn lock_file(rundir: &RunDir, name: &str) -> io::Result<Option<File>> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(rundir.file(name))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Some(file)),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
@@ -131,7 +133,7 @@ fn lock_file(rundir: &RunDir) -> io::Result<Option<File>> {
 }
 
 /// The VM's QEMU; none if it has none any more.
-fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
+pub(super) fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
     let mut deadline = Instant::now() + BETWEEN;
     loop {
         if let Some(State { vmm: Some(vmm), definition, .. }) = State::read(rundir)?
@@ -195,7 +197,7 @@ fn again(host: &Host, name: &str, ended: &Vmm) -> Result<(), WatchError> {
     let deadline = Instant::now() + BUSY;
     loop {
         // Where nothing can be kept the guest is booted all the same.
-        match reboot_unless(host, name, usual(host, name), is_another) {
+        match boot_unless(host, name, usual(host, name) == How::WarmCache, is_another) {
             Err(failure)
                 if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
             {

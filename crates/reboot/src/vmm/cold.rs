@@ -5,18 +5,20 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::LifeError;
+use rekindle_vm::life::{Ended, LifeError};
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, life, network};
+use rekindle_vm::{disks, life, network, phases};
 
 /// Shut the guest down and boot it.
 pub(crate) fn reboot(mut change: Change, kind: Kind) -> Result<Again, Failure> {
-    let journal = change.open_journal(kind).map_err(|error| Failure::new(Left::AsItWas, error))?;
-    shut_down_and_boot(&mut change, journal).map_err(|error| Failure::new(Left::NeedsRecovery, error))
+    let mut journal = change.open_journal(kind).map_err(|error| Failure::new(Left::AsItWas, error))?;
+    let done =
+        shut_down(&mut change, &mut journal).and_then(|(stopped, ended)| boot(&mut change, journal, stopped, ended));
+    done.map_err(|error| Failure::new(Left::NeedsRecovery, error))
 }
 
-fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Again, RebootError> {
-    let rundir = change.held.rundir.clone();
+/// Shut the guest down: gives when it had ended, and how that came about.
+pub(crate) fn shut_down(change: &mut Change, journal: &mut Journal) -> Result<(u64, Ended), RebootError> {
     let old = change.old.clone();
     change.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(change.file_error("operation.json"))?;
@@ -24,12 +26,20 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Again
     change.recorder.phase(Phase::Suspend);
     let ended = life::shut_down(&old, change.held.state.definition.shutdown_timeout.as_duration())?;
     let stopped = host_us();
-    change.recorder.step(match ended {
-        life::Ended::ByAgent => "shut down by the agent",
-        life::Ended::ByAcpi => "shut down by ACPI",
-        life::Ended::PoweredOff | life::Ended::Before | life::Ended::Prepared => "powered off",
-    });
+    change.recorder.step(ended.step());
     fault::point("cold.suspend.off", Some(&old), None);
+    Ok((stopped, ended))
+}
+
+/// Boot it in a new QEMU.
+pub(crate) fn boot(
+    change: &mut Change,
+    mut journal: Journal,
+    stopped: u64,
+    ended: Ended,
+) -> Result<Again, RebootError> {
+    let rundir = change.held.rundir.clone();
+    let old = change.old.clone();
     change.recorder.phase(Phase::Renew);
     let hardware = &change.held.state.hardware;
     let warm = journal.operation.kind == Kind::OsWarmCache;
@@ -41,6 +51,7 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Again
     };
     fault::point("cold.renew.memory", Some(&old), None);
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
+    phases::begin(&rundir, hardware);
     change.recorder.step("renew its memory");
     let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let fds = network::reopen(hardware)?;
@@ -63,5 +74,5 @@ fn shut_down_and_boot(change: &mut Change, mut journal: Journal) -> Result<Again
     change.recorder.step("record");
     fault::point("cold.settle.recorded", Some(&old), Some(&new));
     change.recorder.write(&rundir);
-    Ok(Again { report: change.report(&new, &state, (stopped, resumed), None), kept })
+    Ok(Again { report: change.report(&new, &state, (stopped, resumed), None), kept, ended })
 }

@@ -8,13 +8,13 @@
 //!
 //! `docs/vmm-restart.md` has the sequence and the argument; `docs/run-directory.md` what is written down when.
 
-mod cold;
+pub(crate) mod cold;
 mod generation;
 mod handover;
 mod preflight;
 mod recover;
 mod saved;
-mod switch;
+pub(crate) mod switch;
 mod verify;
 mod warm;
 
@@ -23,6 +23,7 @@ pub use recover::{Recovered, recover};
 
 use rekindle_kernel::sched::First;
 use rekindle_memory::directory::RamError;
+use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::transfer::TransferError;
@@ -31,7 +32,7 @@ use rekindle_vm::disks::Kept;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::life::{Held, LifeError};
+use rekindle_vm::life::{Ended, Held, LifeError};
 use rekindle_vm::lock;
 use rekindle_vm::network::NetworkError;
 use rekindle_vm::state::State;
@@ -145,6 +146,17 @@ pub enum RebootError {
         /// What.
         problem: Problem,
     },
+    /// A guest that was to start another kernel by itself has not, as far as is to be seen.
+    #[error("{name}: {what}")]
+    Kexec {
+        /// The VM.
+        name: String,
+        /// What it has done, and what to do.
+        what: String,
+    },
+    /// A candidate cannot be loaded.
+    #[error("the candidate cannot be loaded")]
+    Candidate(#[source] Box<RestoreError>),
     /// Nowhere to go back to.
     #[error("VM {name} has had no other QEMU: there is nothing to roll back to")]
     NoRollback {
@@ -372,6 +384,8 @@ pub(crate) struct Again {
     pub(crate) report: Report,
     /// What it had of its disks, if that was kept.
     pub(crate) kept: Option<Kept>,
+    /// How it was brought to its end.
+    pub(crate) ended: Ended,
 }
 
 /// Shut the guest of VM `name` down and boot it, for `operation` of `kind`, unless `against` finds something that speaks against it.
@@ -381,13 +395,23 @@ pub(crate) fn boot_again(
     (operation, kind): (&str, Kind),
     against: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Again, Failure> {
+    cold::reboot(begin_again(host, name, operation, against)?, kind)
+}
+
+/// Begin with that: the VM is held, and nothing has been stopped.
+pub(crate) fn begin_again(
+    host: &Host,
+    name: &str,
+    operation: &str,
+    against: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Change, Failure> {
     let options = Options { how: How::Cold, qemu: None, rollback: false, verify_memory: false };
     let begun = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
     let begun = begun.and_then(|change| match against(&change.held.state) {
         None => Ok(change),
         Some(problem) => Err(RebootError::Against { name: name.into(), problem }),
     });
-    cold::reboot(begun.map_err(|error| Failure::new(Left::AsItWas, error))?, kind)
+    begun.map_err(|error| Failure::new(Left::AsItWas, error))
 }
 
 /// A change of VMMs in hand, past the preflight.

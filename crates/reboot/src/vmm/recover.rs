@@ -19,6 +19,7 @@ use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held, LifeError};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
+use rekindle_vm::phases;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -129,7 +130,9 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
-        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache => recover_cold(&held, journal),
+        Kind::OsKexec => recover_kexec(&held, journal),
+        // A candidate whose guest was not let go is booted instead.
+        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(&held, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
     }?;
     forget_saved(host, &held);
@@ -216,6 +219,21 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
     }
     life::clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
+}
+
+/// A guest that was to start another kernel: it has, or goes on as it was, or is booted.
+fn recover_kexec(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+    match crate::os::recover_kexec(held, &journal) {
+        Some(another) => {
+            journal.close().map_err(|source| file(held, source))?;
+            Ok(if another { Recovered::Started } else { Recovered::Undone })
+        }
+        None => {
+            journal.operation.kind = Kind::OsCold;
+            journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
+            recover_cold(held, journal)
+        }
+    }
 }
 
 /// A cold reboot, or a boot after a loss.
@@ -364,6 +382,7 @@ fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recov
     // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
     life::renew_ram_beside(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
+    phases::begin(&held.rundir, hardware);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);

@@ -92,6 +92,13 @@ pub enum Command {
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
     Pager(Pager),
+    /// Save the phases of its boot that a VM's guest announces, until it is gone.
+    ///
+    /// Needs: a VM with [phase] in its definition. `rekindle run` and `recover` start one.
+    /// On success: the VM is gone, or another one waits already.
+    /// On failure: later phases are not saved; the guest boots on.
+    #[command(hide = true)]
+    Phases(NameOnly),
     /// Reboot a VM with a warm cache when its guest reboots itself or panics, until it is gone.
     ///
     /// Needs: a VM with `on_reboot` or `on_crash` = "warm-cache". `rekindle run` and `recover` start one.

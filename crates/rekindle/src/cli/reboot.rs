@@ -12,11 +12,14 @@ pub enum Reboot {
     /// On success: each guest runs in a new QEMU.
     /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
     Vmm(RebootVmm),
-    /// Reboot the guest's system: shut it down, by its agent or the power button, and boot it.
+    /// Reboot the guest's system: shut it down, by its agent, else the power button, else (after `shutdown_timeout`) the plug, and boot it.
     ///
-    /// Needs: the VM runs; for --how warm-cache a disk with `server = true`, and RAM that is not in huge pages.
+    /// Needs: the VM runs; for --how warm-cache a disk with `server = true`, and RAM that is not in huge pages; for --how kexec
+    /// qemu-guest-agent that may run programs, systemd and kexec-tools in the guest; for --how phase [phase] in its definition.
     /// On success: the guest boots. With --how warm-cache it is given what it had cached of its disk from its former memory, each block
-    /// only if it is what is on the disk.
+    /// only if it is what is on the disk. With --how kexec its new kernel runs, without firmware and boot loader, and its agent answers. With
+    /// --how phase it goes on from the latest phase of an earlier boot of which no block of a disk that it knew was written since; where there
+    /// is none, it boots.
     /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
     Os(RebootOs),
 }
@@ -61,6 +64,15 @@ pub struct RebootOs {
     /// How [default: warm-cache if a disk has a server, else cold].
     #[arg(long, value_enum)]
     pub how: Option<HowOs>,
+    /// With --how phase: the phase to go on from, and no other [default: the latest that may be used].
+    #[arg(long, value_name = "PHASE")]
+    pub candidate: Option<String>,
+    /// With --how kexec: the kernel, a path in the guest [default: the guest's own].
+    #[arg(long, value_name = "PATH")]
+    pub kernel: Option<String>,
+    /// With --how kexec: its initial RAM disk, a path in the guest, or none [default: the one beside the kernel].
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -69,4 +81,8 @@ pub enum HowOs {
     Cold,
     /// What it had cached of its disk is there again.
     WarmCache,
+    /// Its own kernel starts another one.
+    Kexec,
+    /// It goes on from a phase of an earlier boot.
+    Phase,
 }

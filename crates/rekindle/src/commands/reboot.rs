@@ -4,12 +4,14 @@ use crate::cli::{How, HowOs, NameOnly, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use rekindle_reboot::os::phase::{Outcome as FromPhase, Skipped, keeper};
 use rekindle_reboot::os::{self, Rebooted};
 use rekindle_reboot::vmm::{self, Options, Outcome, Report};
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
+use rekindle_vm::life::{self, Ended, Status};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use serde::Serialize;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -48,6 +50,12 @@ struct ToldOs<'a> {
     #[serde(flatten)]
     report: &'a Report,
     kept: Option<&'a Kept>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ended: Option<Ended>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kexec: Option<&'a os::Loaded>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    phase: Option<&'a FromPhase>,
 }
 
 pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
@@ -78,13 +86,40 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let how = match arguments.how {
         Some(HowOs::Cold) => os::How::Cold,
         Some(HowOs::WarmCache) => os::How::WarmCache,
+        Some(HowOs::Kexec) => os::How::Kexec,
+        Some(HowOs::Phase) => os::How::Phase,
         None => os::usual(&host, name),
     };
+    if how != os::How::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
+        return Err(Usage("--kernel and --initrd are for --how kexec".into()).into());
+    }
+    if how != os::How::Phase && arguments.candidate.is_some() {
+        return Err(Usage("--candidate is for --how phase".into()).into());
+    }
+    let kexec = os::Wanted { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
     let waiting = spinner(output, format!("reboot of {name}"));
-    let rebooted = os::reboot(&host, name, how);
+    let rebooted = os::reboot(&host, name, &os::Request { how, kexec, candidate: arguments.candidate.clone() });
     waiting.finish_and_clear();
-    let Rebooted { report, kept } = &rebooted?;
-    let mut text = format!("{name}: boots again after {}", duration(report.stopped_us));
+    let Rebooted { report, kept, ended, kexec, phase } = &rebooted?;
+    save_phases(&host, name);
+    let candidate = phase.as_ref().and_then(|phase| phase.candidate.as_ref());
+    let mut text = match (how, kexec) {
+        _ if candidate.is_some() => {
+            let (candidate, stopped) = (candidate.map_or("", String::as_str), duration(report.stopped_us));
+            format!("{name}: goes on from phase {candidate} after {stopped}")
+        }
+        (os::How::Kexec, Some(loaded)) => {
+            format!("{name}: is up again after {}, with {}", duration(report.stopped_us), loaded.kernel.display())
+        }
+        (os::How::Kexec, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
+        _ => format!("{name}: boots again after {}", duration(report.stopped_us)),
+    };
+    if let Some(ended) = ended {
+        text += &format!("; it was {}", ended.step());
+    }
+    for Skipped { name, why } in phase.iter().flat_map(|phase| &phase.skipped) {
+        text += &format!("; not from {name}: {why}");
+    }
     match kept {
         Some(kept) => {
             let disks: Vec<_> = kept.disks.keys().map(String::as_str).collect();
@@ -94,7 +129,27 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         None if how == os::How::WarmCache => text += "; nothing that it had of its disks is kept",
         None => {}
     }
-    output.result(&ToldOs { how, report, kept: kept.as_ref() }, text)?;
+    output.result(
+        &ToldOs { how, report, kept: kept.as_ref(), ended: *ended, kexec: kexec.as_ref(), phase: phase.as_ref() },
+        text,
+    )?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Have somebody save the phases of the VM's boot, if they are to be: whoever did so may have died, and one is enough.
+pub fn save_phases(host: &Host, name: &str) {
+    let rundir = RunDir::new(&host.root, name);
+    let started = State::read(&rundir).and_then(|state| match state {
+        Some(state) => keeper::start(&rundir, &state.definition),
+        None => Ok(()),
+    });
+    if let Err(e) = started {
+        tracing::warn!("{name}: nobody saves the phases of its guest's boot: {e}");
+    }
+}
+
+pub fn phases(arguments: &NameOnly) -> Result<ExitCode> {
+    keeper::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -16,8 +16,9 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
-    let given_up = Journal::left_behind(&rundir)?
-        .is_some_and(|left| left.operation.kind == Kind::Restore && left.operation.step < Step::Resume);
+    let given_up = Journal::left_behind(&rundir)?.is_some_and(|left| {
+        matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
+    });
     if rundir.fill().exists() && !given_up {
         // First of all: a QEMU that itself waits for a page answers nobody. A second pager finds the first, and ends.
         start_pager(&rundir)?;
@@ -25,6 +26,7 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let recovered = vmm::recover(&host, name.as_str())?;
     if let Some(state) = State::read(&rundir)?.filter(|state| state.vmm.is_some()) {
         watch::start(&rundir, &state.definition)?;
+        super::reboot::save_phases(&host, name.as_str());
     }
     output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
     Ok(ExitCode::SUCCESS)

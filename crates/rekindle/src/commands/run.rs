@@ -19,6 +19,7 @@ pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     if let Err(e) = watch::start(&RunDir::new(&host.root, &name), &state.definition) {
         tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
     }
+    super::reboot::save_phases(&host, &name);
     let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
     let text = format!(

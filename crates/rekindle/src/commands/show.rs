@@ -1,11 +1,13 @@
 //! `rekindle ls` and `rekindle show`.
 
 use crate::cli::Show;
-use crate::output::{Output, duration};
+use crate::output::{Output, bytes as output_bytes, duration};
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::Vmm;
+use rekindle_reboot::os::phase::Candidate;
+use rekindle_reboot::os::phase::candidates;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError};
 use rekindle_vm::rundir::RunDir;
@@ -90,9 +92,23 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     if state.attached.is_none() {
         text += &format!("# RAM: {}\n", hardware.ram.path.display());
     }
+    for candidate in candidates::list(&host, &rundir, &state) {
+        text += &line(&candidate);
+    }
     text += &format!("\n{definition}");
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A phase that is kept, or is to be.
+fn line(candidate: &Candidate) -> String {
+    let Candidate { name, taken_us, bytes, void } = candidate;
+    let age = taken_us.map(|at| format!(", {} old", duration(timeline::host_us().saturating_sub(at))));
+    let may = void.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
+    match age {
+        Some(age) => format!("# phase {name}: {}{age}; {may}\n", output_bytes(*bytes)),
+        None => format!("# phase {name}: {}\n", void.as_deref().unwrap_or_default()),
+    }
 }
 
 /// The QEMU that runs the guest, or waits for it.
@@ -111,6 +127,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "vmm": state.vmm,
         "attached": state.attached,
         "prepared": state.prepared,
+        "phases": candidates::list(host, &rundir, state),
         "qemu_version": state.version,
         "previous": state.previous,
         "definition": state.definition,

@@ -52,6 +52,15 @@ fn tools() -> &'static Tools {
     })
 }
 
+/// The folder of the Debian guest, which has a second disk for data.
+fn debian() -> &'static Path {
+    static DEBIAN: OnceLock<PathBuf> = OnceLock::new();
+    DEBIAN.get_or_init(|| {
+        let given = std::env::var("REKINDLE_TEST_DEBIAN").ok().filter(|value| !value.is_empty());
+        given.unwrap_or_else(|| script("guest/build", &["immutable"]).lines().last().unwrap_or("").into()).into()
+    })
+}
+
 fn script(name: &str, arguments: &[&str]) -> String {
     let output = Command::new(repository().join(name)).args(arguments).output();
     let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
@@ -114,6 +123,15 @@ impl Lab {
     /// The image's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
         (tools().micro.join("vmlinuz"), tools().micro.join("initrd"))
+    }
+
+    /// Kernel, RAM disk, disk and second disk of the Debian guest.
+    pub fn debian(&self) -> [PathBuf; 4] {
+        ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| {
+            let path = debian().join(name);
+            assert!(path.exists(), "{} is not there; run: guest/build immutable", path.display());
+            path
+        })
     }
 
     /// A number that no other VM of this lab has, from 1.

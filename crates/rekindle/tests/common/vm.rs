@@ -32,6 +32,7 @@ pub struct Vm<'a> {
     sections: String,
     net: Net,
     bridge: Option<String>,
+    debian: bool,
 }
 
 impl<'a> Vm<'a> {
@@ -46,6 +47,7 @@ impl<'a> Vm<'a> {
             sections: String::new(),
             net: Net::Tap,
             bridge: None,
+            debian: false,
         }
     }
 
@@ -53,6 +55,18 @@ impl<'a> Vm<'a> {
     pub fn memory(mut self, memory: &str) -> Self {
         self.memory = memory.into();
         self
+    }
+
+    /// With the Debian guest, whose disk is only read: changes stay in its memory, and many VMs share it.
+    pub fn debian(self) -> Self {
+        let [_, _, disk, _] = self.lab.debian();
+        self.debian_of("root=/dev/vda ro rekindle.overlay=50%", &format!("path = {disk:?}\nreadonly = true\n"))
+    }
+
+    /// The same with this on its kernel's command line, and this disk.
+    pub fn debian_of(mut self, append: &str, disk: &str) -> Self {
+        self.debian = true;
+        self.memory("512M").append(append).section(&format!("[[disk]]\n{disk}"))
     }
 
     /// More on the guest's kernel command line.
@@ -88,7 +102,12 @@ impl<'a> Vm<'a> {
 
     fn text(&self) -> String {
         let Self { name, subnet, memory, append, keys, sections, .. } = self;
-        let (kernel, initrd) = self.lab.image();
+        let (kernel, initrd) = if self.debian {
+            let [kernel, initrd, ..] = self.lab.debian();
+            (kernel, initrd)
+        } else {
+            self.lab.image()
+        };
         let address = match self.net {
             Net::Tap => format!(" rekindle.ip=10.79.{subnet}.2/24"),
             Net::User(_) | Net::None => String::new(),

@@ -108,6 +108,9 @@ pub struct Definition {
     pub boot: Option<Boot>,
     /// Devices that are there or not.
     pub devices: Devices,
+    /// Phases of its boot that are kept.
+    #[serde(default, skip_serializing_if = "Phase::is_empty")]
+    pub phase: Phase,
     /// The disks, in the order in which the guest sees them.
     #[serde(rename = "disk", default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
@@ -182,6 +185,21 @@ pub struct Devices {
     /// The VM generation ID device.
     #[serde(default)]
     pub vmgenid: bool,
+}
+
+/// `[phase]`: snapshots of phases of the guest's boot, from which it can be rebooted.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Phase {
+    /// The phases, as the guest calls them, the earliest first.
+    pub save: Vec<String>,
+}
+
+impl Phase {
+    /// Whether none is kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.save.is_empty()
+    }
 }
 
 /// One `[[disk]]`.

@@ -44,6 +44,7 @@ fn hardware(foreign: Foreign) -> Hardware {
         vga: false,
         agent: false,
         agent_ports: None,
+        phase: false,
         panic: false,
         rng: false,
         vm_generation: Some(uuid::Uuid::from_u128(7)),

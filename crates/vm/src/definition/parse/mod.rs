@@ -2,6 +2,7 @@
 
 mod disks;
 mod nets;
+mod phase;
 
 use std::path::{Path, PathBuf};
 
@@ -35,6 +36,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
             "ram",
             "boot",
             "devices",
+            "phase",
             "disk",
             "net",
         ],
@@ -42,6 +44,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("ram", &["dir", "prealloc"]),
     ("boot", &["kernel", "initrd", "append"]),
     ("devices", &["vga", "agent", "rng", "vmgenid"]),
+    ("phase", &["save"]),
     ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server", "redo", "attic_keep", "bps", "iops"]),
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
@@ -117,6 +120,7 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
         ram,
         boot,
         devices: devices(&top),
+        phase: phase::read(&top, &disks),
         disks,
         nets,
         name: name?,

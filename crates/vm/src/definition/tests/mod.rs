@@ -63,6 +63,7 @@ fn the_least_definition_gets_every_default() {
         ram: Ram { dir: None, prealloc: false },
         boot: Some(Boot { kernel: dir.path().join("bzImage"), initrd: None, append: String::new() }),
         devices: Devices { vga: false, agent: true, rng: true, vmgenid: true },
+        phase: Phase::default(),
         disks: vec![],
         nets: vec![],
     };
@@ -424,6 +425,9 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             ram: Ram { dir: some.then(|| dir.join("ram")), prealloc },
             boot: Some(Boot { kernel: dir.join("bzImage"), initrd: initrd.then(|| dir.join("initrd.img")), append }),
             devices: Devices { vga, agent, rng, vmgenid },
+            phase: Phase {
+                save: if disk.server && rng { vec!["kernel".into(), "services".into()] } else { Vec::new() },
+            },
             disks: vec![disk],
             nets,
         }

@@ -1,10 +1,15 @@
 //! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow or stale.
 
+mod exec;
+
+pub use exec::{ExecError, Ran, boot_id, run};
+
 use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Ask the agent behind the socket at `path` to shut the guest down.
@@ -28,14 +33,7 @@ pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_err(io::Error::other)?;
     let ns = i64::try_from(now.as_nanos()).map_err(io::Error::other)?;
-    agent.send("guest-set-time", json!({ "time": ns }))?;
-    match agent.answer()?.get("error") {
-        None => Ok(()),
-        Some(error) => {
-            let said = error.get("desc").and_then(Value::as_str).unwrap_or("it does not say why");
-            Err(io::Error::other(format!("the guest agent refuses: {said}")))
-        }
-    }
+    agent.ask("guest-set-time", json!({ "time": ns })).map(drop)
 }
 
 /// Whether a program in the guest has opened the agent's port. QEMU takes a moment to tell after a load.
@@ -43,9 +41,17 @@ pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
 /// # Errors
 /// When QEMU does not answer.
 pub fn listens(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    is_open(qmp, "agent")
+}
+
+/// The same of another port, by the id of its chardev.
+///
+/// # Errors
+/// When QEMU does not answer.
+pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     let ports: Vec<Value> = qmp.execute("query-chardev", ())?;
-    let agent = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some("agent"));
-    Ok(agent.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
+    let found = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some(chardev));
+    Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
 }
 
 /// A connection to an agent that listens.
@@ -66,7 +72,9 @@ impl Agent {
         stream.write_all(&[0xff])?;
         let reader = BufReader::new(stream.try_clone()?);
         let mut agent = Self { stream, reader, deadline };
-        let id = u64::from(std::process::id());
+        // An answer to an earlier connection of ours must not be taken for the one to this.
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let id = u64::from(std::process::id()) << 24 | (COUNT.fetch_add(1, Ordering::Relaxed) & 0xff_ffff);
         agent.send("guest-sync", json!({ "id": id }))?;
         while agent.answer()?.get("return").and_then(Value::as_u64) != Some(id) {}
         Ok(agent)
@@ -74,6 +82,19 @@ impl Agent {
 
     fn send(&mut self, command: &str, arguments: Value) -> io::Result<()> {
         writeln!(self.stream, "{}", json!({"execute": command, "arguments": arguments}))
+    }
+
+    /// Ask, and give what is returned.
+    fn ask(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
+        self.send(command, arguments)?;
+        let mut answer = self.answer()?;
+        match answer.get("error") {
+            None => Ok(answer.get_mut("return").map(Value::take).unwrap_or_default()),
+            Some(error) => {
+                let said = error.get("desc").and_then(Value::as_str).unwrap_or("it does not say why");
+                Err(io::Error::other(format!("the guest agent refuses: {said}")))
+            }
+        }
     }
 
     /// The next line; null if it is none of JSON.

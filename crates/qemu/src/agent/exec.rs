@@ -1,0 +1,171 @@
+//! Running a program in the guest through its agent.
+
+use super::Agent;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Between two looks whether a program has ended: the agent cannot be waited for.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Why a program was not run in the guest.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// Nobody answers.
+    #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
+    NoAgent(#[source] io::Error),
+    /// It runs no programs.
+    #[error(
+        "the guest's agent does not run programs ({command} is switched off); allow that: take it off the list of blocked \
+         commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
+    )]
+    Blocked {
+        /// What it lacks.
+        command: &'static str,
+    },
+    /// It fails.
+    #[error("running {program} in the guest")]
+    Failed {
+        /// What was to be run.
+        program: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A program that has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ran {
+    /// Its exit status; none if a signal has ended it.
+    pub status: Option<i64>,
+    /// What it wrote, as text.
+    pub out: String,
+    /// What it wrote to standard error.
+    pub err: String,
+}
+
+/// Run `program` in the guest whose agent is behind the socket at `path`, and wait until it ends.
+///
+/// *On failure:* it may have run.
+///
+/// # Errors
+/// [`ExecError`]; also when it has not ended within `timeout`.
+pub fn run(path: &Path, program: &str, arguments: &[&str], timeout: Duration) -> Result<Ran, ExecError> {
+    let mut agent = Agent::connect(path, timeout).map_err(ExecError::NoAgent)?;
+    let failed = |source| ExecError::Failed { program: program.into(), source };
+    let info = agent.ask("guest-info", json!({})).map_err(failed)?;
+    if let Some(command) = ["guest-exec", "guest-exec-status"].into_iter().find(|command| !has(&info, command)) {
+        return Err(ExecError::Blocked { command });
+    }
+    let wanted = json!({"path": program, "arg": arguments, "capture-output": true});
+    let begun = agent.ask("guest-exec", wanted).map_err(failed)?;
+    let pid = begun.get("pid").cloned().unwrap_or_default();
+    let deadline = Instant::now() + timeout;
+    loop {
+        let status = agent.ask("guest-exec-status", json!({ "pid": pid })).map_err(failed)?;
+        if status.get("exited").and_then(Value::as_bool) == Some(true) {
+            let code = status.get("exitcode").and_then(Value::as_i64);
+            return Ok(Ran { status: code, out: text(&status, "out-data"), err: text(&status, "err-data") });
+        }
+        if Instant::now() > deadline {
+            return Err(failed(io::ErrorKind::TimedOut.into()));
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// The number that the guest's kernel has given to this boot of it.
+///
+/// # Errors
+/// [`ExecError`].
+pub fn boot_id(path: &Path, timeout: Duration) -> Result<String, ExecError> {
+    const FILE: &str = "/proc/sys/kernel/random/boot_id";
+    let ran = run(path, "/bin/cat", &[FILE], timeout)?;
+    match ran.out.trim() {
+        "" => Err(ExecError::Failed { program: format!("cat {FILE}"), source: io::Error::other(ran.err) }),
+        id => Ok(id.into()),
+    }
+}
+
+/// Whether an agent has a command and it is not switched off. One that does not list its commands is believed to have it.
+fn has(info: &Value, command: &str) -> bool {
+    let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
+    let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
+    found.is_some_and(|known| known.get("enabled").and_then(Value::as_bool) != Some(false))
+}
+
+fn text(status: &Value, key: &str) -> String {
+    let encoded = status.get(key).and_then(Value::as_str).unwrap_or_default();
+    String::from_utf8_lossy(&STANDARD.decode(encoded).unwrap_or_default()).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
+    /// An agent that answers commands in order, after the first, which is `guest-sync`.
+    fn agent(path: &Path, answers: Vec<(&'static str, Value)>) -> thread::JoinHandle<Vec<Value>> {
+        let listener = UnixListener::bind(path).unwrap();
+        thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
+            let mut out = stream;
+            let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
+            writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
+            let mut asked = Vec::new();
+            for (command, answer) in answers {
+                let line: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
+                assert_eq!(line["execute"], command);
+                asked.push(line["arguments"].clone());
+                writeln!(out, "{answer}").unwrap();
+            }
+            asked
+        })
+    }
+
+    fn info(enabled: bool) -> (&'static str, Value) {
+        let commands =
+            json!([{"name": "guest-exec", "enabled": enabled}, {"name": "guest-exec-status", "enabled": true}]);
+        ("guest-info", json!({"return": {"version": "7.2", "supported_commands": commands}}))
+    }
+
+    #[test]
+    fn a_program_is_waited_for_and_what_it_says_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent.sock");
+        let ended = json!({"return": {"exited": true, "exitcode": 3, "out-data": "b3V0Cg==", "err-data": "ZXJy"}});
+        let served = agent(
+            &path,
+            vec![
+                info(true),
+                ("guest-exec", json!({"return": {"pid": 12}})),
+                ("guest-exec-status", json!({"return": {"exited": false}})),
+                ("guest-exec-status", ended),
+            ],
+        );
+        let ran = run(&path, "/bin/sh", &["-c", "exit 3"], Duration::from_secs(10)).unwrap();
+        assert_eq!(ran, Ran { status: Some(3), out: "out\n".into(), err: "err".into() });
+        let asked = served.join().unwrap();
+        assert_eq!(asked[1], json!({"path": "/bin/sh", "arg": ["-c", "exit 3"], "capture-output": true}));
+        assert_eq!(asked[3], json!({"pid": 12}));
+    }
+
+    #[test]
+    fn an_agent_that_runs_nothing_is_named_with_the_mend_and_so_is_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent.sock");
+        let none = run(&path, "/bin/true", &[], Duration::from_millis(50)).unwrap_err();
+        assert!(none.to_string().contains("install and start qemu-guest-agent"), "{none}");
+        let served = agent(&path, vec![info(false)]);
+        let blocked = run(&path, "/bin/true", &[], Duration::from_secs(10)).unwrap_err();
+        assert!(blocked.to_string().contains("guest-exec is switched off"), "{blocked}");
+        served.join().unwrap();
+    }
+}

@@ -1,0 +1,44 @@
+//! Phase-based reboot: the guest goes on from a snapshot of a phase of an earlier boot (section 3.2 of the evaluation).
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`candidates`] | the snapshots of a VM: where they are, and whether they may be used |
+//! | `port` | the port by which a guest announces phases, and is answered |
+//! | [`keeper`] | the process that waits for that, and saves |
+//! | `go` | the reboot |
+//!
+//! A candidate may be used while none of the blocks that its guest had read or written has been written since: `docs/os-reboot.md` has the
+//! argument.
+
+pub mod candidates;
+mod go;
+pub mod keeper;
+mod port;
+
+pub use candidates::Candidate;
+pub(super) use go::reboot;
+
+use rekindle_protect::restore::Clock;
+use serde::{Deserialize, Serialize};
+
+/// What has come of a reboot by phase.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// The candidate; none: none could be used, and it was booted cold.
+    pub candidate: Option<String>,
+    /// Later ones that could not be used.
+    pub skipped: Vec<Skipped>,
+    /// What became of the guest's clock, if an agent ran in it.
+    pub clock: Option<Clock>,
+    /// From the command to the guest's running, in µs, without its being shut down.
+    pub load_us: Option<u64>,
+}
+
+/// A candidate that could not be used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skipped {
+    /// Its phase.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}

@@ -1,0 +1,177 @@
+//! Phase reboots of the Debian guest with writes between them: its file systems, and what is in them, are whole at the end.
+//!
+//! `REKINDLE_TEST_ROUNDS` gives more reboots than a few.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Guest, Lab, wait_for};
+use rekindle_qemu::agent;
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+const PHASES: &str = "[phase]\nsave = [\"kernel\", \"services\"]\n";
+const ANSWER: Duration = Duration::from_secs(30);
+/// Where the partitions begin.
+const PARTITION: u64 = 1 << 20;
+
+fn rounds() -> u64 {
+    std::env::var("REKINDLE_TEST_ROUNDS").ok().map_or(3, |rounds| rounds.parse().expect("a number"))
+}
+
+/// A copy of a file system in a partition of its own, on a disk: what is in a disk's first block every firmware reads.
+fn partitioned(directory: &Path, disk: &Path) -> PathBuf {
+    let copy = directory.join("partitioned.raw");
+    let megabytes = fs::metadata(disk).unwrap().len() >> 20;
+    let (from, to) = (format!("if={}", disk.display()), format!("of={}", copy.display()));
+    let copied =
+        Command::new("dd").args([&from, &to, "bs=1M", "seek=1", "conv=sparse", "status=none"]).status().unwrap();
+    assert!(copied.success());
+    let sectors = u32::try_from(megabytes * 2048).unwrap();
+    let mut table = [0u8; 512];
+    table[446..454].copy_from_slice(&[0, 0xfe, 0xff, 0xff, 0x83, 0xfe, 0xff, 0xff]);
+    table[454..458].copy_from_slice(&2048u32.to_le_bytes());
+    table[458..462].copy_from_slice(&sectors.to_le_bytes());
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    let file = fs::OpenOptions::new().write(true).open(&copy).unwrap();
+    file.write_all_at(&table, 0).unwrap();
+    file.set_len((megabytes + 1) << 20).unwrap();
+    copy
+}
+
+/// A copy of a disk, on a disk.
+fn copy(directory: &Path, disk: &Path) -> PathBuf {
+    let copy = directory.join(disk.file_name().unwrap());
+    let copied = Command::new("cp").arg("--sparse=always").args([disk, &copy]).status().unwrap();
+    assert!(copied.success());
+    copy
+}
+
+fn directory() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("updates-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Run a shell's words in the guest.
+#[track_caller]
+fn sh(guest: &Guest<'_>, words: &str) -> String {
+    let port = guest.only_qemu().directory.join("agent.sock");
+    let ran =
+        wait_for("the agent to run something", DEADLINE, || agent::run(&port, "/bin/sh", &["-c", words], ANSWER).ok());
+    assert_eq!(ran.status, Some(0), "{words}: {ran:?}");
+    ran.out
+}
+
+fn void(guest: &Guest<'_>, name: &str) -> Value {
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let phases = shown["phases"].as_array().unwrap().clone();
+    phases.into_iter().find(|phase| phase["name"] == name).unwrap()["void"].clone()
+}
+
+#[track_caller]
+fn wait_saved(guest: &Guest<'_>, name: &str) {
+    wait_for(&format!("phase {name} to be saved"), DEADLINE, || (void(guest, name) == Value::Null).then_some(()));
+}
+
+/// Wait until all of its boot is done, which comes after its last phase, and after its data were mounted.
+#[track_caller]
+fn wait_booted(guest: &Guest<'_>) {
+    wait_for("the guest to have booted", DEADLINE, || {
+        (sh(guest, "systemctl is-active rekindle-ready || true").trim() == "active").then_some(())
+    });
+}
+
+/// Reboot it by phase: the phase that it went on from.
+#[track_caller]
+fn reboot(guest: &Guest<'_>) -> Value {
+    let told = guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase"]).ok().json();
+    assert_eq!(told["ended"], "by-agent", "{told}");
+    guest.wait_ready();
+    wait_booted(guest);
+    told["phase"].clone()
+}
+
+/// A file of its own for each round, one that each round makes longer, one that each round writes anew.
+fn update(guest: &Guest<'_>, place: &str, round: u64) {
+    sh(
+        guest,
+        &format!(
+            "cd {place} && head -c 300000 /dev/urandom >file{round} && sha256sum file{round} >>sums && echo {round} >last && sync"
+        ),
+    );
+}
+
+fn check(guest: &Guest<'_>, place: &str, rounds: u64) {
+    assert_eq!(sh(guest, &format!("cat {place}/last")).trim(), rounds.to_string());
+    sh(guest, &format!("echo 3 >/proc/sys/vm/drop_caches; cd {place} && sha256sum --quiet -c sums"));
+    assert_eq!(sh(guest, &format!("wc -l <{place}/sums")).trim(), rounds.to_string());
+}
+
+/// Check the file system in the partition of an image.
+fn fsck(image: &Path) {
+    let place = format!("{}?offset={PARTITION}", image.display());
+    let checked = Command::new("e2fsck").args(["-f", "-n", &place]).output().expect("e2fsck runs");
+    let said = String::from_utf8_lossy(&checked.stdout).into_owned();
+    assert_eq!(checked.status.code(), Some(0), "{said}");
+}
+
+#[test]
+fn a_guest_that_writes_its_root_goes_on_from_the_early_phase_and_no_later_one() {
+    let (lab, directory) = (Lab::new(), directory());
+    let [_, _, disk, _] = lab.debian();
+    let disk = partitioned(directory.path(), &disk);
+    let guest = lab.vm("root").section(PHASES).debian_of("root=/dev/vda1 rw", &format!("path = {disk:?}\n")).boot(&[]);
+    wait_saved(&guest, "kernel");
+    wait_booted(&guest);
+    for round in 1..=rounds() {
+        update(&guest, "/srv", round);
+        let phase = reboot(&guest);
+        assert_eq!(phase["candidate"], "kernel", "{phase}");
+        let why = phase["skipped"][0]["why"].as_str().unwrap();
+        assert!(phase["skipped"][0]["name"] == "services" && why.contains("disk disk0: block "), "{phase}");
+        check(&guest, "/srv", round);
+    }
+    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    fsck(&disk);
+}
+
+#[test]
+fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_data_then() {
+    let (lab, directory) = (Lab::new(), directory());
+    let [_, _, disk, data] = lab.debian();
+    let data = copy(directory.path(), &data);
+    let guest = lab
+        .vm("data")
+        .section(PHASES)
+        .debian_of(
+            "root=/dev/vda ro rekindle.overlay=50% rekindle.data=/dev/vdb1",
+            &format!("path = {disk:?}\nreadonly = true\n"),
+        )
+        .section(&format!("[[disk]]\npath = {data:?}\n"))
+        .boot(&[]);
+    wait_saved(&guest, "services");
+    wait_booted(&guest);
+    let boot = guest.boot_id();
+    for round in 1..=rounds() {
+        update(&guest, "/srv/data", round);
+        // What it leaves in its memory and on its root is gone.
+        sh(&guest, "head -c 20000000 /dev/urandom >/run/leak; echo aged >/root/aged");
+        let phase = reboot(&guest);
+        assert_eq!(phase["candidate"], "services", "{phase}");
+        assert_eq!(guest.boot_id(), boot, "the same boot, each time");
+        check(&guest, "/srv/data", round);
+        sh(&guest, "[ ! -e /run/leak ] && [ ! -e /root/aged ]");
+        let began = sh(&guest, "systemctl show --value -p ActiveEnterTimestampMonotonic rekindle-restored.target");
+        assert_ne!(began.trim(), "0", "what a guest that was set back has to do is begun");
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        let theirs: u64 = sh(&guest, "date +%s").trim().parse().unwrap();
+        assert!(now.abs_diff(theirs) < 60, "{now} here, {theirs} there");
+    }
+    assert!(void(&guest, "services").is_null() && void(&guest, "kernel").is_null());
+    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    fsck(&data);
+}

@@ -1,0 +1,46 @@
+//! `[phase]`.
+
+use super::super::document::Section;
+use super::super::names::check_id;
+use super::super::{Disk, DiskFormat, Phase};
+use super::Taken;
+
+/// Candidates that are worth their room.
+const MOST: usize = 8;
+
+pub(super) fn read(top: &Section<'_>, disks: &[Disk]) -> Phase {
+    let section = top.section("phase");
+    if top.at("phase").is_none() {
+        return Phase::default();
+    }
+    if section.lacks("save") {
+        section.missing("save", "name the phases that the guest announces, the earliest first, for example save = [\"kernel\", \"services\"]");
+    }
+    let names = section.texts("save");
+    let mut taken = Taken::new("give each phase its own name");
+    for name in &names {
+        if let Err(why) = check_id(name.value) {
+            section.invalid("save", format!("{:?}", name.value), name.at, why);
+        }
+        taken.claim(&section, "save", name.value.to_owned(), name.at);
+    }
+    if let Some(name) = names.get(MOST) {
+        section.invalid("save", format!("{:?}", name.value), name.at, format!("one too many; leave {MOST}"));
+    }
+    for disk in disks.iter().filter(|disk| !is_watched(disk)) {
+        let id = &disk.id;
+        section.document().conflict(
+            section.at,
+            format!(
+                "[phase] needs to know what is written to disk `{id}`; let Rekindle serve it (a raw image, without \
+                 `server = false`), make it a raw image that is `readonly`, or leave [phase] out"
+            ),
+        );
+    }
+    Phase { save: names.into_iter().map(|name| name.value.to_owned()).collect() }
+}
+
+/// Whether it can be told if a disk is what it was: its server knows, or nobody writes the file that it is.
+fn is_watched(disk: &Disk) -> bool {
+    disk.server || (disk.readonly && disk.format == DiskFormat::Raw)
+}

@@ -1,0 +1,93 @@
+//! Bringing a guest to its end: through its agent, else by the power button, else by pulling the plug.
+
+use crate::life::{LifeError, run_state};
+use rekindle_qemu::agent;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::{self, Vmm, VmmError};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// How long an agent may take to answer at all.
+const ANSWER: Duration = Duration::from_secs(1);
+
+/// How a guest came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ended {
+    /// It shut itself down, asked through the guest agent.
+    ByAgent,
+    /// It shut itself down, asked through the ACPI power button.
+    ByAcpi,
+    /// It did not, and was powered off.
+    PoweredOff,
+    /// It had ended before: it rebooted itself, panicked or powered itself off.
+    Before,
+    /// None ran: a QEMU waited for a checkpoint.
+    Prepared,
+}
+
+impl Ended {
+    /// What was done, as a step of an operation.
+    #[must_use]
+    pub fn step(self) -> &'static str {
+        match self {
+            Self::ByAgent => "shut down by the agent",
+            Self::ByAcpi => "shut down by ACPI",
+            Self::PoweredOff => "powered off",
+            Self::Before | Self::Prepared => "at its end already",
+        }
+    }
+}
+
+/// QEMU's run states of a guest that has come to its end by itself: there is nothing to be asked.
+pub const SHUT_DOWN: &[&str] = &["shutdown", PANICKED];
+/// That of one whose kernel has panicked.
+pub const PANICKED: &str = "guest-panicked";
+
+/// Shut a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
+/// of `patience`; after `patience` by pulling the plug, as a reset does. `patience` zero: at once.
+///
+/// On success: its QEMU has ended. [`Ended`] says what was asked last.
+///
+/// # Errors
+/// When QEMU can neither be talked to nor killed.
+pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
+    let process = vmm.process();
+    let gone = |patience| process.wait_end(patience).unwrap_or(false);
+    let mut ended = Ended::PoweredOff;
+    if patience.is_zero() {
+        // Nothing is asked, not even QEMU.
+    } else if is_shut_down(vmm) {
+        ended = Ended::Before;
+    } else {
+        let deadline = Instant::now() + patience;
+        let asked = agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience));
+        if asked.is_ok() && gone(patience / 2) {
+            return Ok(Ended::ByAgent);
+        }
+        let pressed = vmm.connect(vmm::START).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ()));
+        if matches!(pressed, Ok(Ok(_))) && gone(deadline.saturating_duration_since(Instant::now())) {
+            return Ok(Ended::ByAcpi);
+        }
+    }
+    // `quit` closes images in order; a QEMU that does not obey is killed.
+    if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
+        let _ = qmp.execute::<Value>("quit", ());
+    }
+    if !gone(Duration::from_secs(10)) {
+        vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+    }
+    Ok(ended)
+}
+
+/// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.
+fn is_shut_down(vmm: &Vmm) -> bool {
+    let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
+    if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+        return true;
+    }
+    // One that does not know it was not told otherwise.
+    let _ = qmp.execute::<Value>("set-action", json!({"shutdown": "poweroff"}));
+    false
+}
