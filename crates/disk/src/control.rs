@@ -45,7 +45,17 @@ pub enum Ask {
     /// The image has grown; the answer is its length.
     Resize {},
     /// The guest has ended and its QEMU is gone: its memory becomes the next one's attic. The answer is how many blocks it may have.
-    Keep {},
+    Keep {
+        /// The VM has several disks, whose servers have their attics in the same memory: a new file, in which they see what this one needs.
+        /// Nothing is given back before `share`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        claim: Option<PathBuf>,
+    },
+    /// All of them keep what they had: the files of the others. What none of them needs is given back from here on.
+    Share {
+        /// The others' files.
+        claims: Vec<PathBuf>,
+    },
     /// There is to be no attic. Where no QEMU is connected, the memory of the guest before is let go of, too.
     Drop {},
     /// Note which pages are written of the guest of a QEMU that is connected, or of none any more. The answer is whether that was noted
@@ -92,7 +102,8 @@ pub(crate) fn answer(engine: &Handle, keeper: &Arc<Keeper>, line: &str) -> Value
         })),
         Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
         Ask::Resize {} => value(engine.ask(Command::Measure)),
-        Ask::Keep {} => value(engine.ask(Command::Keep)),
+        Ask::Keep { claim } => value(engine.ask(|to| Command::Keep(claim, to))),
+        Ask::Share { claims } => value(engine.ask(|to| Command::Share(claims, to))),
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`server`] | the process: its sockets |
 //! | [`session`] | a front end's connection: vhost-user |
+//! | [`channel`] | what a front end is told unasked |
 //! | [`control`] | what else a server is asked for |
 //! | [`engine`] | the thread that moves the data |
 //! | [`chain`], [`request`] | what a guest asks for, out of descriptors filled with anything |
@@ -23,6 +24,7 @@
 pub mod attic;
 pub mod block;
 pub mod chain;
+pub mod channel;
 pub mod config;
 pub mod control;
 pub mod digest;

@@ -1,6 +1,7 @@
 //! The process that serves one disk: its two sockets.
 
 use crate::attic::UNCHECKED;
+use crate::channel;
 use crate::config::Shape;
 use crate::control;
 use crate::engine::command::{Command, Session};
@@ -159,8 +160,15 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
         shape,
         Filling { is: Arc::clone(filling), process },
     )));
+    let ahead = stream.try_clone();
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
+        match ahead.as_ref().map(channel::offered) {
+            Ok(Ok(Some(channel))) => engine.tell(Command::Channel(session, channel)),
+            Ok(Ok(None)) => {}
+            Ok(Err(e)) => break Error::SocketError(e),
+            Err(e) => break Error::SocketError(e.kind().into()),
+        }
         if let Err(e) = handler.handle_request() {
             break e;
         }

@@ -12,12 +12,14 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
 
+const KEEP: Control = Control::Keep { claim: None };
+
 /// The guest ends, and another one is started with fresh memory. Gives how many blocks the attic has.
 fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
     drop(guest);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
-    let kept = disk.control().ask(&Control::Keep {}).unwrap();
-    assert_eq!(disk.control().ask::<u64>(&Control::Keep {}).unwrap(), kept, "asked for once more, it stays");
+    let kept = disk.control().ask(&KEEP).unwrap();
+    assert_eq!(disk.control().ask::<u64>(&KEEP).unwrap(), kept, "asked for once more, it stays");
     (Guest::start(&disk.socket()), kept)
 }
 
@@ -128,7 +130,7 @@ fn attic_and_new_memory_are_together_no_more_than_the_guest() {
 fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    assert!(disk.control().ask::<u64>(&Control::Keep {}).unwrap_err().to_string().contains("still connected"));
+    assert!(disk.control().ask::<u64>(&KEEP).unwrap_err().to_string().contains("still connected"));
     guest.read(1, FIRST);
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);

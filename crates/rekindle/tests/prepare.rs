@@ -162,7 +162,7 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     let lab = Lab::new();
     let disk = lab.path("disk.raw");
     fs::write(&disk, vec![1; 1 << 20]).unwrap();
-    let section = format!("[[disk]]\npath = {disk:?}\nreadonly = true");
+    let section = format!("[[disk]]\npath = {disk:?}\nreadonly = true\nserver = false");
     let port = free_port();
     let guest = lab.vm("moved").section(&section).net(Net::User(port)).boot(&[]);
     let store = store(&lab);

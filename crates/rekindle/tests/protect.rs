@@ -426,7 +426,8 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let lab = Lab::new();
     let disk = lab.path("disk.raw");
     fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
-    let guest = lab.vm("written").section(&format!("[[disk]]\npath = {disk:?}\ncache = \"none\"")).boot(&[]);
+    let guest =
+        lab.vm("written").section(&format!("[[disk]]\npath = {disk:?}\ncache = \"none\"\nserver = false")).boot(&[]);
     let directory = store(&lab, "written");
     let path = directory.to_str().unwrap();
     let protect = |arguments: &[&str]| lab.rekindle(["protect", "written", "--store", path].iter().chain(arguments));

@@ -3,15 +3,17 @@
 //! One that has died is started again by the next operation on the VM; QEMU, which tries every second, goes on with it. What it
 //! knew of the guest's cache is gone then.
 
+mod kept;
+
+pub use kept::{Kept, let_go};
+
 use crate::rundir::RunDir;
-use rekindle_disk::block::BLOCK;
 use rekindle_disk::control::{Ask, Control};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -25,8 +27,6 @@ use std::time::{Duration, Instant};
 const START: Duration = Duration::from_secs(30);
 /// How long one that was asked to end, or killed, may take for what it has under way.
 const END: Duration = Duration::from_secs(10);
-/// How long one may take to see that its QEMU has gone.
-const GONE: Duration = Duration::from_secs(10);
 
 /// How long one may take to merge a log: as long as it is, and its guest has ended.
 const MERGE: Duration = Duration::from_secs(600);
@@ -72,15 +72,6 @@ pub enum DisksError {
         #[source]
         source: io::Error,
     },
-}
-
-/// What of a guest that has ended is kept for the next one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
-    /// The disk.
-    pub disk: String,
-    /// Bytes of it that the guest had in its memory. Which of them are still what is on the disk is found out when they are wanted.
-    pub bytes: u64,
 }
 
 /// The disks that have a server.
@@ -292,43 +283,6 @@ pub fn filled(rundir: &RunDir) {
         let told = Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
         if let Err(e) = told {
             tracing::debug!("disk {id}: it looks for missing pages still: {e}");
-        }
-    }
-}
-
-/// Let the servers go of the memory of a guest that has ended. With `keep` they keep what of it is a cache of a disk, for the next
-/// one; gives what that is, if there is anything.
-///
-/// All disks of a VM have their blocks in one memory, and each server gives back what it does not need of it. So it is that of
-/// one disk that is kept: the one of which most is there.
-#[must_use]
-pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
-    let mut servers = Vec::new();
-    for disk in served(hardware) {
-        let connected = Control::connect(&control(rundir, &disk.id));
-        match connected.and_then(|mut control| Ok((control.wait_gone(GONE)?, control))) {
-            Ok((status, control)) => {
-                let kept = status.attic.map_or(0, |(blocks, _)| blocks);
-                servers.push((if status.mapped > 0 { status.mapped } else { kept }, disk, control));
-            }
-            // It is started again, and has nothing then.
-            Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
-        }
-    }
-    servers.sort_by_key(|(blocks, ..)| *blocks);
-    let most = if keep { servers.pop() } else { None };
-    for (_, disk, mut control) in servers {
-        if let Err(e) = control.ask::<()>(&Ask::Drop {}) {
-            tracing::debug!("disk {}: {e}", disk.id);
-        }
-    }
-    let (_, disk, mut control) = most?;
-    match control.ask::<u64>(&Ask::Keep {}) {
-        Ok(0) => None,
-        Ok(blocks) => Some(Kept { disk: disk.id.clone(), bytes: blocks * BLOCK as u64 }),
-        Err(e) => {
-            tracing::warn!("what the guest had of disk {} is not kept: {e}", disk.id);
-            None
         }
     }
 }

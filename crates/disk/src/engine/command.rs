@@ -7,6 +7,7 @@ use crate::memory::{Memory, Span};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -64,6 +65,9 @@ pub struct Status {
     pub map_bytes: usize,
     /// Blocks in the attic, and what became of others.
     pub attic: Option<(usize, Told)>,
+    /// Which memory the attic is in: the same number for all who have their attics in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attic_memory: Option<u64>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
     /// The redo log, if the disk has one.
@@ -81,6 +85,8 @@ pub enum Command {
     Join(Session, Option<u32>),
     /// It has gone.
     Leave(Session),
+    /// Where it may be told something unasked.
+    Channel(Session, OwnedFd),
     /// Its memory.
     Memory(Session, Arc<Memory>, Answer<()>),
     /// The requests that are under way, as memory that QEMU holds.
@@ -93,10 +99,14 @@ pub enum Command {
     Stop(Session, u16, Answer<u16>),
     /// Other limits.
     Limit(Limits, Answer<()>),
-    /// The image has grown: how long it is now.
+    /// The image has grown: how long it is now. Front ends are told, and their guests.
     Measure(Answer<u64>),
     /// The guest has ended: its memory becomes the attic of the next one.
-    Keep(Answer<usize>),
+    ///
+    /// With a path: servers of other disks have theirs in the same memory, and see there which frames this one needs.
+    Keep(Option<PathBuf>, Answer<usize>),
+    /// Where all others that have attics in that memory say which frames they need.
+    Share(Vec<PathBuf>, Answer<()>),
     /// There is to be no attic any more, nor anything else of a guest that has gone.
     Drop(Answer<()>),
     /// Note which pages of the guest of this process are written, or of none any more. Whether that was done already.

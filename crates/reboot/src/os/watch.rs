@@ -4,7 +4,7 @@
 //! process here does what `rekindle reboot os --how warm-cache` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
-use super::{How, reboot_unless};
+use super::{reboot_unless, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -194,7 +194,8 @@ fn again(host: &Host, name: &str, ended: &Vmm) -> Result<(), WatchError> {
     };
     let deadline = Instant::now() + BUSY;
     loop {
-        match reboot_unless(host, name, How::WarmCache, is_another) {
+        // Where nothing can be kept the guest is booted all the same.
+        match reboot_unless(host, name, usual(host, name), is_another) {
             Err(failure)
                 if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
             {

@@ -44,7 +44,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({"bytes": length}), format!("{} now", bytes(length)))?;
         }
         Disk::Keep(DiskAt { control }) => {
-            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep {})?;
+            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep { claim: None })?;
             output.result(
                 &json!({"blocks": blocks}),
                 format!("{} may be served to the next guest", bytes(blocks * 4096)),
@@ -132,8 +132,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, redo, unchecked } =
-        status;
+    let Status { bytes: length, active, under_way, mapped, map_bytes, attic, emptied, redo, unchecked, .. } = status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
         "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",

@@ -199,7 +199,8 @@ pub struct Disk {
     pub cache: DiskCache,
     /// The serial number that the guest sees, at most 20 characters.
     pub serial: Option<String>,
-    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself.
+    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A definition that does
+    /// not say gives every disk a server that can have one; a state without it is of a Rekindle that had none.
     #[serde(default)]
     pub server: bool,
     /// How long a server keeps what the guest before had cached of it; none: until the guest needs the room.

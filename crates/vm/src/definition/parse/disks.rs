@@ -45,8 +45,8 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             writers.push((real, readonly, path.at));
             format = format.or_else(|| guess_format(&section, &path.value));
         }
-        let server = section.flag("server", false);
         let cache = section.choice("cache", CACHES).map(|found| found.value);
+        let server = section.flag("server", can_be_served(format, cache));
         if server {
             fits_server(&section, format, cache);
         }
@@ -70,9 +70,10 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
 fn attic_keep(section: &Section<'_>, server: bool) -> Option<Span> {
     let keep = section.quantity::<Span>("attic_keep")?;
     if !server {
-        section
-            .document()
-            .conflict(keep.at, "`attic_keep` is for a disk with `server = true`: QEMU keeps nothing of a former guest");
+        section.document().conflict(
+            keep.at,
+            "`attic_keep` is for a disk that Rekindle's server has: QEMU keeps nothing of a former guest",
+        );
     }
     Some(keep.value)
 }
@@ -91,14 +92,23 @@ fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {
     Some(bps.value)
 }
 
-/// Notes what a server of Rekindle's cannot serve.
+/// Whether a server of Rekindle's can have it.
+fn can_be_served(format: Option<DiskFormat>, cache: Option<DiskCache>) -> bool {
+    format != Some(DiskFormat::Qcow2) && cache.is_none_or(|cache| served_with(cache))
+}
+
+fn served_with(cache: DiskCache) -> bool {
+    matches!(cache, DiskCache::None | DiskCache::Writeback)
+}
+
+/// Notes what a server of Rekindle's cannot serve, though the owner wants it to.
 fn fits_server(section: &Section<'_>, format: Option<DiskFormat>, cache: Option<DiskCache>) {
     let at = section.at("server").unwrap_or(section.at);
     if format == Some(DiskFormat::Qcow2) {
         let why = "`server = true` is for raw images; convert it (qemu-img convert -O raw), or leave `server` out";
         section.document().conflict(at, why);
     }
-    if let Some(cache) = cache.filter(|cache| !matches!(cache, DiskCache::None | DiskCache::Writeback)) {
+    if let Some(cache) = cache.filter(|cache| !served_with(*cache)) {
         let cache = cache.as_str();
         section.document().conflict(
             section.at("cache").unwrap_or(at),

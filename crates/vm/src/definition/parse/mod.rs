@@ -47,8 +47,8 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
 ];
 
 /// Why nothing can be kept over a reboot.
-const NO_CACHE: &str =
-    "no disk has a server, which knows what the guest has cached; add server = true to a [[disk]], or leave this out";
+const NO_CACHE: &str = "no disk has a server, which knows what the guest has cached; let a [[disk]] have one (a raw image, without `server = false`), or \
+     leave this out";
 const ON_REBOOT: [(&str, OnReboot); 2] = [("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache)];
 const ON_CRASH: [(&str, OnCrash); 2] = [("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache)];
 const ACCELS: &[(&str, Accel)] = &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)];

@@ -103,13 +103,19 @@ vmgenid = true
 fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_said() {
     let dir = folder();
     let disk = |more: &str| {
-        let text = format!("name = \"web\"\n[[disk]]\npath = \"disk.img\"\nserver = true\n{more}");
+        let text = format!("name = \"web\"\n[[disk]]\npath = \"disk.img\"\n{more}");
         parse(&dir, &text).disks.remove(0)
     };
-    assert_eq!((disk("").server, disk("").cache), (true, DiskCache::None));
-    let whole = parse(&dir, "name = \"web\"\n[[disk]]\npath = \"disk.img\"\nserver = true\n");
+    for served in ["", "server = true\n", "cache = \"none\"\n"] {
+        assert_eq!((disk(served).server, disk(served).cache), (true, DiskCache::None), "{served}");
+    }
+    let whole = parse(&dir, "name = \"web\"\n[[disk]]\npath = \"disk.img\"\n");
     assert_eq!((whole.on_reboot, whole.on_crash), (OnReboot::WarmCache, OnCrash::WarmCache));
-    assert_eq!(disk("cache = \"writeback\"\n").cache, DiskCache::Writeback);
+    let cached = disk("cache = \"writeback\"\n");
+    assert_eq!((cached.server, cached.cache), (true, DiskCache::Writeback));
+    // What only QEMU can do is QEMU's without a word.
+    assert_eq!((disk("cache = \"unsafe\"\n").server, disk("server = false\n").server), (false, false));
+    assert_eq!(disk("server = false\n").cache, DiskCache::Writeback);
     // A state of a Rekindle that had no servers.
     let mut json = serde_json::to_value(disk("")).unwrap();
     json.as_object_mut().unwrap().remove("server").unwrap();
@@ -123,19 +129,22 @@ fn a_disk_and_a_net_get_every_default() {
         &dir,
         "name = \"web\"\n[[disk]]\npath = \"./root.qcow2\"\n[[disk]]\npath = \"disk.img\"\n[[net]]\nkind = \"user\"\n[[net]]\nkind = \"tap\"\nnetns = \"blue\"\n",
     );
-    let disk = |id: &str, file, format| Disk {
+    let disk = |id: &str, file, format, server| Disk {
         id: id.into(),
         path: dir.path().join(file),
         format,
         readonly: false,
-        cache: DiskCache::Writeback,
+        cache: if server { DiskCache::None } else { DiskCache::Writeback },
         serial: None,
-        server: false,
+        server,
         attic_keep: None,
         bps: None,
         iops: None,
     };
-    assert_eq!(vm.disks, [disk("disk0", "root.qcow2", DiskFormat::Qcow2), disk("disk1", "disk.img", DiskFormat::Raw)]);
+    assert_eq!(
+        vm.disks,
+        [disk("disk0", "root.qcow2", DiskFormat::Qcow2, false), disk("disk1", "disk.img", DiskFormat::Raw, true),]
+    );
     assert_eq!(vm.boot, None);
     let user = NetBackend::User { forward: vec![] };
     let place = TapPlace::Netns { netns: "blue".into(), address: None };
