@@ -220,6 +220,51 @@ fn one_that_cannot_be_carried_is_named_and_nobody_is_stopped() {
     assert_nothing_kept(&lab);
 }
 
+/// At the end of a shutdown nobody can be asked any more: who cannot be carried is shut down, and whoever is at work on a VM ends with it.
+#[test]
+fn a_shutdown_takes_everybody_along() {
+    let lab = lab();
+    lab.rekindle(["host", "suspend", "--planned"]).ok();
+    let carried = lab.vm("carried").boot(&[]);
+    let device = "qemu_args = [\"-object\", \"memory-backend-ram,id=more,size=1M\"]";
+    let other = lab.vm("other").key(device).boot(&[]);
+    let busy = lab.vm("busy").boot(&[]);
+    let all = [&carried, &other, &busy];
+    let boots = all.map(Guest::boot_id);
+    lab.rekindle(["host", "suspend", "--planned"]).ok();
+    assert!(
+        all.iter().all(|guest| guest.status() == "running"),
+        "a shutdown that is none of Rekindle's: nothing is done"
+    );
+    let vms: Vec<_> = all.iter().map(|guest| (guest.name.clone(), "warm")).collect();
+    let plan = serde_json::json!({"token": "of-the-plan", "how": "warm", "vms": vms, "kernel": null});
+    fs::write(lab.run_root().join(".host-plan.json"), plan.to_string()).unwrap();
+    let lock = fs::File::open(busy.file("lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let told = lab.rekindle(["--json", "host", "suspend", "--planned"]).ok().json();
+    assert_eq!(outcome(&told, "carried")["how"], "warm", "{told:#}");
+    let fell_back = outcome(&told, "other");
+    assert_eq!(fell_back["how"], "cold", "{told:#}");
+    assert!(fell_back["fell_back"].as_str().unwrap().contains("cannot be replaced"), "{told:#}");
+    drop(lock);
+    // The host goes down.
+    for qemu in busy.qemus() {
+        qemu.process.kill().unwrap();
+        assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
+    }
+    forget_the_boot(&lab);
+    another_boot(&lab);
+    let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
+    for (guest, boot) in all.iter().zip(&boots) {
+        let kept = guest.name == "carried";
+        assert_eq!(outcome(&resumed, &guest.name)["outcome"], if kept { "resumed" } else { "booted" }, "{resumed:#}");
+        guest.wait_ready();
+        assert_eq!(guest.boot_id() == *boot, kept, "{}", guest.name);
+        guest.assert_sound();
+    }
+    assert_nothing_kept(&lab);
+}
+
 #[test]
 fn a_suspended_guest_can_be_given_up() {
     let lab = lab();

@@ -134,9 +134,7 @@ fn io_uring_refused(error: &io::Error, disabled: Option<&str>) -> (String, &'sta
             format!("{error}: the kernel was built without it, or a seccomp filter hides it"),
             "a kernel with CONFIG_IO_URING, or a container that is let have io_uring_setup",
         ),
-        (_, Some(Errno::NOMEM)) => {
-            (format!("{error}"), "raise the limit of locked memory (ulimit -l), or run as root")
-        }
+        (_, Some(Errno::NOMEM)) => (format!("{error}"), "raise the limit of locked memory (ulimit -l), or run as root"),
         _ => (format!("{error}"), "a kernel from Linux 5.11 on"),
     }
 }

@@ -21,7 +21,7 @@ use rekindle_vm::journal::SavedState;
 use rekindle_vm::life::unique_name;
 use rekindle_vm::rundir::{RunDir, sync_directory, write_json};
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::Entry as Span;
+use rekindle_vm::timeline::{Entry as Span, host_us};
 use rustix::fs::{FlockOperation, flock};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -88,6 +88,27 @@ pub struct Entry {
     pub struck: bool,
     /// The steps of its suspend.
     pub steps: Vec<Span>,
+}
+
+impl Entry {
+    /// That of a guest which could neither be suspended nor shut down, and ends with the host: so that it is booted after.
+    #[must_use]
+    pub fn given_up(token: &str, state: State, why: String) -> Self {
+        Self {
+            token: token.into(),
+            how: How::Cold,
+            disks: None,
+            state,
+            running: true,
+            saved: None,
+            pages: None,
+            cpu: Features::new(),
+            stop_us: host_us(),
+            fell_back: Some(why),
+            struck: false,
+            steps: Vec::new(),
+        }
+    }
 }
 
 /// The record of a host.
@@ -331,7 +352,8 @@ mod tests {
         assert!(record.names().is_err(), "an entry that is no entry is told, and not left out");
         fs::remove_file(path.join("web.json")).unwrap();
         assert_eq!(Record::read(&path).unwrap().head.unwrap().token, "new");
-        // Nobody is in it: the next one may begin.
+        // Nobody is in it: the next one may begin, once this one has ended.
+        drop(record);
         assert!(Record::begin(&path).unwrap().head.is_none());
         assert!(!path.join(HOST).exists());
         fs::write(path.join(HOST), r#"{"format": 9, "token": "", "boot_id": "", "committed_us": 0}"#).unwrap();

@@ -23,7 +23,7 @@ use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Phase, Recorder, host_us};
+use rekindle_vm::timeline::{self, Phase, Recorder, host_us};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::thread;
@@ -158,6 +158,10 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
         let mut state = State { vmm: None, ..entry.state.clone() };
         state.definition.qemu = qemu;
         state.write(&rundir).map_err(failed)?;
+        // What its suspend took went with the run directory of that boot.
+        if let Err(e) = timeline::append(&rundir, &entry.steps) {
+            tracing::debug!("{name}: {e}");
+        }
     }
     let (held, left) = Held::take_anyhow(host, name, "host resume")?;
     if let Some(vmm) = held.state.vmm.as_ref().filter(|vmm| left.is_none() && vmm.is_alive()) {

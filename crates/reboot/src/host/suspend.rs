@@ -1,13 +1,15 @@
 //! All guests, or none, out of their QEMUs.
 
 use super::one::{Ready, Saved, look};
-use super::record::{Record, beside, pair};
+use super::record::{Entry, Record, beside, pair};
 use super::survived::boot_id;
 use super::{HostError, How};
 use crate::vmm::{Problem, RebootError};
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use rekindle_vm::timeline::host_us;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -55,6 +57,7 @@ pub fn suspend(
 ) -> Result<Vec<Suspended>, HostError> {
     let mut record = Record::begin(&host.suspend_dir)?;
     let mut failed = Vec::new();
+    let mut given_up = Vec::new();
     let mut ready = Vec::new();
     for (name, got) in side_by_side(wanted, |(name, how)| (name.clone(), get_ready(host, name, *how))) {
         match got {
@@ -68,7 +71,7 @@ pub fn suspend(
             tracing::warn!("{name} is shut down instead: {why}");
             match get_ready(host, &name, How::Cold) {
                 Ok(one) => ready.push((one, Some(why))),
-                Err(e) => tracing::error!("{name}: {e}"),
+                Err(e) => given_up.push((name, e)),
             }
         }
     }
@@ -104,15 +107,30 @@ pub fn suspend(
             match outcome {
                 Ok(one) => saved.push(one),
                 Err(error) if fallback == Fallback::Cold && how != How::Cold => {
-                    saved.extend(cold_instead(host, &name, &error, token));
+                    let why = why(&error);
+                    tracing::warn!("{name} is shut down instead: {why}");
+                    match get_ready(host, &name, How::Cold).and_then(|one| one.save(host, token, Some(why))) {
+                        Ok(one) => saved.push(one),
+                        Err(e) => given_up.push((name, e)),
+                    }
                 }
-                Err(error) if fallback == Fallback::Cold => tracing::error!("{name}: {error}"),
+                Err(error) if fallback == Fallback::Cold => given_up.push((name, error)),
                 Err(error) => failed.push((name, error)),
             }
         }
     }
-    let committed =
-        if failed.is_empty() { commit(&mut record, &saved, token) } else { Err(HostError::Suspend(failed)) };
+    let listed = given_up.iter().try_for_each(|(name, error)| {
+        let why = why(error);
+        tracing::error!("{name} ends with the host, and is booted after: {why}");
+        match State::read(&RunDir::new(&host.root, name)) {
+            Ok(Some(state)) => record.list(&Entry::given_up(token, state, why)),
+            _ => Ok(()),
+        }
+    });
+    let committed = match failed.is_empty() {
+        true => listed.and_then(|()| commit(&mut record, &saved, token)),
+        false => Err(HostError::Suspend(failed)),
+    };
     if let Err(error) = committed {
         side_by_side_owned(saved, |one| one.back(host));
         places.iter().for_each(|(rundir, state)| record.sweep(rundir, state));
@@ -134,13 +152,6 @@ pub fn suspend(
 
 fn get_ready(host: &Host, name: &str, how: How) -> Result<Ready, RebootError> {
     Ready::new(look(host, name, how, |path| Binary::known(path, &host.binaries()))?)
-}
-
-fn cold_instead(host: &Host, name: &str, error: &RebootError, token: &str) -> Option<Saved> {
-    let why = why(error);
-    tracing::warn!("{name} is shut down instead: {why}");
-    let saved = get_ready(host, name, How::Cold).and_then(|one| one.save(host, token, Some(why)));
-    saved.inspect_err(|e| tracing::error!("{name}: {e}")).ok()
 }
 
 fn why(error: &dyn std::error::Error) -> String {

@@ -9,6 +9,7 @@ use super::super::survived::Trust;
 use super::super::{HostError, How};
 use super::reserve::{self, Reserve};
 use rekindle_vm::host::Host;
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -58,15 +59,25 @@ pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
     if is_mounted(&device, at).map_err(failed(at))? {
         return Ok(Mounted::Before);
     }
-    let mounted = if is_wanted(host, &device)? {
-        Mounted::Kept
-    } else {
-        make(&device)?;
-        Mounted::New
-    };
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::NOATIME;
-    let done = mount(&device, at, "ext4", flags, Some(c"dax=always"));
-    done.map_err(|e| failed(&device)(e.into()))?;
+    let mount = || mount(&device, at, "ext4", flags, Some(c"dax=always"));
+    let kept = if is_wanted(host, &device)? { Some(mount()) } else { None };
+    let mounted = match kept {
+        Some(Ok(())) => Mounted::Kept,
+        // There is no file system; anything else may be mended, and is no reason to give guests up.
+        Some(Err(e)) if ![Errno::INVAL, Errno::UCLEAN].contains(&e) => return Err(failed(&device)(e.into())),
+        lost => {
+            if lost.is_some() {
+                tracing::warn!(
+                    "the RAM of suspended guests did not survive: no file system is in {}",
+                    device.display()
+                );
+            }
+            make(&device)?;
+            mount().map_err(|e| failed(&device)(e.into()))?;
+            Mounted::New
+        }
+    };
     if !reserve::holds(at).map_err(failed(at))? {
         return Err(setup(format!("{} is mounted at {}, but without DAX", device.display(), at.display())));
     }
