@@ -1,15 +1,15 @@
 //! Digests of a guest's RAM that cost little of the time for which it is stopped.
 //!
 //! All pages are digested while the guest runs, and those that it wrote meanwhile once more when it is stopped: which those are
-//! its page tables tell. Where they do not tell all (a disk's server writes through a mapping of its own; Linux before 6.7),
-//! everything is digested with the guest stopped. A page that was missed all the same has another digest later, and its
+//! its page tables tell. Where they do not tell all (a disk's server writes through a mapping of its own; Linux before 6.7), or tell
+//! somebody else (`rekindle protect`), everything is digested with the guest stopped. A page that was missed all the same has another digest later, and its
 //! guest counts as lost: the error is on the safe side.
 
 use crate::vmm::{RebootError, stop};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::digest;
 use rekindle_memory::ram::GuestRam;
-use rekindle_memory::tracker::{Asynchronous, Tracker};
+use rekindle_memory::tracker::{Asynchronous, Tracker, leftovers};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
@@ -41,7 +41,9 @@ impl Ahead {
         hardware: &Hardware,
         running: bool,
     ) -> Result<Option<Self>, RebootError> {
-        if hardware.disks.iter().any(|disk| disk.server) {
+        // A protector's record of what was written belongs to it, and a page has one record only.
+        let protected = leftovers(vmm.process()).is_ok_and(|found| !found.is_empty());
+        if protected || hardware.disks.iter().any(|disk| disk.server) {
             return Ok(None);
         }
         stop(qmp, running)?;
