@@ -126,8 +126,8 @@ fn a_frame_that_went_from_one_disk_to_the_other_is_the_other_s() {
     let guest = boot(&lab, "passed", &images);
     // To and fro, the second is the last to have them.
     for _ in 0..3 {
-        for number in 0..2 {
-            assert_eq!(read(&guest, number, 0, BLOCKS), digest(&images[number], 0, BLOCKS));
+        for (number, image) in images.iter().enumerate() {
+            assert_eq!(read(&guest, number, 0, BLOCKS), digest(image, 0, BLOCKS));
             guest.ask("drop-caches");
         }
     }

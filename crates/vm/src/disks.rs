@@ -4,16 +4,18 @@
 //! knew of the guest's cache is gone then.
 
 mod kept;
+mod since;
 
 pub use kept::{Kept, let_go};
 
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
+use since::Since;
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -51,6 +53,15 @@ pub enum DisksError {
         id: String,
         /// The process.
         pid: u32,
+    },
+    /// Its server does not take it.
+    #[error("disk {id}")]
+    Refused {
+        /// The disk.
+        id: String,
+        /// Why.
+        #[source]
+        source: ControlError,
     },
     /// Its redo log cannot be read or merged.
     #[error("disk {id}")]
@@ -108,7 +119,7 @@ pub type Epochs = BTreeMap<String, At>;
 /// # Errors
 /// [`DisksError`]; those that were started run on, until [`end`].
 pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
-    start_with(rundir, hardware, None)
+    start_with(rundir, hardware, &Begin::Newest)
 }
 
 /// The same, with the disks of a checkpoint, whose memory still comes: they wait for pages that are missing, until [`filled`]. None of
@@ -117,29 +128,109 @@ pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> 
 /// # Errors
 /// [`DisksError`]; a disk that is newer than its epoch, or another one, has no server, which says so.
 pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
-    start_with(rundir, hardware, Some(epochs))
+    start_with(rundir, hardware, &Begin::At(epochs))
 }
 
-fn start_with(rundir: &RunDir, hardware: &Hardware, epochs: Option<&Epochs>) -> Result<usize, DisksError> {
+/// The same for a QEMU that waits for a checkpoint: the images are looked at, and nobody is kept from them until [`have`].
+///
+/// # Errors
+/// [`DisksError`].
+pub fn start_waiting(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
+    start_with(rundir, hardware, &Begin::Waiting)
+}
+
+/// What speaks against a restore with the servers that wait, in words.
+#[must_use]
+pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
+    served(hardware).find_map(|disk| {
+        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
+        match status {
+            Ok(status) if status.waits && status.connected > 0 => None,
+            Ok(_) => Some(format!("the server of disk {} does not wait for it", disk.id)),
+            Err(e) => Some(format!("the server of disk {} does not answer: {e}", disk.id)),
+        }
+    })
+}
+
+/// Have servers that wait serve the disks of a checkpoint, whose memory still comes.
+///
+/// *On success:* nobody else has the images; queues may run.
+/// *On failure:* all wait as before. One that had its disk already was ended for that, and another one waits in its place.
+///
+/// # Errors
+/// [`DisksError`]: somebody else has an image, it is newer than the checkpoint, or another one.
+pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
+    let had = served(hardware).try_for_each(|disk| {
+        let ask = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
+        let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&ask));
+        asked.map_err(|source| DisksError::Refused { id: disk.id.clone(), source })
+    });
+    let had = had.and_then(|()| since::note(rundir, hardware, epochs));
+    if had.is_err() {
+        wait_again(rundir, hardware);
+    }
+    had
+}
+
+/// Nothing comes of a restore: servers wait in the place of those that have their disks already, and nobody is kept from the images.
+pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
+    let waits = |disk: &Disk| {
+        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
+        status.is_ok_and(|status| status.waits)
+    };
+    let ended = served(hardware).filter(|disk| !waits(disk)).try_for_each(|disk| end_server(rundir, disk));
+    if let Err(e) = ended.and_then(|()| start_waiting(rundir, hardware)) {
+        tracing::warn!("what was prepared is of no use any more: {e}");
+    }
+}
+
+/// What a server begins with.
+enum Begin<'a> {
+    /// The newest disk.
+    Newest,
+    /// Those of a checkpoint.
+    At(&'a Epochs),
+    /// None: it is told later.
+    Waiting,
+}
+
+fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result<usize, DisksError> {
     // One that has died while a restore fills waits too.
-    let filling = epochs.is_some() || rundir.fill().exists();
+    let filling = matches!(begin, Begin::At(_)) || rundir.fill().exists();
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
-        let at = epochs.and_then(|epochs| epochs.get(&disk.id));
-        started.push((disk, spawn(rundir, disk, hardware.vcpus, at, filling)?));
+        let mut command = command(rundir, disk, hardware.vcpus)?;
+        match begin {
+            Begin::Waiting => drop(command.arg("--wait")),
+            Begin::At(epochs) => {
+                if let Some(At { disk, epoch }) = epochs.get(&disk.id) {
+                    command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
+                }
+            }
+            Begin::Newest => {
+                // Its guest may not have written since it went on: then the log still has what is not that guest's.
+                if let Some(Since { at: At { disk, epoch }, first }) = since::read(rundir, disk)? {
+                    command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
+                    command.arg(format!("--since={first}"));
+                }
+            }
+        }
+        if filling {
+            command.arg("--filling");
+        }
+        started.push((disk, spawn(rundir, disk, &mut command)?));
     }
     let count = started.len();
     started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
+    if let Begin::At(epochs) = begin {
+        since::note(rundir, hardware, epochs)?;
+    }
     Ok(count)
 }
 
-fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: bool) -> Result<Child, DisksError> {
-    let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
-    let mut options = OpenOptions::new();
-    let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
-    let log = opened.map_err(failed("opening its log"))?;
-    let again = log.try_clone().map_err(failed("opening its log"))?;
-    let binary = std::env::current_exe().map_err(failed("finding this program"))?;
+fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksError> {
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
+    let binary = std::env::current_exe().map_err(failed)?;
     let mut command = Command::new(binary);
     command.args(["disk", "serve"]).arg(&disk.path).arg(mark(rundir, &disk.id));
     // Where QEMU looks for it, whichever of the VM's it is.
@@ -149,6 +240,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     }
     if disk.cache != "none" {
         command.arg("--buffered");
+    }
+    if let Some(redo) = &disk.redo {
+        command.arg("--redo").arg(redo);
     }
     if let Some(keep) = disk.attic_keep_ms {
         command.arg(format!("--attic-keep={keep}ms"));
@@ -162,13 +256,16 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     if let Some(serial) = &disk.serial {
         command.arg(format!("--serial={serial}"));
     }
-    if filling {
-        command.arg("--filling");
-    }
-    if let Some(At { disk, epoch }) = at {
-        command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
-    }
-    detach(&mut command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
+    Ok(command)
+}
+
+fn spawn(rundir: &RunDir, disk: &Disk, command: &mut Command) -> Result<Child, DisksError> {
+    let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
+    let mut options = OpenOptions::new();
+    let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
+    let log = opened.map_err(failed("opening its log"))?;
+    let again = log.try_clone().map_err(failed("opening its log"))?;
+    detach(command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
 }
 
 fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError> {
@@ -195,21 +292,20 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
 /// # Errors
 /// [`DisksError`].
 pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
-    served(hardware).try_for_each(|disk| {
-        let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
-        let mark = mark(rundir, &disk.id);
-        let servers = || process::with_argument_containing(&mark).map_err(failed("looking for its server"));
-        let found = servers()?;
-        if found.is_empty() {
-            return Ok(());
-        }
-        let asked =
-            Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
-        if let Err(e) = &asked {
-            tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
-        }
-        found.into_iter().try_for_each(|server| end_one(&disk.id, server, asked.is_ok()))
-    })
+    served(hardware).try_for_each(|disk| end_server(rundir, disk))
+}
+
+fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
+    let found = process::with_argument_containing(&mark(rundir, &disk.id)).map_err(failed)?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
+    if let Err(e) = &asked {
+        tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
+    }
+    found.into_iter().try_for_each(|server| end_one(&disk.id, server, asked.is_ok()))
 }
 
 fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
@@ -225,13 +321,18 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
     }
 }
 
+/// Where the redo log of a disk is, if it has one.
+fn redo(disk: &Disk) -> PathBuf {
+    disk.redo.clone().unwrap_or_else(|| left::beside(&disk.path))
+}
+
 /// What speaks against giving a VM its disks, in words: a disk with a redo log that QEMU itself would not see. With `choose` also one
 /// whose log a failure has left, since there are two disks then, and the owner has to say which.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match left::look(&left::beside(&disk.path)) {
+        match left::look(&redo(disk)) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -254,9 +355,9 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
 /// # Errors
 /// [`DisksError::Redo`]; that log can be merged again.
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
-    let has_log = |disk: &&Disk| !disk.readonly && left::beside(&disk.path).exists();
+    let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
-        let merged = left::merge_all(&disk.path, &left::beside(&disk.path), disk.cache == "none");
+        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none");
         merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
     })
 }

@@ -2,16 +2,23 @@
 
 use super::*;
 use crate::memory::Region;
+use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 const PAGES: u64 = 256;
 
+/// As a guest's memory is: a file whose blocks are its pages, and nothing else.
+fn memory_file(frames: u64) -> File {
+    let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+    file.set_len(frames * BLOCK as u64).unwrap();
+    file
+}
+
 /// A guest with PAGES frames, of which each fourth holds a block: 1000 + its number.
 fn former() -> (Attic, Arc<Memory>, File) {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(PAGES * BLOCK as u64).unwrap();
+    let file = memory_file(PAGES);
     let region =
         Region { address: 0, bytes: PAGES * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0, front: 0 };
     let memory = Arc::new(Memory::map(vec![region]).unwrap());
@@ -37,8 +44,7 @@ fn there(file: &File) -> u64 {
 fn memory_that_somebody_else_uses_now_is_left_alone() {
     let (mut attic, memory, file) = former();
     assert!(attic.is_in(&memory));
-    let other = tempfile::tempfile().unwrap();
-    other.set_len(BLOCK as u64).unwrap();
+    let other = memory_file(1);
     let region = Region { address: 0, bytes: BLOCK as u64, file: other, offset: 0, front: 0 };
     assert!(!attic.is_in(&Memory::map(vec![region]).unwrap()));
     assert!(attic.take(1000, &mut [0; BLOCK])[0].is_some());
@@ -131,8 +137,7 @@ fn it_shrinks_evenly_and_nothing_but_blocks_is_kept() {
 
 #[test]
 fn a_large_one_is_given_up_in_slices_and_nobody_has_anything_of_it() {
-    let (frames, file) = (8192u64, tempfile::tempfile().unwrap());
-    file.set_len(frames * BLOCK as u64).unwrap();
+    let (frames, file) = (8192u64, memory_file(8192));
     let region =
         Region { address: 0, bytes: frames * BLOCK as u64, file: file.try_clone().unwrap(), offset: 0, front: 0 };
     let memory = Memory::map(vec![region]).unwrap();

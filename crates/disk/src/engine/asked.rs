@@ -2,10 +2,13 @@
 
 use super::Engine;
 use super::command::{Command, Refused, Status};
+use super::logged::Logged;
 use crate::attic::Attic;
+use crate::image::Image;
 use crate::limit::Throttle;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -38,6 +41,7 @@ impl Engine {
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
+                Command::Have(disk, answer) => drop(answer.send(self.have(*disk))),
                 Command::Visit(visit) => self.visited(visit),
                 Command::Filled(answer) => {
                     self.settings.filling.store(false, Ordering::Relaxed);
@@ -51,6 +55,15 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// No queue has run before.
+    fn have(&mut self, (image, logged): (Image, Option<Logged>)) -> Result<(), Refused> {
+        if !std::mem::replace(&mut self.waits, false) {
+            return Err(Refused("it has its disk already".into()));
+        }
+        (self.capacity, self.image, self.logged) = (image.bytes, Arc::new(image), logged);
+        Ok(())
     }
 
     /// See how long the image is, and tell the guest if it is longer than it was.
@@ -115,6 +128,7 @@ impl Engine {
             attic: attic.map(|attic| (attic.len(), attic.told())),
             attic_memory: attic.map(Attic::identity),
             emptied: self.emptied,
+            waits: self.waits,
             unchecked: crate::attic::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::told),
         }

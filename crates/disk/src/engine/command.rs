@@ -1,7 +1,9 @@
 //! What others ask the engine for.
 
+use super::logged::Logged;
 use super::visit::Visit;
 use crate::attic::Told;
+use crate::image::Image;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
 use serde::{Deserialize, Serialize};
@@ -73,6 +75,9 @@ pub struct Status {
     /// The redo log, if the disk has one.
     #[serde(default)]
     pub redo: Option<super::logged::Told>,
+    /// It waits for a restore, and has no disk yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub waits: bool,
     /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
@@ -115,6 +120,8 @@ pub enum Command {
     Collect(Answer<Vec<Span>>),
     /// All of the guest's memory is there.
     Filled(Answer<()>),
+    /// It has waited for its disk: the image, and its redo log, if it has one.
+    Have(Box<(Image, Option<Logged>)>, Answer<()>),
     /// Do something with the log.
     Visit(Visit),
     /// What it does.

@@ -130,6 +130,9 @@ impl Engine {
         rings: Rings,
         ends: Ends,
     ) -> Result<(), Refused> {
+        if self.waits {
+            return Err(Refused("it waits for a restore, and has no disk yet".into()));
+        }
         if let Some(other) = self.active.filter(|active| *active != session)
             && self.fronts.get(&other).is_some_and(|front| !front.lines.is_empty())
         {

@@ -164,6 +164,8 @@ struct Engine {
     attic: Option<Attic>,
     /// When it was made.
     kept_at: Instant,
+    /// The disk is still to come.
+    waits: bool,
     /// The redo log, if the disk has one.
     logged: Option<Logged>,
     /// The number of the next request among all.
@@ -185,7 +187,8 @@ struct Engine {
     ended: bool,
 }
 
-/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already.
+/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already. `waits`: the image was
+/// only looked at, and no queue runs until [`Command::Have`].
 ///
 /// # Errors
 /// The system's: no `io_uring`, no random numbers.
@@ -193,6 +196,7 @@ pub fn start(
     image: Image,
     settings: Settings,
     logged: Option<Logged>,
+    waits: bool,
 ) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
@@ -230,6 +234,7 @@ pub fn start(
             map: None,
             attic: None,
             kept_at: Instant::now(),
+            waits,
             logged,
             serial: 0,
             emptied: None,

@@ -64,6 +64,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         control: directory.join("disk.control"),
         redo: redo(Wanted::Newest),
         settings,
+        waits: false,
     }
 }
 

@@ -1,0 +1,77 @@
+"""What analysis of variance takes for granted: equal variances, normal residuals, runs that do not hang together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+from statsmodels.stats.stattools import durbin_watson
+
+from rekindle_lab.analysis.anova import Group, variance_ratio
+from rekindle_lab.stats import SEED
+
+SHAPIRO_MOST = 5000
+"""Shapiro and Wilk's p is not accurate for more values."""
+ORDER_RESAMPLES = 1999
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of an assumption: a small `p` speaks against it."""
+
+    name: str
+    statistic: float
+    p: float
+
+
+def equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
+    """The tests that the paper names: O'Brien, Brown-Forsythe, Levene, Bartlett, and for two groups F of variances.
+
+    Every sample must vary.
+    """
+    checks = []
+    transformed = stats.obrientransform(*samples)
+    checks.append(Check("O'Brien", *map(float, stats.f_oneway(*transformed))))
+    checks.append(Check("Brown-Forsythe", *map(float, stats.levene(*samples, center="median"))))
+    checks.append(Check("Levene", *map(float, stats.levene(*samples, center="mean"))))
+    checks.append(Check("Bartlett", *map(float, stats.bartlett(*samples))))
+    if len(samples) == 2:
+        checks.append(Check("F of variances", *variance_ratio(Group.of(samples[0]), Group.of(samples[1]))))
+    return checks
+
+
+def residuals(values: np.ndarray, levels: Sequence[str]) -> np.ndarray:
+    """Each value less its level's mean, in the order given."""
+    labels = np.asarray(levels)
+    out = np.empty_like(values)
+    for level in dict.fromkeys(levels):
+        mask = labels == level
+        out[mask] = values[mask] - values[mask].mean()
+    return out
+
+
+def normal(residual: np.ndarray) -> Check:
+    """Whether residuals may come from one normal curve."""
+    if residual.size <= SHAPIRO_MOST:
+        return Check("Shapiro-Wilk", *map(float, stats.shapiro(residual)))
+    return Check("D'Agostino-Pearson", *map(float, stats.normaltest(residual)))
+
+
+def independent(residual: np.ndarray) -> list[Check]:
+    """Whether neighbours in the order of the runs are alike: autocorrelation with its p by permutation, Durbin-Watson.
+
+    The latter has no p of its own: 2 is none, towards 0 alike, towards 4 alternating.
+    """
+    centred = residual - residual.mean()
+    power = float((centred**2).sum())
+    if power == 0:
+        raise ValueError("residuals that do not vary have no order")
+    observed = float((centred[1:] * centred[:-1]).sum()) / power
+    generator = np.random.default_rng(SEED)
+    shuffled = generator.permuted(np.tile(centred, (ORDER_RESAMPLES, 1)), axis=1)
+    others = (shuffled[:, 1:] * shuffled[:, :-1]).sum(axis=1) / power
+    p = (1 + int((np.abs(others) >= abs(observed) - 1e-12).sum())) / (ORDER_RESAMPLES + 1)
+    return [
+        Check("autocorrelation, lag 1", observed, p),
+        Check("Durbin-Watson", float(durbin_watson(residual)), float("nan")),
+    ]

@@ -1,0 +1,121 @@
+"""`rekindle-lab analyse`."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rekindle_lab.bench.report import table
+from rekindle_lab.say import fail
+
+if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which `--help` need not wait for
+    from rekindle_lab.analysis.judge import Verdict
+    from rekindle_lab.analysis.runs import Runs
+
+
+def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> "Runs":
+    """Read runs with the order beside them, if it is there."""
+    from rekindle_lab.analysis.runs import Order, read
+
+    beside = path.parent / "order.json"
+    order = Order.load(beside) if beside.exists() else None
+    allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
+    return read(path, order=order, factor=factor, allow=allow)
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401
+    """The same with `None` for what is no number: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
+    """Everything that was found, for machines."""
+    found = {
+        "experiment": runs.experiment,
+        "factor": runs.factor,
+        "planned": runs.planned,
+        "done": len(runs.done),
+        "failed": len(runs.failed),
+        "versions": runs.versions,
+        "notes": runs.notes,
+        "responses": [
+            {**asdict(v.response), "p_bonferroni": v.p_bonferroni, "p_holm": v.p_holm, "differs": v.differs}
+            for v in verdicts
+        ],
+    }
+    return finite(found)
+
+
+def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
+    """The same for people."""
+    from rekindle_lab.analysis import tables
+
+    head = f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts"
+    parts = [head, table(tables.verdicts_table(verdicts), "Responses"), table(tables.summary(verdicts), "Averages")]
+    for verdict in verdicts:
+        response = verdict.response
+        title = tables.heading(response.name)
+        parts += [
+            table(rows, f"{title}: {name}") for name, rows in tables.of_response(response, runs.factor, alpha).items()
+        ]
+        parts += [f"{title}: {note}" for note in response.notes]
+    parts += [f"note: {note}" for note in runs.notes]
+    return "\n\n".join(parts)
+
+
+def paper_table() -> str:
+    """The paper's own numbers, computed again."""
+    from rekindle_lab.analysis import paper
+
+    def span(row: paper.Row) -> str:
+        low, high = f"{row.ours.low:.6g}", f"{row.ours.high:.6g}"
+        return low if low == high else f"{low} to {high}"
+
+    rows = [
+        {"table": row.table, "what": row.what, "printed": row.print, "its figures give": span(row)}
+        | {"": "agrees" if row.agrees else "PARTS"}
+        for row in paper.rows()
+    ]
+    return table(rows, "Towards Fast OS Rejuvenation: its numbers from its numbers")
+
+
+def command(
+    runs: Annotated[Path | None, typer.Argument(help="runs.jsonl of an experiment.")] = None,
+    factor: Annotated[str | None, typer.Option(help="Compare levels of this factor. [default: all treatments]")] = None,
+    alpha: Annotated[float, typer.Option(help="How often a difference may be seen where there is none.")] = 0.05,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Go on without runs that are not there.")
+    ] = False,
+    allow_versions: Annotated[
+        bool, typer.Option("--allow-versions", help="Go on with runs of several versions.")
+    ] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Compute the evaluation paper's own tables again.")] = False,
+) -> None:
+    """Whether treatments differ, in which responses, and by how much.
+
+    One-way analysis of variance or, where variances differ, Welch's test; corrected for the number of responses; with
+    effect sizes, bootstrap intervals and a permutation test beside.
+    """
+    if paper:
+        print(paper_table())
+        return
+    if runs is None:
+        raise fail("analyse", "which runs? Give runs.jsonl of an experiment, or --paper")
+    if not 0 < alpha < 1:
+        raise fail("analyse", f"--alpha {alpha:g}: it must be between 0 and 1")
+    from rekindle_lab.analysis.judge import judge
+
+    try:
+        found = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
+    except ValueError as error:
+        raise fail("analyse", error) from error
+    verdicts = judge(found, alpha)
+    print(json.dumps(as_json(found, verdicts)) if json_out else text(found, verdicts, alpha))

@@ -1,0 +1,144 @@
+"""The judgement: each response by itself, then all of them corrected for their number."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from rekindle_lab.analysis import assumptions, effects
+from rekindle_lab.analysis.anova import Anova, Group, Welch, blocked, one_way, welch
+from rekindle_lab.analysis.assumptions import Check
+from rekindle_lab.analysis.correct import bonferroni, holm
+from rekindle_lab.analysis.effects import Effects
+from rekindle_lab.analysis.runs import Runs
+
+ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Versus:
+    """Two levels of three or more: Games and Howell's p, which allows for all pairs and for unequal variances."""
+
+    level: str
+    other: str
+    p: float
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one response says. p are without correction."""
+
+    name: str
+    groups: dict[str, Group]
+    equal_variances: tuple[Check, ...]
+    normal: Check | None
+    independent: tuple[Check, ...]
+    anova: Anova | None
+    welch: Welch | None
+    test: str
+    """Which decides: `anova`, `welch`, or `permutation` where a level does not vary."""
+    p: float
+    permutation_p: float
+    effects: Effects
+    versus: tuple[Versus, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A response among all."""
+
+    response: Response
+    p_bonferroni: float
+    p_holm: float
+    alpha: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the levels differ, by Holm's correction."""
+        return self.p_holm < self.alpha
+
+
+def judge_response(
+    name: str,
+    values: Sequence[float],
+    levels: Sequence[str],
+    blocks: Sequence[int] | None = None,
+    alpha: float = ALPHA,
+) -> Response:
+    """Judge one response; `values` in the order of the runs, at least two for each of at least two levels."""
+    array = np.asarray(values, dtype=float)
+    labels = np.asarray(levels)
+    samples = {level: array[labels == level] for level in dict.fromkeys(levels)}
+    groups = {level: Group.of(sample) for level, sample in samples.items()}
+    if blocks is not None and len(set(blocks)) < 2:
+        blocks = None
+    notes = []
+    constant = [level for level, sample in samples.items() if np.ptp(sample) == 0]
+    permutation = effects.permutation_p(array, levels, blocks)
+    if constant:
+        told = ", ".join(f"'{level}' is {groups[level].mean:g} in all {groups[level].n} runs" for level in constant)
+        notes.append(f"zero variance: {told}; F and Welch's test do not apply, the permutation test decides")
+    checks: tuple[Check, ...] = ()
+    table, unequal, test, p = None, None, "permutation", permutation
+    if not constant:
+        checks = tuple(assumptions.equal_variances(list(samples.values())))
+        table = one_way(list(groups.values())) if blocks is None else blocked(array, levels, blocks)
+        unequal = welch(list(groups.values()))
+        rejecting = [check.name for check in checks if check.p < alpha]
+        test, p = ("welch", unequal.p) if rejecting else ("anova", table.factor.p)
+        if rejecting:
+            notes.append(f"variances differ ({', '.join(rejecting)}): Welch's test decides")
+            if blocks is not None:
+                notes.append("Welch's test leaves blocks out; the permutation test keeps to them")
+    residual = assumptions.residuals(array, levels)
+    varied = bool(np.ptp(residual) > 0)
+    normal = assumptions.normal(residual) if varied and residual.size >= 3 else None
+    if normal is not None and normal.p < alpha:
+        notes.append(f"residuals are not normal ({normal.name}): see the permutation test beside")
+    independent = tuple(assumptions.independent(residual)) if varied else ()
+    if independent and independent[0].p < alpha:
+        notes.append("residuals hang together in the order of the runs: something drifted while they ran")
+    if (permutation < alpha) != (p < alpha):
+        notes.append("the permutation test and the test that decides do not agree")
+    return Response(
+        name,
+        groups,
+        checks,
+        normal,
+        independent,
+        table,
+        unequal,
+        test,
+        p,
+        permutation,
+        effects.effects(samples),
+        _versus(samples) if len(samples) > 2 and not constant else (),
+        tuple(notes),
+    )
+
+
+def _versus(samples: dict[str, np.ndarray]) -> tuple[Versus, ...]:
+    found = stats.tukey_hsd(*samples.values(), equal_var=False)
+    names = list(samples)
+    return tuple(
+        Versus(names[i], names[j], float(found.pvalue[i, j]))
+        for i in range(len(names))
+        for j in range(i + 1, len(names))
+    )
+
+
+def judge(runs: Runs, alpha: float = ALPHA) -> list[Verdict]:
+    """All responses of an experiment, corrected for their number by Bonferroni and by Holm."""
+    levels = [run.level for run in runs.done]
+    blocks = [run.block for run in runs.done]
+    responses = [
+        judge_response(name, [run.responses[name] for run in runs.done], levels, blocks, alpha)
+        for name in runs.responses
+    ]
+    p = [response.p for response in responses]
+    return [
+        Verdict(response, one, other, alpha)
+        for response, one, other in zip(responses, bonferroni(p), holm(p), strict=True)
+    ]

@@ -1,0 +1,54 @@
+"""How many runs a level needs, and what power a number of them has (the paper's section 4.3)."""
+
+import math
+
+from scipy import stats
+
+MOST = 100_000
+
+
+def effect_from_sd_increase(increase: float) -> float:
+    """Cohen's f of levels whose differences raise the standard deviation of a value by this share.
+
+    So Montgomery puts it, whom the paper follows: 0.15 is a standard deviation of 1.15 times that within a level.
+    """
+    if not 0 < increase < math.inf:
+        raise ValueError(f"the increase of the standard deviation is {increase:g}; it must be more than 0")
+    return math.sqrt((1 + increase) ** 2 - 1)
+
+
+def effect_from_difference(difference: float, variation: float, levels: int) -> float:
+    """Cohen's f of two levels whose means differ by this share of the mean, the others in the middle.
+
+    `variation`: the standard deviation within a level over the mean.
+    """
+    if difference <= 0 or variation <= 0:
+        raise ValueError("difference and variation must be more than 0")
+    return difference / variation / math.sqrt(2 * levels)
+
+
+def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
+    """Probability that a one-way analysis of variance of `levels` groups of n sees Cohen's f of `effect`."""
+    if n < 2 or levels < 2:
+        raise ValueError(f"power needs at least 2 levels of 2 runs, not {levels} of {n}")
+    df, df_error = levels - 1, levels * (n - 1)
+    limit = stats.f.isf(alpha, df, df_error)
+    return float(stats.ncf.sf(limit, df, df_error, effect**2 * levels * n))
+
+
+def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 0.90) -> int:
+    """The smallest number of runs a level with at least that power."""
+    if not 0 < wanted < 1 or not 0 < alpha < 1:
+        raise ValueError("alpha and power must be between 0 and 1")
+    low, high = 2, 2
+    while power(high, levels, effect, alpha) < wanted:
+        low, high = high + 1, high * 2
+        if high > MOST:
+            raise ValueError(f"an effect of {effect:g} would need more than {MOST} runs a level")
+    while low < high:
+        middle = (low + high) // 2
+        if power(middle, levels, effect, alpha) < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return high

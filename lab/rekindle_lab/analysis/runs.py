@@ -1,0 +1,301 @@
+"""Runs of an experiment as they are read: `runs.jsonl`, a line a run (docs/experiment-format.md).
+
+Everything that is wrong is named with its row (line of the file, from 1) and column, all at once, and refused. Two
+kinds can be let pass, and are told then: missing runs, and runs of several versions. Failed runs are counted.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+SHOWN = 20
+"""So many problems are listed."""
+KEYS = {
+    "format": int,
+    "experiment": str,
+    "order": str,
+    "run": int,
+    "of": int,
+    "block": int,
+    "treatment": dict,
+    "attempt": int,
+    "outcome": str,
+    "responses": dict,
+    "versions": dict,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `row` is a line of the file; `None` where a line is missing or all are meant."""
+
+    row: int | None
+    column: str
+    what: str
+    kind: str = "bad"
+    """`missing` and `versions` can be let pass, `bad` cannot."""
+
+    def __str__(self) -> str:
+        """Row, column and what."""
+        return f"row {self.row if self.row is not None else '-'}, column {self.column}: {self.what}"
+
+
+class RunsError(ValueError):
+    """The runs cannot be analysed as they are. The text has all problems, at most `SHOWN` of them in words."""
+
+    def __init__(self, path: Path, problems: list[Problem]) -> None:
+        self.problems = problems
+        lines = [f"{path}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"]
+        lines += [f"  {problem}" for problem in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            lines.append(f"  and {len(problems) - SHOWN} more")
+        kinds = {problem.kind for problem in problems}
+        if kinds <= {"missing", "versions"}:
+            options = " ".join(f"--allow-{kind}" for kind in sorted(kinds))
+            lines.append(f"  to analyse them all the same, and have it said in the report: {options}")
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that gave its responses."""
+
+    row: int
+    run: int
+    block: int
+    level: str
+    """Of the factor that is analysed; where there are several, all of them: `a=1, b=2`."""
+    responses: dict[str, float]
+
+
+@dataclass
+class Runs:
+    """The runs of one experiment, in the order in which they ran."""
+
+    path: Path
+    experiment: str
+    factor: str
+    planned: int
+    done: list[Run]
+    failed: list[dict[str, Any]]
+    """Lines of failed runs, as they are."""
+    lines: list[dict[str, Any]]
+    """All lines, as they are."""
+    versions: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def levels(self) -> list[str]:
+        """Levels in the order of their first run."""
+        return list(dict.fromkeys(run.level for run in self.done))
+
+    @property
+    def responses(self) -> list[str]:
+        """Names of the responses."""
+        return list(self.done[0].responses) if self.done else []
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the committed order of an experiment says: which levels there are, and how many runs."""
+
+    digest: str
+    factors: dict[str, list[str]]
+    responses: list[str]
+    runs: int
+
+    @classmethod
+    def load(cls, path: Path) -> "Order":
+        """From `order.json`. Raises `ValueError` that names the file."""
+        try:
+            document = json.loads(path.read_text())
+            return cls(
+                document["digest"],
+                {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
+                [response["name"] for response in document["responses"]],
+                len(document["runs"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
+
+
+def read(
+    path: Path, *, order: Order | None = None, factor: str | None = None, allow: frozenset[str] = frozenset()
+) -> Runs:
+    """Read and check. `order`: what was planned; `allow`: kinds of problems that are told and not refused."""
+    problems: list[Problem] = []
+    lines = list(_lines(path, problems))
+    good = [(row, line) for row, line in lines if _shape(row, line, problems)]
+    _one_experiment(good, order, problems)
+    levels = {row: _level(row, line, order, factor, problems) for row, line in good}
+    _versions(good, problems)
+    attempts: dict[int, tuple[int, dict[str, Any]]] = {}
+    failed = []
+    for row, line in good:
+        if line["outcome"] == "failed":
+            failed.append(line)
+        elif line["outcome"] != "done":
+            problems.append(Problem(row, "outcome", f"'{line['outcome']}'; it must be done or failed"))
+        elif line["run"] in attempts:
+            other = attempts[line["run"]][0]
+            problems.append(Problem(row, "run", f"run {line['run']} is done a second time; the first is row {other}"))
+        else:
+            attempts[line["run"]] = (row, line)
+    names = _response_names(attempts, order)
+    done = []
+    for row, line in attempts.values():
+        responses = _responses(row, line, names, problems)
+        done.append(Run(row, line["run"], line["block"], levels[row], responses))
+    planned = order.runs if order else max((line["of"] for _, line in good), default=0)
+    _missing(planned, attempts, failed, problems)
+    if not any(problem.kind == "bad" for problem in problems):  # else it may only follow from what was said already
+        _enough(done, problems)
+    refused = [problem for problem in problems if problem.kind not in allow]
+    if refused:
+        raise RunsError(path, refused)
+    first = good[0][1] if good else {}
+    names_of = order.factors if order else first.get("treatment", {})
+    notes = [str(problem) for problem in problems if problem.kind in allow]
+    if order is None:
+        notes.append("no order.json beside the runs: levels and responses were not held against it")
+    return Runs(
+        path=path,
+        experiment=first.get("experiment", ""),
+        factor=factor or ", ".join(names_of),
+        planned=planned,
+        done=sorted(done, key=lambda run: run.row),
+        failed=failed,
+        lines=[line for _, line in good],
+        versions=dict(first.get("versions", {})),
+        notes=notes,
+    )
+
+
+def _lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunsError(path, [Problem(None, "-", f"cannot be read: {error}")]) from error
+    found = []
+    for row, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            problems.append(Problem(row, "-", f"not JSON ({error})"))
+            continue
+        if isinstance(value, dict):
+            found.append((row, value))
+        else:
+            problems.append(Problem(row, "-", "not an object"))
+    if not found and not problems:
+        problems.append(Problem(None, "-", "the file has no runs"))
+    return found
+
+
+def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
+    """Whether a line has what every line must have."""
+    before = len(problems)
+    for key, kind in KEYS.items():
+        if key not in line:
+            problems.append(Problem(row, key, "is not there"))
+        elif not isinstance(line[key], kind) or isinstance(line[key], bool):
+            problems.append(Problem(row, key, f"{line[key]!r} is not of the kind {kind.__name__}"))
+    if len(problems) == before and line["format"] != FORMAT:
+        problems.append(Problem(row, "format", f"{line['format']}; this program reads {FORMAT}"))
+    return len(problems) == before
+
+
+def _one_experiment(good: list[tuple[int, dict[str, Any]]], order: Order | None, problems: list[Problem]) -> None:
+    for key in ("experiment", "order", "of"):
+        wanted = order.digest if key == "order" and order else good[0][1][key] if good else None
+        for row, line in good:
+            if line[key] != wanted:
+                problems.append(Problem(row, key, f"{line[key]!r}; expected {wanted!r}"))
+
+
+def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | None, problems: list[Problem]) -> str:
+    treatment = {name: str(level) for name, level in line["treatment"].items()}
+    if order is not None:
+        for name in dict.fromkeys([*order.factors, *treatment]):
+            if name not in order.factors:
+                problems.append(Problem(row, f"treatment.{name}", "no such factor in the order"))
+            elif name not in treatment:
+                problems.append(Problem(row, f"treatment.{name}", "is not there"))
+            elif treatment[name] not in order.factors[name]:
+                known = ", ".join(order.factors[name])
+                problems.append(Problem(row, f"treatment.{name}", f"unknown level '{treatment[name]}'; known: {known}"))
+    if factor is not None:
+        if factor not in treatment:
+            problems.append(Problem(row, f"treatment.{factor}", "is not there"))
+        return treatment.get(factor, "")
+    if len(treatment) == 1:
+        return next(iter(treatment.values()))
+    return ", ".join(f"{name}={level}" for name, level in treatment.items())
+
+
+def _versions(good: list[tuple[int, dict[str, Any]]], problems: list[Problem]) -> None:
+    names = dict.fromkeys(name for _, line in good for name in line["versions"])
+    for name in names:
+        # A run that failed early may not know all.
+        told = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
+        seen = Counter(line["versions"].get(name) for _, line in told)
+        if len(seen) > 1:
+            usual = seen.most_common(1)[0][0]
+            for row, line in told:
+                value = line["versions"].get(name)
+                if value != usual:
+                    what = f"{value!r}, most runs have {usual!r}"
+                    problems.append(Problem(row, f"versions.{name}", what, "versions"))
+
+
+def _response_names(attempts: dict[int, tuple[int, dict[str, Any]]], order: Order | None) -> list[str]:
+    if order is not None:
+        return order.responses
+    return list(dict.fromkeys(name for _, line in attempts.values() for name in line["responses"]))
+
+
+def _responses(row: int, line: dict[str, Any], names: list[str], problems: list[Problem]) -> dict[str, float]:
+    values = {}
+    for name in names:
+        value = line["responses"].get(name)
+        column = f"responses.{name}"
+        if name not in line["responses"]:
+            problems.append(Problem(row, column, "is not there"))
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            problems.append(Problem(row, column, f"{value!r} is not a number"))
+        elif not math.isfinite(value):
+            problems.append(Problem(row, column, f"{value} is not a finite number"))
+        else:
+            values[name] = float(value)
+    for name in line["responses"]:
+        if name not in names:
+            problems.append(Problem(row, f"responses.{name}", "no such response in the order"))
+    return values
+
+
+def _missing(
+    planned: int, attempts: dict[int, tuple[int, dict[str, Any]]], failed: list[dict[str, Any]], problems: list[Problem]
+) -> None:
+    why = {line["run"]: "failed" for line in failed}
+    for number in range(1, planned + 1):
+        if number not in attempts:
+            what = f"run {number} of {planned} {why.get(number, 'is not there')}"
+            problems.append(Problem(None, "run", what, "missing"))
+    for number, (row, _) in attempts.items():
+        if not 1 <= number <= planned:
+            problems.append(Problem(row, "run", f"run {number} was not planned; there are 1 to {planned}"))
+
+
+def _enough(done: list[Run], problems: list[Problem]) -> None:
+    counts = Counter(run.level for run in done)
+    if len(counts) == 1:
+        problems.append(Problem(None, "treatment", f"only one level, '{next(iter(counts))}': nothing to compare"))
+    for level, count in counts.items():
+        if count < 2:
+            problems.append(Problem(None, "treatment", f"level '{level}' has {count} run; it needs at least 2"))

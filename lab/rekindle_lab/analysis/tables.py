@@ -1,0 +1,169 @@
+"""Tables laid out as the paper's 3 to 11: rows as dictionaries, for text, Markdown, HTML and CSV alike."""
+
+import math
+from typing import Any
+
+from rekindle_lab.analysis.anova import f_critical, pooled_intervals, t_critical
+from rekindle_lab.analysis.effects import Interval
+from rekindle_lab.analysis.judge import Response, Verdict
+
+Rows = list[dict[str, Any]]
+
+UNITS = {"pct": "%", "s": "s", "ms": "ms", "us": "µs", "kib": "KiB", "mib": "MiB", "bytes": "B", "d": "days"}
+"""The last part of a response's name is its unit."""
+
+
+def heading(name: str) -> str:
+    """A response's name for people: `response_time_ms` is "response time (ms)"."""
+    words, _, unit = name.rpartition("_")
+    if words.endswith("_per"):
+        return f"{words[:-4]} (1/{unit})".replace("_", " ")
+    return f"{words} ({UNITS[unit]})".replace("_", " ") if words and unit in UNITS else name.replace("_", " ")
+
+
+def p_text(p: float) -> str:
+    """A p as the paper prints it."""
+    if math.isnan(p):
+        return ""
+    return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
+
+
+def summary(verdicts: list[Verdict]) -> Rows:
+    """As tables 6 and 7: averages and standard deviations, and the difference of two levels."""
+    rows: Rows = []
+    for verdict in verdicts:
+        response = verdict.response
+        label = heading(response.name)
+        groups = response.groups
+        average: dict[str, Any] = {"response": f"Avg. {label}", **{level: g.mean for level, g in groups.items()}}
+        if len(groups) == 2:
+            first, second = groups.values()
+            average["Diff."] = first.mean - second.mean
+        rows += [average, {"response": f"Std. Dev. {label}", **{level: g.sd for level, g in groups.items()}}]
+    return rows
+
+
+def verdicts_table(verdicts: list[Verdict]) -> Rows:
+    """All responses at a glance: which test decides, its p and the corrected ones, permutation beside, effect."""
+    return [
+        {
+            "response": heading(verdict.response.name),
+            "test": verdict.response.test,
+            "P-value": p_text(verdict.response.p),
+            "Bonferroni": p_text(verdict.p_bonferroni),
+            "Holm": p_text(verdict.p_holm),
+            "permutation": p_text(verdict.response.permutation_p),
+            "omega²": interval_text(verdict.response.effects.omega_squared),
+            f"differs at {verdict.alpha:g}": "yes" if verdict.differs else "no",
+        }
+        for verdict in verdicts
+    ]
+
+
+def anova(response: Response, factor: str, alpha: float) -> Rows:
+    """As tables 3, 5b, 8, 9 and 11: source, df, SS, MS, F, P-value, F crit."""
+    if response.anova is None:
+        return []
+    error = response.anova.error
+    rows = []
+    for line in response.anova.lines:
+        tested = not math.isnan(line.f)
+        rows.append(
+            {
+                "Source": factor if line is response.anova.factor else line.source,
+                "df": line.df,
+                "SS": line.ss,
+                "MS": line.ms if line.source != "total" else None,
+                "F": line.f if tested else None,
+                "P-value": p_text(line.p),
+                "F crit": f_critical(line.df, error.df, alpha) if tested else None,
+            }
+        )
+    return rows
+
+
+def means(response: Response) -> Rows:
+    """As "Means for one-way ANOVA" of tables 3, 5 and 11; the interval is with the error of all levels."""
+    if response.anova is None:
+        return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
+    intervals = pooled_intervals(list(response.groups.values()))
+    return [
+        {"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd, "95%CI-": low, "95%CI+": high}
+        for (level, g), (low, high) in zip(response.groups.items(), intervals, strict=True)
+    ]
+
+
+def welch(response: Response, alpha: float) -> Rows:
+    """As tables 4, 5a and 10: ratio of variances, t, degrees of freedom, critical t and p."""
+    found = response.welch
+    if found is None:
+        return []
+    if len(response.groups) > 2:
+        return [
+            {
+                "F": found.f,
+                "df": found.df,
+                "Den. df": found.df_error,
+                "F crit": f_critical(found.df, found.df_error, alpha),
+            }
+            | {"P-value": p_text(found.p)}
+        ]
+    ratio = next(check for check in response.equal_variances if check.name == "F of variances")
+    return [
+        {
+            "F-ratio": ratio.statistic,
+            "Test t": found.t,
+            "Num. df": found.df_error,
+            "T crit": t_critical(found.df_error, alpha),
+            "P-value": p_text(found.p),
+        }
+    ]
+
+
+def assumptions(response: Response) -> Rows:
+    """What analysis of variance takes for granted, tested."""
+    checks = [*response.equal_variances, *([response.normal] if response.normal else []), *response.independent]
+    speaks = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(response.normal)
+    speaks += ["independent runs"] * len(response.independent)
+    return [
+        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": p_text(check.p)}
+        for what, check in zip(speaks, checks, strict=True)
+    ]
+
+
+def pairs(response: Response) -> Rows:
+    """Each two levels: difference, relative difference and Hedges' g, with 95 % bootstrap intervals."""
+    versus = {(v.level, v.other): v.p for v in response.versus}
+    rows = []
+    for pair in response.effects.pairs:
+        row = {
+            "levels": f"{pair.level} - {pair.other}",
+            "difference": interval_text(pair.difference),
+            "relative": interval_text(pair.relative, percent=True),
+            "Hedges' g": interval_text(pair.hedges_g),
+        }
+        if versus:
+            row["Games-Howell P"] = p_text(versus[pair.level, pair.other])
+        rows.append(row)
+    return rows
+
+
+def interval_text(interval: Interval | None, *, percent: bool = False) -> str:
+    """`1.2 (0.8 to 1.5)`."""
+    if interval is None:
+        return ""
+    numbers = (interval.value, interval.low, interval.high)
+    one, low, high = (f"{100 * v:.3g} %" if percent else f"{v:.4g}" for v in numbers)
+    return f"{one} ({low} to {high})"
+
+
+def of_response(response: Response, factor: str, alpha: float) -> dict[str, Rows]:
+    """All tables of a response by their titles; those that do not apply are left out, and `notes` says why."""
+    titled = {
+        "One-way ANOVA": anova(response, factor, alpha),
+        "Means for one-way ANOVA": means(response),
+        "Welch's test": welch(response, alpha),
+        "Assumptions": assumptions(response),
+        "Differences (95 % bootstrap intervals)": pairs(response),
+    }
+    return {title: rows for title, rows in titled.items() if rows}

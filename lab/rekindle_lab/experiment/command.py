@@ -1,0 +1,102 @@
+"""`rekindle-lab experiment`."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from rekindle_lab.say import fail
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Once: the run under way is taken down, and a second signal does not stop that."""
+    del number, frame
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The experiment: factors, levels, responses (TOML).")],
+    out: Annotated[Path | None, typer.Option(help="Folder of its runs. [default: NAME beside the file]")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Only draw and show the order; run nothing.")] = False,
+    most: Annotated[int | None, typer.Option(min=1, help="Do so many runs at most, and leave the rest.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Do failed runs once more.")] = False,
+    rekindle: Annotated[Path | None, typer.Option(help="The binary. [default: target/release/rekindle]")] = None,
+    qemu: Annotated[str, typer.Option(help="QEMU, for guests.")] = "qemu-system-x86_64",
+    report: Annotated[bool, typer.Option(help="When all is done, judge it and write the report.")] = True,
+) -> None:
+    """Run a designed experiment: a random order, committed before the first run; a line on disk for each run.
+
+    It may be killed at any moment: started again it goes on, and no run is lost or done twice. Exit status 0: all runs
+    are done; 1: some failed or are left; 2: the definition or the machine is not as it must be.
+    """
+    from rekindle_lab.experiment import order as orders
+    from rekindle_lab.experiment.definition import DefinitionError, load
+    from rekindle_lab.experiment.guest import GuestRunner, check
+    from rekindle_lab.experiment.ledger import RUNS, LedgerError
+    from rekindle_lab.experiment.runner import CommandRunner, RunError
+    from rekindle_lab.experiment.session import ORDER, Session, SessionError
+
+    try:
+        experiment = load(file)
+        folder = (out or file.parent / experiment.name).resolve()
+        if experiment.runner == "guest":
+            check(experiment)
+        if show:
+            folder.mkdir(parents=True, exist_ok=True)
+            order = orders.commit(experiment, folder / ORDER)
+            for planned in order.runs:
+                print(json.dumps({"run": planned.run, "block": planned.block, "treatment": planned.treatment}))
+            return
+    except (DefinitionError, orders.OrderError, OSError) as error:
+        raise fail("experiment", error) from error
+    if experiment.runner == "guest":
+        root, binary, machine = _machine(rekindle, qemu)
+        cache = Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
+        key = hashlib.sha256(str(folder).encode()).hexdigest()[:6]
+        runner = GuestRunner(experiment, root, binary, machine, cache / "lab", key)
+        versions = runner.versions()
+    else:
+        runner, versions = CommandRunner(experiment, file.resolve().parent), {}
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, _interrupt)
+    try:
+        left = Session(experiment, folder, runner, versions).go(retry_failed=retry_failed, most=most)
+    except KeyboardInterrupt:
+        raise fail("experiment", f"interrupted; {folder} keeps what is done, start it again to go on", 130) from None
+    except (orders.OrderError, DefinitionError) as error:
+        raise fail("experiment", error) from error
+    except (SessionError, LedgerError, RunError, OSError, subprocess.SubprocessError) as error:
+        raise fail("experiment", error, 1) from error
+    if left:
+        raise fail("experiment", f"{left} runs are not done; {folder / RUNS} has the others", 1)
+    if report:
+        from rekindle_lab.report.command import write
+
+        print(write(folder / RUNS))
+
+
+def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
+    """The project's root, the binary and QEMU's path; raises `typer.Exit` where something is missing."""
+    from rekindle_lab.bench.__main__ import find_root
+
+    root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
+    if root is None:
+        raise fail("experiment", "not inside a clone of the project (no guest/build upwards)")
+    binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
+    if not binary.exists():
+        raise fail("experiment", f"{binary} is not there; run: make build")
+    found = shutil.which(qemu)
+    if found is None:
+        raise fail("experiment", f"no {qemu} in PATH; run: scripts/setup")
+    if os.geteuid() != 0:
+        raise fail("experiment", "guests need root, for taps and network namespaces; run it with sudo")
+    return root, binary, found

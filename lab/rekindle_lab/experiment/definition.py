@@ -1,0 +1,237 @@
+"""An experiment as its owner writes it: factors, levels, responses, how often, and what runs."""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab.analysis import power
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+RESPONSE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+class DefinitionError(ValueError):
+    """The file says something that cannot be. The text names file, place and mend."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Something that is varied. Each level has settings, which the runner understands."""
+
+    name: str
+    levels: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Guest:
+    """The guest of `runner = "guest"`, and its client. Times are seconds."""
+
+    image: str = "micro"
+    memory_mib: int = 128
+    definition: str = ""
+    """Further lines of the VM's definition, in TOML, for all levels."""
+    every: str = "10ms"
+    """The client asks so often on each connection."""
+    connections: int = 1
+    warm_up_s: float = 5.0
+    measure_s: float = 15.0
+    """How long throughput and response time are taken, before the level's action."""
+    settle_s: float = 2.0
+    """How long the client stays after the action."""
+    sample_every_s: float = 15.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """The program of `runner = "command"`."""
+
+    argv: tuple[str, ...] = ()
+    deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A whole definition. Its `document` is what the digest of the order covers."""
+
+    name: str
+    question: str
+    seed: int
+    replications: int
+    blocks: int
+    runner: str
+    factors: tuple[Factor, ...]
+    responses: tuple[str, ...]
+    guest: Guest = field(default_factory=Guest)
+    command: Command = field(default_factory=Command)
+    document: dict[str, Any] = field(default_factory=dict)
+
+    def treatments(self) -> list[dict[str, str]]:
+        """All combinations of levels, in the order of the file."""
+        found: list[dict[str, str]] = [{}]
+        for factor in self.factors:
+            found = [{**treatment, factor.name: level} for treatment in found for level in factor.levels]
+        return found
+
+    def settings(self, treatment: dict[str, str]) -> dict[str, Any]:
+        """What the levels of a treatment set, all factors together."""
+        merged: dict[str, Any] = {}
+        for factor in self.factors:
+            merged |= factor.levels[treatment[factor.name]]
+        return merged
+
+
+TOP = ("name", "question", "seed", "replications", "blocks", "runner", "factor", "response", "guest", "command")
+REPLICATIONS = ("sd_increase", "alpha", "power")
+RUNNERS = ("guest", "command")
+
+
+def load(path: Path) -> Experiment:
+    """Read and check a definition."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DefinitionError(f"{path}: {error}") from error
+    try:
+        return parse(document)
+    except (DefinitionError, ValueError, TypeError) as error:
+        raise DefinitionError(f"{path}: {error}") from error
+
+
+def parse(document: dict[str, Any]) -> Experiment:
+    """From the TOML's content."""
+    known(document, TOP, "the file")
+    try:
+        json.dumps(document, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(f"dates, NaN and infinity have no meaning here ({error})") from error
+    name = text(document, "name")
+    if not NAME.fullmatch(name):
+        raise DefinitionError(f"name: '{name}'; it must be of a-z, 0-9, _ and -")
+    factors = tuple(_factor(table) for table in tables(document, "factor"))
+    responses = tuple(_response(table) for table in tables(document, "response"))
+    for what, names in (("factor", [f.name for f in factors]), ("response", list(responses))):
+        if not names:
+            raise DefinitionError(f"no [[{what}]]; at least one is needed")
+        double = next((one for one in names if names.count(one) > 1), None)
+        if double is not None:
+            raise DefinitionError(f"{what}: '{double}' is there twice")
+    runner = document.get("runner", "guest")
+    if runner not in RUNNERS:
+        raise DefinitionError(f"runner: '{runner}'; there are: {', '.join(RUNNERS)}")
+    made = Experiment(
+        name=name,
+        question=text(document, "question", ""),
+        seed=whole(document, "seed", low=0),
+        replications=1,
+        blocks=whole(document, "blocks", 1, low=1),
+        runner=runner,
+        factors=factors,
+        responses=responses,
+        guest=_filled(Guest, document.get("guest", {}), "guest"),
+        command=_filled(Command, document.get("command", {}), "command"),
+        document=document,
+    )
+    if runner == "command" and not made.command.argv:
+        raise DefinitionError("command.argv: is not there; it names the program of a run")
+    replications = _replications(document, len(made.treatments()))
+    if replications % made.blocks:
+        raise DefinitionError(f"blocks: {made.blocks}; {replications} replications cannot be split evenly into them")
+    return Experiment(**{**made.__dict__, "replications": replications})
+
+
+def _replications(document: dict[str, Any], treatments: int) -> int:
+    """Given, or from a power analysis and then rounded up to whole blocks."""
+    given = document.get("replications")
+    if isinstance(given, dict):
+        known(given, REPLICATIONS, "replications")
+        if "sd_increase" not in given:
+            raise DefinitionError("replications.sd_increase: is not there; 0.15 is the paper's")
+        effect = power.effect_from_sd_increase(float(given["sd_increase"]))
+        n = power.smallest_n(treatments, effect, float(given.get("alpha", 0.05)), float(given.get("power", 0.90)))
+        blocks = document.get("blocks", 1)
+        return -(-n // blocks) * blocks
+    return whole(document, "replications", low=2)
+
+
+def _factor(table: dict[str, Any]) -> Factor:
+    known(table, ("name", "levels"), "factor")
+    name = text(table, "name")
+    levels = table.get("levels")
+    if not isinstance(levels, dict) or len(levels) < 2:
+        raise DefinitionError(f"factor '{name}': needs at least two [factor.levels.NAME]")
+    for level, settings in levels.items():
+        if not isinstance(settings, dict):
+            raise DefinitionError(f"factor '{name}', level '{level}': must be a table of settings (it may be empty)")
+    return Factor(name, levels)
+
+
+def _response(table: dict[str, Any]) -> str:
+    known(table, ("name",), "response")
+    name = text(table, "name")
+    if not RESPONSE.fullmatch(name):
+        raise DefinitionError(f"response: '{name}'; names are like downtime_s, with the unit at the end")
+    return name
+
+
+def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
+    """A dataclass from a table: keys and kinds are those of its fields, numbers must be more than 0."""
+    if not isinstance(table, dict):
+        raise DefinitionError(f"{where}: must be a table")
+    fields = {name: one.default for name, one in kind.__dataclass_fields__.items()}
+    known(table, fields, where)
+    values = {}
+    for key, value in table.items():
+        default = fields[key]
+        if isinstance(default, tuple):
+            fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+            value = tuple(value) if fits else value
+        elif isinstance(default, str):
+            fits = isinstance(value, str)
+        else:
+            number = isinstance(value, int if isinstance(default, int) else int | float)
+            fits = number and not isinstance(value, bool) and value > 0
+        if not fits:
+            raise DefinitionError(f"{where}.{key}: {value!r}; it must be like {default!r}")
+        values[key] = value
+    return kind(**values)
+
+
+def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise unless all keys of a table are among `names`; the text names the nearest."""
+    names = list(names)
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            mean = f"did you mean {near[0]}? " if near else ""
+            raise DefinitionError(f"{where}: unknown key '{key}'; {mean}there are: {', '.join(names)}")
+
+
+def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """An array of tables."""
+    value = document.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise DefinitionError(f"{key}: must be [[{key}]]")
+    return value
+
+
+def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
+    """A text."""
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise DefinitionError(f"{key}: {'is not there' if value is None else f'{json.dumps(value)} is not a text'}")
+    return value
+
+
+def whole(table: dict[str, Any], key: str, default: int | None = None, *, low: int) -> int:
+    """A whole number of at least `low`."""
+    value = table.get(key, default)
+    if value is None:
+        raise DefinitionError(f"{key}: is not there")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise DefinitionError(f"{key}: {value!r}; it must be a whole number of at least {low}")
+    return value

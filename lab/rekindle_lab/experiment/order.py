@@ -1,0 +1,92 @@
+"""The order of an experiment's runs: drawn at random once, and on disk before the first run begins.
+
+Within a block every treatment comes equally often, in a new random order. The file has the definition's own content and
+a digest of all, which every run's line repeats: a run of another order cannot be taken for one of this.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle_lab.experiment.definition import Experiment
+from rekindle_lab.experiment.files import write_whole
+
+FORMAT = 1
+
+
+class OrderError(ValueError):
+    """There is an order already, of another experiment."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that is to be done. Numbers count from 1."""
+
+    run: int
+    block: int
+    replication: int
+    treatment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A committed order."""
+
+    digest: str
+    runs: tuple[Planned, ...]
+
+
+def draw(experiment: Experiment) -> tuple[Planned, ...]:
+    """Draw the order from the experiment's seed."""
+    generator = np.random.default_rng(experiment.seed)
+    treatments = experiment.treatments()
+    each = experiment.replications // experiment.blocks
+    runs: list[Planned] = []
+    for block in range(1, experiment.blocks + 1):
+        todo = [(treatment, (block - 1) * each + number + 1) for treatment in treatments for number in range(each)]
+        for index in generator.permutation(len(todo)):
+            treatment, replication = todo[int(index)]
+            runs.append(Planned(len(runs) + 1, block, replication, treatment))
+    return tuple(runs)
+
+
+def content(experiment: Experiment, runs: tuple[Planned, ...]) -> dict[str, Any]:
+    """What `order.json` says, with its digest."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "experiment": experiment.name,
+        "question": experiment.question,
+        "seed": experiment.seed,
+        "replications": experiment.replications,
+        "blocks": experiment.blocks,
+        "factors": [{"name": factor.name, "levels": list(factor.levels)} for factor in experiment.factors],
+        "responses": [{"name": name} for name in experiment.responses],
+        "definition": experiment.document,
+        "runs": [asdict(run) for run in runs],
+    }
+    packed = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return {"digest": f"sha256:{hashlib.sha256(packed).hexdigest()}", **document}
+
+
+def commit(experiment: Experiment, path: Path) -> Order:
+    """The order at `path`, drawn and written if there is none. Raises `OrderError` if it is another experiment's."""
+    if not path.exists():
+        document = content(experiment, draw(experiment))
+        write_whole(path, json.dumps(document, indent=1) + "\n")
+    try:
+        document = json.loads(path.read_text())
+        runs = tuple(Planned(**run) for run in document["runs"])
+        # The runs are the file's, not drawn again: numpy may draw others from a seed one day.
+        expected = content(experiment, runs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OrderError(f"{path}: not the order of an experiment ({error!r}); give another --out") from error
+    for key in expected:
+        if document.get(key) != expected[key] and key != "digest":
+            raise OrderError(f"{path}: its {key} is not the definition's; give another --out")
+    if document["digest"] != expected["digest"]:
+        raise OrderError(f"{path}: its digest is wrong: the order was changed after it was committed")
+    return Order(document["digest"], runs)

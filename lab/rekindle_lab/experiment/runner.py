@@ -1,0 +1,100 @@
+"""What a run is: something that is given a treatment and gives responses, raw samples and versions."""
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rekindle_lab.experiment.definition import Experiment
+from rekindle_lab.experiment.order import Planned
+from rekindle_lab.rekindle import last_json
+
+
+class RunError(Exception):
+    """A run failed. `exit_status` is that of the program that did."""
+
+    def __init__(self, text: str, exit_status: int = 1, measured: "Measured | None" = None) -> None:
+        self.exit_status = exit_status
+        self.measured = measured
+        """What there is of it all the same."""
+        super().__init__(text)
+
+
+@dataclass
+class Measured:
+    """What a run gave."""
+
+    responses: dict[str, float] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Every raw sample, as it came."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Does runs, one at a time."""
+
+    def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
+        """What names the things that a run will make, so that `clear` finds them; JSON."""
+
+    def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
+        """Do a run from a fresh state, and leave nothing. Raises `RunError`."""
+
+    def clear(self, leaves: dict[str, Any]) -> None:
+        """Remove what a run that was killed has left. May be called again."""
+
+
+class CommandRunner:
+    """Each run is a program that is given its treatment as JSON in `REKINDLE_LAB_RUN`.
+
+    Its last line of standard output is `{"responses": {..}, "samples": [..], "versions": {..}}`; the latter two may be
+    left out. Another exit status than 0 is a failed run.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self.experiment = experiment
+        self.folder = folder
+
+    def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
+        """Nothing that we know of."""
+        del planned, attempt
+        return {}
+
+    def clear(self, leaves: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+    def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
+        """Run the program, in the folder of the definition."""
+        del leaves
+        given = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
+        argv = list(self.experiment.command.argv)
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(given)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunError(f"{argv[0]}: {error}") from error
+        try:
+            out, err = process.communicate(timeout=self.experiment.command.deadline_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RunError(f"{argv[0]}: not done within {error.timeout:g} s", 124) from error
+            raise
+        if process.returncode != 0:
+            raise RunError(f"{argv[0]}: exit status {process.returncode}: {err.strip()[-2000:]}", process.returncode)
+        try:
+            document = last_json(out)
+            return Measured(document["responses"], document.get("samples", []), document.get("versions", {}))
+        except (ValueError, KeyError) as error:
+            raise RunError(f"{argv[0]}: its last line is not a result ({error!r}): {out[-500:]}") from error

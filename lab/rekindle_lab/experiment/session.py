@@ -1,0 +1,137 @@
+"""One run after the other, in the committed order; started again after an interruption it goes on."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab.analysis.runs import FORMAT
+from rekindle_lab.experiment import order as orders
+from rekindle_lab.experiment.definition import Experiment
+from rekindle_lab.experiment.ledger import Ledger
+from rekindle_lab.experiment.order import Order, Planned
+from rekindle_lab.experiment.runner import Measured, RunError, Runner
+
+ORDER = "order.json"
+MOST_FAILURES = 3
+"""So many failures one after the other end a session: it is not the run then."""
+
+
+class SessionError(RuntimeError):
+    """A session ended early. What was done is kept."""
+
+
+@dataclass
+class Session:
+    """A session of an experiment in `folder`. `say` tells a person how far it is."""
+
+    experiment: Experiment
+    folder: Path
+    runner: Runner
+    versions: dict[str, str]
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+
+    def go(self, *, retry_failed: bool = False, most: int | None = None) -> int:
+        """Do the runs that are not done, `most` of them if that is given; gives how many are not done then."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with Ledger(self.folder) as ledger:
+            order = orders.commit(self.experiment, self.folder / ORDER)
+            if ledger.cut_off:
+                self.say(f"{ledger.cut_off} line was cut off by a crash; that run is done again")
+            self._clear(ledger)
+            over = ledger.done if retry_failed else ledger.done | ledger.failed
+            todo = [planned for planned in order.runs if planned.run not in over]
+            self.say(
+                f"{self.experiment.name}: {len(order.runs)} runs, {len(ledger.done)} done, "
+                f"{len(ledger.failed)} failed, {len(todo)} to do"
+            )
+            in_a_row = 0
+            for index, planned in enumerate(todo[:most]):
+                line = self._one(ledger, order, planned)
+                in_a_row = in_a_row + 1 if line["outcome"] == "failed" else 0
+                self._tell(ledger, planned, line, len(todo) - index - 1)
+                if in_a_row == MOST_FAILURES:
+                    raise SessionError(
+                        f"{MOST_FAILURES} runs failed one after the other, the last with: {line['error']}; "
+                        f"mend it and start again with --retry-failed"
+                    )
+            return len(order.runs) - len(ledger.done)
+
+    def _clear(self, ledger: Ledger) -> None:
+        """Remove what interrupted attempts have left."""
+        for begun in ledger.interrupted():
+            self.runner.clear(begun["leaves"])
+            ledger.clear(begun)
+            self.say(f"run {begun['run']}, attempt {begun['attempt']}: interrupted; done again")
+
+    def _one(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
+        attempt = ledger.attempts(planned.run) + 1
+        leaves = self.runner.leaves(planned, attempt)
+        began = time.time()
+        ledger.begin({"run": planned.run, "attempt": attempt, "began_unix_s": round(began, 3), "leaves": leaves})
+        clock = time.monotonic()
+        measured, error, status = Measured(), None, 0
+        try:
+            measured = self.runner.run(planned, self.experiment.settings(planned.treatment), leaves)
+            _check(measured, self.experiment.responses)
+        except RunError as failure:
+            error, status, measured = str(failure), failure.exit_status, failure.measured or measured
+        line = {
+            "format": FORMAT,
+            "experiment": self.experiment.name,
+            "order": order.digest,
+            "run": planned.run,
+            "of": len(order.runs),
+            "block": planned.block,
+            "replication": planned.replication,
+            "treatment": planned.treatment,
+            "attempt": attempt,
+            "outcome": "done" if error is None else "failed",
+            "exit_status": status,
+            "error": error,
+            "began_unix_s": round(began, 3),
+            "took_s": round(time.monotonic() - clock, 3),
+            "responses": _plain(measured.responses),
+            "samples": _plain(measured.samples),
+            "versions": {**self.versions, **measured.versions},
+        }
+        ledger.end(line)
+        return line
+
+    def _tell(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
+        treatment = ", ".join(f"{name}={level}" for name, level in planned.treatment.items())
+        usual_s = statistics.median(one["took_s"] for one in ledger.runs)
+        rest = f"{left} left, about {duration(left * usual_s)}" if left else "the last"
+        failed = f" FAILED: {line['error']}" if line["error"] else ""
+        took = f"{line['outcome']} in {duration(line['took_s'])}"
+        self.say(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")
+
+
+def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
+    """A run that lacks a response, or has none that is a number, has failed."""
+    for name in wanted:
+        value = measured.responses.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RunError(f"response {name}: {value!r} is not a finite number", measured=measured)
+    measured.responses = {name: measured.responses[name] for name in wanted}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Without what JSON has not: such a number becomes its name."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def duration(seconds: float) -> str:
+    """For people: `12 s`, `3 min`, `2 h 10 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,198 @@
+"""`rekindle-lab model`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle_lab.bench.report import table
+from rekindle_lab.models import crossing, figures, throughput
+from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
+from rekindle_lab.models.parameters import DAY_S, PAPER, ParameterError, Parameters, Timers, by_hand, measured
+from rekindle_lab.models.simulation import simulate
+from rekindle_lab.say import fail
+
+
+def chosen(
+    paper: str | None,
+    file: Path | None,
+    results: Path | None,
+    guests: str | None,
+    os_guests: str | None,
+    os_downtime_s: float | None,
+) -> Parameters:
+    """The parameters that the options name. Raises `ParameterError`."""
+    if sum(given is not None for given in (paper, file, results)) != 1:
+        raise ParameterError("give one of --paper, --parameters and --measured")
+    if paper is not None:
+        if paper not in PAPER:
+            raise ParameterError(f"--paper: no '{paper}'; there are: {', '.join(PAPER)}")
+        return PAPER[paper]
+    if file is not None:
+        return by_hand(file)
+    if guests is None:
+        raise ParameterError("--measured needs --guests, as in the first column of its table")
+    return measured(results, guests, os_guests, os_downtime_s)  # type: ignore[arg-type]
+
+
+def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
+    """What the models say of each technique, with units in the names."""
+    found = []
+    for name, technique in parameters.techniques.items():
+        at = (technique, parameters.os, parameters.timers)
+        up = availability(*at)
+        found.append(
+            {
+                "technique": name,
+                "availability": round(up, 9),
+                "nines": nines(up),
+                "downtime_s_per_vmm_interval": round(downtime_s(*at), 4),
+                "os_reboots_per_vmm_interval": round(os_reboots(technique, parameters.timers), 5),
+                "performance": round(throughput.performance(*at), 9),
+                f"index_of_{hosts}_hosts": round(throughput.index(*at, hosts), 9),
+            }
+        )
+    return found
+
+
+def cross(parameters: Parameters) -> list[dict[str, Any]]:
+    """All crossings of each two techniques: in hosts, and in both intervals up to four times what they are."""
+    names = list(parameters.techniques)
+    timers = parameters.timers
+    found = []
+    for index, one in enumerate(names):
+        for other in names[index + 1 :]:
+            places = {
+                "hosts": crossing.in_hosts(parameters, one, other),
+                "os_interval_d": crossing.in_os_interval(
+                    parameters, one, other, timers.os_interval_s / 28, timers.vmm_interval_s * 4
+                ),
+                "vmm_interval_d": crossing.in_vmm_interval(
+                    parameters, one, other, timers.vmm_interval_s / 28, timers.vmm_interval_s * 4
+                ),
+            }
+            for what, crossings in places.items():
+                unit = DAY_S if what.endswith("_d") else 1.0
+                found += [
+                    {"of": one, "and": other, "in": what, "at": place.at / unit, "jump": place.jump}
+                    for place in crossings
+                ]
+    return found
+
+
+def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
+    """Closed form and simulation side by side."""
+    found = []
+    for name, technique in parameters.techniques.items():
+        at = (technique, parameters.os, parameters.timers)
+        result = simulate(*at, seed=seed)
+        pairs = ((availability, result.availability), (throughput.performance, result.performance))
+        for formula, estimate in pairs:
+            value = formula(*at)
+            found.append(
+                {
+                    "technique": name,
+                    "what": formula.__name__,
+                    "formula": round(value, 9),
+                    "simulated": round(estimate.mean, 9),
+                    "ci99_low": round(estimate.low, 9),
+                    "ci99_high": round(estimate.high, 9),
+                    "agrees": estimate.holds(value),
+                }
+            )
+    return found
+
+
+def write_figures(own: Parameters | None, out: Path) -> list[Path]:
+    """Figures 9, 10 and 16 as PNG, with the paper's parameters and beside them one's `own`; their curves as CSV."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for number, curves, paper, label in (
+        (9, figures.figure_9, PAPER["jboss"], "availability"),
+        (10, figures.figure_10, PAPER["jboss"], "availability"),
+        (16, figures.figure_16, PAPER["cluster"], "performance index"),
+    ):
+        panels = {"paper": (paper.source, curves(paper))}
+        if own is not None:
+            panels["own"] = (own.source, curves(own))
+        path = out / f"figure-{number}.png"
+        figures.draw(list(panels.values()), path, label)
+        written.append(path)
+        for whose, (_, frame) in panels.items():
+            csv = out / f"figure-{number}-{whose}.csv"
+            frame.to_csv(csv, index=False)
+            written.append(csv)
+    return written
+
+
+SHARES = ("availability", "performance", "formula", "simulated", "ci99_low", "ci99_high")
+
+
+def readable(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for people: shares near 1 with their digits."""
+
+    def cell(key: str, value: object) -> object:
+        share = key in SHARES or key.startswith("index_of")
+        return f"{value:.8f}" if share and isinstance(value, float) else value
+
+    return [{key: cell(key, value) for key, value in row.items()} for row in found]
+
+
+def command(
+    paper: Annotated[str | None, typer.Option(help="RootHammer's own figures: jboss (5.5) or cluster (6).")] = None,
+    parameters: Annotated[Path | None, typer.Option(help="A TOML file with measured figures.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="The JSON of `make bench TOPIC=vmm`.")] = None,
+    guests: Annotated[str | None, typer.Option(help='Its rows to take, such as "11 x micro 256M".')] = None,
+    os_guests: Annotated[str | None, typer.Option(help="Its rows whose cold gap is an OS reboot's.")] = None,
+    os_downtime_s: Annotated[float | None, typer.Option(help="Or how long an OS reboot takes.")] = None,
+    vmm_interval_d: Annotated[float | None, typer.Option(help="Renew the VMM every so many days.")] = None,
+    os_interval_d: Annotated[float | None, typer.Option(help="Reboot each OS every so many days.")] = None,
+    hosts: Annotated[int, typer.Option(help="Size of the cluster.")] = 100,
+    simulation: Annotated[bool, typer.Option("--simulate", help="Check each formula by simulation.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 1,
+    figures_to: Annotated[
+        Path | None, typer.Option("--figures", help="Draw figures 9, 10, 16 into this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """What measured downtimes mean: availability, nines, cluster throughput, and where techniques cross.
+
+    Example: rekindle-lab model --paper jboss --simulate
+    """
+    try:
+        given = chosen(paper, parameters, measured, guests, os_guests, os_downtime_s)
+        timers = given.timers
+        given = given.at(
+            Timers(
+                timers.vmm_interval_s if vmm_interval_d is None else vmm_interval_d * DAY_S,
+                timers.os_interval_s if os_interval_d is None else os_interval_d * DAY_S,
+            )
+        )
+        document: dict[str, Any] = {
+            "source": given.source,
+            "vmm_interval_s": given.timers.vmm_interval_s,
+            "os_interval_s": given.timers.os_interval_s,
+            "os_downtime_s": given.os.downtime_s,
+            "notes": list(given.notes),
+            "techniques": rows(given, hosts),
+            "crossings": cross(given),
+        }
+        if simulation:
+            document["simulated"] = simulated(given, seed)
+        if figures_to is not None:
+            document["figures"] = [str(path) for path in write_figures(None if paper else given, figures_to)]
+    except (ParameterError, OSError) as error:
+        raise fail("model", error) from error
+    if as_json:
+        print(json.dumps(document))
+        return
+    days = f"VMM every {given.timers.vmm_interval_s / DAY_S:g} days, OS every {given.timers.os_interval_s / DAY_S:g}"
+    print(table(readable(document["techniques"]), f"{given.source}: {days}"))
+    print()
+    print(table(document["crossings"], "Crossings"))
+    if simulation:
+        print()
+        print(table(readable(document["simulated"]), "Formula and simulation"))
+    for note in (*given.notes, *(f"wrote {path}" for path in document.get("figures", []))):
+        print(f"  {note}")

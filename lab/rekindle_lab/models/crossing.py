@@ -1,0 +1,96 @@
+"""Where one technique overtakes another: solved, not read off a figure."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy.optimize import brentq
+
+from rekindle_lab.models import throughput
+from rekindle_lab.models.availability import availability
+from rekindle_lab.models.parameters import Parameters, Technique, Timers
+
+SAMPLES = 64
+"""Points at which a smooth piece is looked at for a change of sign."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """At `at` the difference changes its sign; with `jump` it leaps over 0 there (a floor), else it is 0."""
+
+    at: float
+    jump: bool = False
+
+
+def crossings(
+    difference: Callable[[float], float], low: float, high: float, breaks: Iterable[float] = ()
+) -> list[Crossing]:
+    """All places between `low` and `high` (more than 0) where `difference` changes its sign, in their order.
+
+    `breaks`: where it is not continuous. Between two of them it must change its sign at most once for each of `SAMPLES`
+    pieces, equal in the logarithm.
+    """
+    if not 0 < low < high:
+        raise ValueError(f"crossings need 0 < low < high, not {low:g} and {high:g}")
+    edges = sorted({low, high, *(b for b in breaks if low < b < high)})
+    found: list[Crossing] = []
+    last_sign = 0.0
+    for left, right in pairwise(edges):
+        # A floor belongs to one side of its break: look just inside the piece.
+        begin, end = math.nextafter(left, math.inf) * (1 + 1e-12), math.nextafter(right, 0.0) * (1 - 1e-12)
+        points = np.geomspace(begin, end, SAMPLES)
+        points[0], points[-1] = begin, end
+        values = [difference(float(point)) for point in points]
+        first = next((math.copysign(1, value) for value in values if value != 0), 0.0)
+        if last_sign and first and first != last_sign:
+            found.append(Crossing(left, jump=True))
+        for (a, at_a), (b, at_b) in pairwise(zip(points, values, strict=True)):
+            if at_a * at_b < 0:
+                found.append(Crossing(float(brentq(difference, a, b, xtol=1e-9 * b, rtol=1e-14))))
+            elif at_b == 0 and at_a != 0:
+                found.append(Crossing(float(b)))
+        last_sign = next((math.copysign(1, value) for value in reversed(values) if value != 0), last_sign)
+    return found
+
+
+def in_hosts(parameters: Parameters, one: str, other: str, low: float = 2, high: float = 1e7) -> list[Crossing]:
+    """Sizes of a cluster at which the throughputs of two techniques cross (section 6.3)."""
+    a, b = parameters.technique(one), parameters.technique(other)
+    os, timers = parameters.os, parameters.timers
+    return crossings(
+        lambda hosts: throughput.index(a, os, timers, hosts) - throughput.index(b, os, timers, hosts), low, high
+    )
+
+
+def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
+    """Intervals of the OS, in seconds, at which the availabilities of two techniques cross (figure 9)."""
+    a, b = parameters.technique(one), parameters.technique(other)
+    vmm_s = parameters.timers.vmm_interval_s
+    breaks = [
+        edge for technique in (a, b) if technique.coupled for edge in _os_breaks(technique, vmm_s, low_s)
+    ]  # a floor steps there
+    return crossings(lambda os_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
+
+
+def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
+    """Intervals of the VMM, in seconds, at which the availabilities of two techniques cross (figure 10)."""
+    a, b = parameters.technique(one), parameters.technique(other)
+    os_s = parameters.timers.os_interval_s
+    breaks = [
+        technique.vmm_downtime_s + count * os_s
+        for technique in (a, b)
+        if technique.coupled
+        for count in range(1, math.ceil(high_s / os_s) + 1)
+    ]
+    return crossings(lambda vmm_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
+
+
+def _os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
+    room_s = vmm_s - technique.vmm_downtime_s
+    return [room_s / count for count in range(1, math.floor(room_s / low_s) + 1)]
+
+
+def _difference(parameters: Parameters, one: Technique, other: Technique, timers: Timers) -> float:
+    return availability(one, parameters.os, timers) - availability(other, parameters.os, timers)

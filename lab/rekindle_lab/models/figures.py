@@ -1,0 +1,88 @@
+"""Figures 9, 10 and 16 of RootHammer, with the paper's figures or with measured ones: curves as rows, and drawn."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from rekindle_lab import style
+from rekindle_lab.models import throughput
+from rekindle_lab.models.availability import availability
+from rekindle_lab.models.parameters import DAY_S, Parameters, Timers
+
+POINTS = 800
+COLOURS = {**style.COLOURS, "migration": "#CC79A7", "live": "#56B4E9", "live-adaptive": "#777777"}
+LINES = {**style.LINES, "migration": (0, (5, 1)), "live": (0, (3, 1, 1, 1)), "live-adaptive": (0, (1, 2))}
+
+
+def figure_9(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
+    """Availability (share, to 1) against the OS's interval in days, the VMM's as it is."""
+    days = np.geomspace(0.25, longest_d, POINTS)
+    vmm_s = parameters.timers.vmm_interval_s
+    return _curves(parameters, "os_interval_d", days, lambda day: Timers(vmm_s, day * DAY_S))
+
+
+def figure_10(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
+    """Availability (share, to 1) against the VMM's interval in days, the OS's as it is."""
+    days = np.geomspace(0.25, longest_d, POINTS)
+    os_s = parameters.timers.os_interval_s
+    return _curves(parameters, "vmm_interval_d", days, lambda day: Timers(day * DAY_S, os_s))
+
+
+def _curves(
+    parameters: Parameters, column: str, days: Sequence[float], timers: Callable[[float], Timers]
+) -> pd.DataFrame:
+    table = {column: list(days)}
+    for name, technique in parameters.techniques.items():
+        table[f"{name}_availability"] = [availability(technique, parameters.os, timers(day)) for day in days]
+    return pd.DataFrame(table)
+
+
+def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
+    """Performance index (share, to 1) against the number of hosts of a cluster."""
+    hosts = np.unique(np.geomspace(2, most_hosts, POINTS).round())
+    table = {"hosts": list(hosts)}
+    for name, technique in parameters.techniques.items():
+        table[f"{name}_index"] = [
+            throughput.index(technique, parameters.os, parameters.timers, count) for count in hosts
+        ]
+    return pd.DataFrame(table)
+
+
+def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> None:
+    """A panel for each `(title, curves)`, side by side. The y axis is what is missing to 1, on a logarithmic scale."""
+    style.apply()
+    figure, all_axes = plt.subplots(
+        1, len(curves), figsize=(6.2 * len(curves), 4.2), squeeze=False, layout="constrained"
+    )
+    for axes, (title, table) in zip(all_axes[0], curves, strict=True):
+        x = table.columns[0]
+        for column in table.columns[1:]:
+            name = column.rsplit("_", 1)[0]
+            missing = 1 - table[column].where(table[column] < 1)
+            axes.plot(table[x], missing, label=name, color=COLOURS.get(name, style.FALLBACK), ls=LINES.get(name, "-"))
+        _towards_one(axes, 1 - table[table.columns[1:]].to_numpy())
+        if x == "hosts":
+            axes.set_xscale("log")
+        axes.set_xlabel(x.replace("_d", " (days)").replace("_", " "))
+        axes.set_ylabel(label)
+        axes.set_title(title)
+        axes.legend(loc="lower right", fontsize=8)
+    style.save(figure, path)
+
+
+def _towards_one(axes: Axes, missing: np.ndarray) -> None:
+    """1 is far up; 0.9, 0.99, 0.999, ... are equally far apart."""
+    axes.set_yscale("log")
+    seen = missing[missing > 0]
+    low, high = (float(seen.min()) / 1.5, min(1.0, float(seen.max()) * 1.5)) if seen.size else (1e-6, 1e-3)
+    axes.set_ylim(high, low)
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    ticks = [step * 10.0**power for power in range(-12, 1) for step in steps if low <= step * 10.0**power <= high]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{1 - value:.12f}".rstrip("0")))

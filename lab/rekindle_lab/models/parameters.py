@@ -1,0 +1,210 @@
+"""What the models start from: measured downtimes and degradations, and the two timers. Every name ends in its unit."""
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+DAY_S = 86_400.0
+
+
+class ParameterError(ValueError):
+    """A parameter is missing or impossible. The text names it."""
+
+
+def _check(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ParameterError(f"{name}: {value!r} is not a finite number")
+    if value < low or value > high or (open_low and value == low):
+        bounds = f"more than {low:g}" if open_low else f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+        raise ParameterError(f"{name}: {value:g}; it must be {bounds}")
+
+
+@dataclass(frozen=True)
+class Timers:
+    """Time-based rejuvenation: the VMM every `vmm_interval_s`, each guest's OS every `os_interval_s`."""
+
+    vmm_interval_s: float = 28 * DAY_S
+    os_interval_s: float = 7 * DAY_S
+
+    def __post_init__(self) -> None:
+        _check("vmm_interval_s", self.vmm_interval_s, 0, open_low=True)
+        _check("os_interval_s", self.os_interval_s, 0, open_low=True)
+
+
+@dataclass(frozen=True)
+class OsReboot:
+    """Rebooting one guest's OS: D_os, and delta and R_os of the paper."""
+
+    downtime_s: float
+    degraded_rate: float = 0.0
+    """Share of throughput lost (0 to 1) while the service is degraded around the reboot."""
+    degraded_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("os.downtime_s", self.downtime_s, 0)
+        _check("os.degraded_rate", self.degraded_rate, 0, 1)
+        _check("os.degraded_s", self.degraded_s, 0)
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One way to renew the VMM under n guests.
+
+    The paper's techniques differ in two switches only: with `coupled`, guests are rebooted with the VMM, so that the
+    timer of the OS starts anew (cold); with a `spare_hosts` of 1, a host stands empty for guests to move to.
+    """
+
+    name: str
+    vmm_downtime_s: float
+    """D(n): of one VM, for one renewal of the VMM."""
+    degraded_rate: float = 0.0
+    """Omega, omega', gamma or gamma': share of throughput lost (0 to 1) because of the renewal, while the VM is up."""
+    degraded_s: float = 0.0
+    """R_vmm, R'_vmm, (n - 1) D_m or M_l: for how long."""
+    coupled: bool = False
+    spare_hosts: int = 0
+
+    def __post_init__(self) -> None:
+        _check(f"technique.{self.name}.vmm_downtime_s", self.vmm_downtime_s, 0)
+        _check(f"technique.{self.name}.degraded_rate", self.degraded_rate, 0, 1)
+        _check(f"technique.{self.name}.degraded_s", self.degraded_s, 0)
+        _check(f"technique.{self.name}.spare_hosts", self.spare_hosts, 0)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """One set of figures: what was measured on one kind of host."""
+
+    source: str
+    """Where they come from."""
+    os: OsReboot
+    techniques: dict[str, Technique]
+    timers: Timers = field(default_factory=Timers)
+    notes: tuple[str, ...] = ()
+    """What is not measured but assumed."""
+
+    def technique(self, name: str) -> Technique:
+        """The technique of that name. Raises `ParameterError` that lists those there are."""
+        if name not in self.techniques:
+            raise ParameterError(f"no technique '{name}' in {self.source}; there are: {', '.join(self.techniques)}")
+        return self.techniques[name]
+
+    def at(self, timers: Timers) -> "Parameters":
+        """The same with other timers."""
+        return replace(self, timers=timers)
+
+
+def non_live(vm_downtime_s: float, vms: int, degraded_rate: float) -> Technique:
+    """Non-live migration: guests move one by one, each disturbed while the other n - 1 move (section 6.2.1)."""
+    return Technique("migration", vm_downtime_s, degraded_rate, (vms - 1) * vm_downtime_s, spare_hosts=1)
+
+
+def live(migration_s: float, degraded_rate: float, name: str = "live") -> Technique:
+    """Live migration: no downtime of its own, degraded for as long as it takes (section 6.2.2)."""
+    return Technique(name, 0.0, degraded_rate, migration_s, spare_hosts=1)
+
+
+ROOTHAMMER_JBOSS = Parameters(
+    "RootHammer 5.5 (JBoss, 11 VMs)",
+    OsReboot(34),
+    {
+        "warm": Technique("warm", 43),
+        "saved": Technique("saved", 434),
+        "cold": Technique("cold", 243, coupled=True),
+    },
+)
+"""Section 5.5, for figures 9 and 10."""
+
+ROOTHAMMER_CLUSTER = Parameters(
+    "RootHammer 6.1 and 6.2 (Apache, 11 VMs)",
+    OsReboot(41, 0.35, 410),
+    {
+        "warm": Technique("warm", 59, 0.61, 25),
+        "cold": Technique("cold", 219, 0.72, 397, coupled=True),
+        "migration": non_live(15, 11, 0.60),
+        "live": live(181, 0.57),
+        "live-adaptive": live(950, 0.23, "live-adaptive"),
+    },
+)
+"""Sections 6.1.3 and 6.2.3, for figure 16."""
+
+PAPER = {"jboss": ROOTHAMMER_JBOSS, "cluster": ROOTHAMMER_CLUSTER}
+
+
+def by_hand(path: Path) -> Parameters:
+    """Parameters from a TOML file: tables `timers`, `os` and `technique.NAME` with the fields' names as keys."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ParameterError(f"{path}: {error}") from error
+    try:
+        unknown = sorted(set(document) - {"timers", "os", "technique"})
+        if unknown:
+            raise ParameterError(f"unknown key '{unknown[0]}'; there are: timers, os, technique")
+        os = _build(OsReboot, "os", document.get("os"))
+        tables = document.get("technique")
+        if not isinstance(tables, dict) or not tables:
+            raise ParameterError("no [technique.NAME]; at least one is needed")
+        techniques = {name: _build(Technique, f"technique.{name}", table, name=name) for name, table in tables.items()}
+        timers = _build(Timers, "timers", document.get("timers", {}))
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from error
+    return Parameters(path.name, os, techniques, timers)
+
+
+def _build(kind: type, where: str, table: object, **given: str) -> Any:  # noqa: ANN401
+    if not isinstance(table, dict):
+        raise ParameterError(f"no table [{where}]")
+    allowed = [entry.name for entry in fields(kind) if entry.name not in given]
+    unknown = sorted(set(table) - set(allowed))
+    if unknown:
+        raise ParameterError(f"{where}: unknown key '{unknown[0]}'; there are: {', '.join(allowed)}")
+    try:
+        return kind(**given, **table)
+    except TypeError as error:
+        raise ParameterError(f"{where}: {error}") from error
+
+
+GAPS_TABLE = "Guest-stopped time and service gap"
+"""The table of `make bench TOPIC=vmm` that the downtimes are taken from."""
+COUPLED = ("cold",)
+
+
+def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_s: float | None = None) -> Parameters:
+    """Parameters from the JSON of `make bench TOPIC=vmm`: downtimes are median service gaps as a client saw them.
+
+    `guests`: which rows (`"11 x micro 256M"`). The downtime of an OS reboot is given, or it is the cold gap of the rows
+    `os_guests`. Degradation is not in these results and is taken as 0, which `notes` says.
+    """
+    try:
+        document = json.loads(path.read_text())
+        rows = document["tables"][GAPS_TABLE]
+        found = [(row["guests"], row["how"], row["gap ms"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ParameterError(f"{path}: not the JSON of `make bench TOPIC=vmm`: {error!r}") from error
+    names = list(dict.fromkeys(name for name, _, _ in found))
+
+    def gaps_s(wanted: str) -> dict[str, float]:
+        gaps = {how: gap / 1e3 for name, how, gap in found if name == wanted and gap is not None}
+        if not gaps:
+            raise ParameterError(f"{path}: no guests '{wanted}'; there are: {', '.join(names)}")
+        return gaps
+
+    gaps = gaps_s(guests)
+    notes = [
+        "the VMM renewed here is a guest's QEMU process, not the host",
+        "degradation around renewals is not in these results; it is taken as 0",
+    ]
+    if os_downtime_s is None:
+        if os_guests is None:
+            raise ParameterError("the downtime of an OS reboot is not known: give it, or the guests to take it from")
+        cold = gaps_s(os_guests)
+        if "cold" not in cold:
+            raise ParameterError(f"{path}: no row 'cold' for guests '{os_guests}'")
+        os_downtime_s = cold["cold"]
+        notes.append(f"an OS reboot takes as long as a cold reboot of {os_guests}: {os_downtime_s:.3g} s")
+    techniques = {how: Technique(how, gap, coupled=how in COUPLED) for how, gap in gaps.items()}
+    return Parameters(f"{path.name}, {guests}", OsReboot(os_downtime_s), techniques, notes=tuple(notes))

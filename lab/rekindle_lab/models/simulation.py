@@ -1,0 +1,227 @@
+"""The rejuvenation timers of figures 2 and 3, event by event, to check the closed forms and the rules they assume.
+
+A VM has two timers. While the VMM is renewed the VM is down and its OS timer stands still (`Rules.os_timer_stops`);
+an OS reboot under way then is held up, not lost. A coupled technique reboots the guests with the VMM: the OS timer
+starts anew (`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded
+time runs only while the VM is up.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from rekindle_lab.models.parameters import OsReboot, Technique, Timers
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The paper's assumptions; each can be turned off to see what it is worth."""
+
+    os_timer_stops: bool = True
+    """The timer of the OS stands still while the VMM is renewed."""
+    coupled_resets: bool = True
+    """A coupled renewal of the VMM starts the timer of the OS anew."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A simulated mean with its confidence interval; all are shares of time or throughput, to 1."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval has the value in it."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation found."""
+
+    availability: Estimate
+    performance: Estimate
+
+
+VMM_DUE, VMM_DONE, OS_DUE, OS_DONE = range(4)
+
+
+@dataclass
+class _Vm:
+    """One VM's life. Times are seconds."""
+
+    technique: Technique
+    os: OsReboot
+    timers: Timers
+    rules: Rules
+    variation: float
+    generator: np.random.Generator
+    now: float = 0.0
+    down: float = 0.0
+    lost: float = 0.0
+    renewing: bool = False
+    """The VMM is away."""
+    rebooting: bool = False
+    """The OS is; it may be held up by the VMM."""
+    windows: list[list[float]] = field(default_factory=list)
+    """Degraded times under way: share lost, seconds that are left."""
+    queue: list[tuple[float, int, int]] = field(default_factory=list)
+    ticket: int = 0
+    os_event: tuple[int, float, int] | None = None
+    """Ticket, time and kind of the OS's next event; events with another ticket are void."""
+    held: tuple[float, int] | None = None
+    """What is held up while the VMM is renewed: seconds that are left to the OS's next event, and its kind."""
+    away_since: float = 0.0
+    """When the VMM went."""
+    began: float = 0.0
+    """When the OS reboot under way began, moved on by what the VMM was away since."""
+    scheduled: float = 0.0
+    """When the VMM's renewal was due: waiting does not move the next one."""
+
+    def spread(self, mean: float) -> float:
+        """A duration of that mean, whose standard deviation is `variation` times the mean."""
+        if mean == 0 or self.variation == 0:
+            return mean
+        shape = 1 / self.variation**2
+        return float(self.generator.gamma(shape, mean / shape))
+
+    def push(self, at: float, kind: int) -> None:
+        self.ticket += 1
+        heapq.heappush(self.queue, (at, self.ticket, kind))
+        if kind in (OS_DUE, OS_DONE):
+            self.os_event = (self.ticket, at, kind)
+
+    def advance(self, to: float) -> None:
+        """Let time pass, and count what it costs."""
+        passed = to - self.now
+        self.now = to
+        if self.renewing or self.rebooting:
+            self.down += passed
+            return
+        for window in self.windows:
+            used = min(window[1], passed)
+            self.lost += window[0] * used
+            window[1] -= used
+        self.windows = [window for window in self.windows if window[1] > 0]
+
+    def start(self) -> None:
+        """Both timers begin somewhere in their intervals."""
+        self.scheduled = float(self.generator.uniform(0, self.timers.vmm_interval_s))
+        self.push(self.scheduled, VMM_DUE)
+        self.push(float(self.generator.uniform(0, self.timers.os_interval_s)), OS_DUE)
+
+    def step(self) -> None:
+        """The next event, which must be at `now`."""
+        _, ticket, kind = heapq.heappop(self.queue)
+        if kind in (OS_DUE, OS_DONE) and (self.os_event is None or self.os_event[0] != ticket):
+            return
+        (self.vmm_due, self.vmm_done, self.os_due, self.os_done)[kind]()
+
+    def vmm_due(self) -> None:
+        if self.technique.coupled and self.busy_s() > 0:
+            self.push(self.now + self.busy_s(), VMM_DUE)
+            return
+        self.renewing, self.away_since = True, self.now
+        if self.os_event is not None and (self.rules.os_timer_stops or self.rebooting):
+            _, at, kind = self.os_event
+            self.held, self.os_event = (at - self.now, kind), None
+        self.push(self.now + self.spread(self.technique.vmm_downtime_s), VMM_DONE)
+
+    def busy_s(self) -> float:
+        """For how long yet an OS reboot, with what it degrades, is under way."""
+        wait = max((window[1] for window in self.windows), default=0.0)
+        if self.rebooting and self.os_event is not None:
+            wait = max(wait, self.os.degraded_s) + self.os_event[1] - self.now
+        return wait
+
+    def vmm_done(self) -> None:
+        self.renewing = False
+        self.began += self.now - self.away_since  # matters only to a reboot that was held up
+        self.windows.append([self.technique.degraded_rate, self.technique.degraded_s])
+        if self.technique.coupled and self.rules.coupled_resets:
+            self.push(self.now + self.timers.os_interval_s, OS_DUE)
+        elif self.held is not None:
+            self.push(self.now + self.held[0], self.held[1])
+        self.held = None
+        self.scheduled += self.timers.vmm_interval_s
+        self.push(max(self.scheduled, self.now), VMM_DUE)
+
+    def os_due(self) -> None:
+        if self.renewing:  # only where the timer goes on: the guest is away, and is rebooted once it is back
+            self.os_event = None
+            self.held = (0.0, OS_DUE)
+            return
+        self.rebooting = True
+        self.began = self.now
+        self.push(self.now + self.spread(self.os.downtime_s), OS_DONE)
+
+    def os_done(self) -> None:
+        # The interval counts from the beginning of a reboot, as N = T_vmm / T_os has it.
+        self.rebooting = False
+        self.windows.append([self.os.degraded_rate, self.os.degraded_s])
+        took = self.now - self.began
+        self.push(self.now + max(0.0, self.timers.os_interval_s - took), OS_DUE)
+
+    def live(self, until: float) -> None:
+        while self.queue and self.queue[0][0] <= until:
+            self.advance(self.queue[0][0])
+            self.step()
+        self.advance(until)
+
+
+def one_vm(
+    technique: Technique,
+    os: OsReboot,
+    timers: Timers,
+    generator: np.random.Generator,
+    *,
+    intervals: int,
+    variation: float = 0.2,
+    rules: Rules | None = None,
+) -> tuple[float, float]:
+    """Availability and performance (shares, to 1) of one VM over so many intervals of the VMM, after two to settle."""
+    vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
+    vm.start()
+    settled = 2 * timers.vmm_interval_s
+    vm.live(settled)
+    down, lost = vm.down, vm.lost
+    length = intervals * timers.vmm_interval_s
+    vm.live(settled + length)
+    up = 1 - (vm.down - down) / length
+    return up, up - (vm.lost - lost) / length
+
+
+def simulate(
+    technique: Technique,
+    os: OsReboot,
+    timers: Timers,
+    *,
+    vms: int = 100,
+    intervals: int = 20,
+    variation: float = 0.2,
+    seed: int = 1,
+    confidence: float = 0.99,
+    rules: Rules | None = None,
+) -> Simulated:
+    """Simulate independent VMs; `variation`: standard deviation of every duration over its mean."""
+    generators = np.random.default_rng(seed).spawn(vms)
+    lives = [
+        one_vm(technique, os, timers, generator, intervals=intervals, variation=variation, rules=rules)
+        for generator in generators
+    ]
+    return Simulated(*(estimate([life[i] for life in lives], confidence) for i in range(2)))
+
+
+def estimate(values: Sequence[float], confidence: float) -> Estimate:
+    """Their mean with its interval by Student's t."""
+    mean, error = float(np.mean(values)), float(stats.sem(values))
+    half = error * float(stats.t.ppf((1 + confidence) / 2, len(values) - 1))
+    # Sums of a few million seconds are exact to about this.
+    half = max(half, 1e-12)
+    return Estimate(mean, mean - half, mean + half, len(values)) if math.isfinite(half) else Estimate(mean, 0, 1, 1)

@@ -1,0 +1,32 @@
+"""Throughput of a cluster by RootHammer's equations 3 to 6."""
+
+from rekindle_lab.models.availability import availability, os_reboots
+from rekindle_lab.models.parameters import OsReboot, ParameterError, Technique, Timers
+
+
+def degraded_share(technique: Technique, os: OsReboot, timers: Timers) -> float:
+    """Average share of throughput (to 1) that is lost while VMs are up, around renewals."""
+    around_vmm_s = technique.degraded_rate * technique.degraded_s
+    around_os_s = os_reboots(technique, timers) * os.degraded_rate * os.degraded_s
+    return (around_vmm_s + around_os_s) / timers.vmm_interval_s
+
+
+def performance(technique: Technique, os: OsReboot, timers: Timers) -> float:
+    """Average throughput of a serving host, as a share (to 1) of what it has when nothing is renewed."""
+    return availability(technique, os, timers) - degraded_share(technique, os, timers)
+
+
+def throughput_per_s(
+    technique: Technique, os: OsReboot, timers: Timers, hosts: float, per_host_per_s: float = 1.0
+) -> float:
+    """Total throughput of `hosts` hosts: P_w (3), P_c (4), P_m (5), P_l (6), in requests per second."""
+    if hosts <= technique.spare_hosts:
+        raise ParameterError(
+            f"hosts: {hosts:g}; {technique.name} keeps {technique.spare_hosts} empty, so it must be more"
+        )
+    return performance(technique, os, timers) * (hosts - technique.spare_hosts) * per_host_per_s
+
+
+def index(technique: Technique, os: OsReboot, timers: Timers, hosts: float) -> float:
+    """Section 6.3's performance index: that throughput as a share (to 1) of all hosts' without renewals."""
+    return throughput_per_s(technique, os, timers, hosts) / hosts

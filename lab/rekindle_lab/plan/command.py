@@ -1,0 +1,179 @@
+"""`rekindle-lab plan`."""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle_lab.bench.report import table
+from rekindle_lab.experiment.definition import DefinitionError
+from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
+from rekindle_lab.plan.choose import Choice, choose
+from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
+from rekindle_lab.plan.rolling import Rolling, roll
+from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.say import fail
+
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan."""
+
+    fleet: Fleet
+    choices: dict[tuple[str, str], Choice]
+    """By hosts' and VMs' name in the file."""
+    rolling: Rolling
+    performance: float
+    """Average throughput of all hosts, as a share (to 1) of what it is without renewals."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What of the target cannot be reached, in words."""
+        missed = [
+            f"{hosts}/{vms}: availability {choice.availability:.6f}, the target is {self.fleet.availability:g}; "
+            f"with {choice.vmm} and {choice.os} it needs longer intervals or shorter downtimes"
+            for (hosts, vms), choice in self.choices.items()
+            if not choice.meets
+        ]
+        return [*missed, *self.rolling.conflicts]
+
+
+def make(fleet: Fleet) -> Plan:
+    """Plan: technique and intervals of each kind of VM, then the order of the hosts."""
+    longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
+    choices: dict[tuple[str, str], Choice] = {}
+    away_s, spare, served, all_vms = 0.0, 0, 0.0, 0
+    for hosts in fleet.hosts:
+        for vms in hosts.vms:
+            choice = _choice(fleet, vms, longest)
+            choices[hosts.name, vms.name] = choice
+            technique = fleet.vmm[choice.vmm]
+            away_s = max(away_s, technique.vmm_downtime_s + technique.degraded_s)
+            spare = max(spare, technique.spare_hosts)
+            count = hosts.count * vms.count
+            served += count * choice.performance
+            all_vms += count
+    performance = served / all_vms * (fleet.size - spare) / fleet.size
+    return Plan(fleet, choices, roll(fleet, longest.vmm_interval_s, away_s), performance)
+
+
+def _choice(fleet: Fleet, vms: Vms, longest: Timers) -> Choice:
+    techniques = tuple(fleet.vmm[name] for name in vms.allow_vmm)
+    reboots = tuple((name, fleet.os[name]) for name in vms.allow_os)
+    return choose(techniques, reboots, longest, fleet.availability)
+
+
+def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
+    """One host's part: its place in the order, and its VMs' OS reboots evenly over their interval."""
+    if name not in plan.rolling.hosts:
+        raise DefinitionError(f"--host: no host '{name}' in the plan")
+    place = plan.rolling.hosts.index(name)
+    hosts = next(one for one in plan.fleet.hosts if name in one.names)
+    vms = _vms(plan, hosts, place, start_unix_s)
+    phase = start_unix_s + round(place * plan.rolling.spacing_s)
+    return HostPlan(name, plan.fleet.scope, round(plan.fleet.vmm_interval_max_s), phase, tuple(vms))
+
+
+def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
+    named = [(vms, name) for vms in hosts.vms for name in vms.names]
+    found = []
+    for index, (vms, name) in enumerate(named):
+        choice = plan.choices[hosts.name, vms.name]
+        share = (place / plan.fleet.size + index) / len(named)
+        phase = start_unix_s + round(share * choice.os_interval_s)
+        found.append(Vm(name, choice.vmm, choice.os, choice.coupled, round(choice.os_interval_s), phase))
+    return found
+
+
+def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
+    """All of it, for machines."""
+    return {
+        "scope": plan.fleet.scope,
+        "target": {"availability": plan.fleet.availability, "capacity": plan.fleet.capacity},
+        "reached": not plan.problems,
+        "problems": plan.problems,
+        "vms": [
+            {"hosts": hosts, "vms": vms, **asdict(choice), "nines": choice.nines}
+            for (hosts, vms), choice in plan.choices.items()
+        ],
+        "performance": plan.performance,
+        "capacity": plan.rolling.capacity,
+        "at_once": plan.rolling.at_once,
+        "away_s": plan.rolling.away_s,
+        "spacing_s": plan.rolling.spacing_s,
+        "start_unix_s": start_unix_s,
+        "order": list(plan.rolling.hosts),
+    }
+
+
+def text(plan: Plan, start: datetime) -> str:
+    """The same for people."""
+
+    def days(seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds / DAY_S:.3g} d"
+
+    rows = [
+        {
+            "hosts": hosts,
+            "VMs": vms,
+            "VMM by": choice.vmm,
+            "every": days(choice.vmm_interval_s),
+            "OS by": choice.os,
+            "every ": days(choice.os_interval_s),
+            "timers": "coupled" if choice.coupled else "independent",
+            "availability": f"{choice.availability:.7f}",
+            "nines": choice.nines,
+            "target": "" if plan.fleet.availability is None else "met" if choice.meets else "MISSED",
+            "VMM no oftener than": days(choice.vmm_interval_min_s),
+            "OS no oftener than": days(choice.os_interval_min_s),
+        }
+        for (hosts, vms), choice in plan.choices.items()
+    ]
+    rolling = plan.rolling
+    shown = [
+        {"host": name, "first at": f"{start + timedelta(seconds=index * rolling.spacing_s):%Y-%m-%d %H:%M:%S} UTC"}
+        for index, name in enumerate(rolling.hosts[:SHOWN])
+    ]
+    more = f"\n  and {len(rolling.hosts) - SHOWN} more (--json has all)" if len(rolling.hosts) > SHOWN else ""
+    size, spacing, away = plan.fleet.size, f"{rolling.spacing_s:.4g} s", f"{rolling.away_s:.4g} s"
+    cluster = (
+        f"{size} hosts, one every {spacing}, each away or degraded for {away}: {rolling.at_once} at once at most; "
+        f"capacity never below {rolling.capacity:.6f}, {plan.performance:.7f} on average"
+    )
+    problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
+    return f"{table(rows, 'What, how and how often')}\n\n{cluster}\n\n{table(shown, 'Order')}{more}{problems}"
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="Hosts, VMs, measured downtimes, target (TOML).")],
+    start: Annotated[datetime | None, typer.Option(help="When it begins, UTC. [default: next midnight]")] = None,
+    json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    timers: Annotated[Path | None, typer.Option(help="Write systemd units of --host into this folder.")] = None,
+    host: Annotated[str | None, typer.Option(help="Whose units.")] = None,
+    rekindle: Annotated[str, typer.Option(help="The program's path on that host.")] = "/usr/bin/rekindle",
+) -> None:
+    """What to renew, how and when, so that availability and capacity are kept.
+
+    Exit status 0: the target is reached; 1: it is not, and the plan says why; 2: wrong input.
+    """
+    try:
+        plan = make(load(file))
+        begin = start or datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+        begin = begin.replace(tzinfo=UTC)
+        if timers is not None:
+            if host is None and plan.fleet.size > 1:
+                raise DefinitionError("--timers needs --host: units are a host's own")
+            own = of_host(plan, host or plan.rolling.hosts[0], int(begin.timestamp()))
+            timers.mkdir(parents=True, exist_ok=True)
+            for name, content in units(own, rekindle).items():
+                (timers / name).write_text(content)
+            (timers / "rekindle-due").chmod(0o755)
+    except (DefinitionError, ParameterError, OSError) as error:
+        raise fail("plan", error) from error
+    print(json.dumps(as_json(plan, int(begin.timestamp()))) if json_out else text(plan, begin))
+    raise typer.Exit(1 if plan.problems else 0)

@@ -1,0 +1,159 @@
+"""What a plan starts from: hosts and their VMs, what was measured, what is wanted, and how long things may go on."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab.experiment.definition import DefinitionError, known, tables, text, whole
+from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
+
+SCOPES = ("vmm", "host")
+TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "vmm", "os", "hosts")
+
+
+@dataclass(frozen=True)
+class Vms:
+    """VMs of a host that are alike: `name`, or `name-1`, `name-2`, ... if there are several."""
+
+    name: str
+    count: int
+    allow_vmm: tuple[str, ...]
+    """Techniques that may renew the VMM under it."""
+    allow_os: tuple[str, ...]
+    """Techniques that may reboot its OS."""
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that are alike. Those of one `group` must not be away at the same time more than they must."""
+
+    name: str
+    count: int
+    group: str | None
+    vms: tuple[Vms, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All of it. Intervals are seconds, targets shares to 1."""
+
+    scope: str
+    vmm_interval_max_s: float
+    os_interval_max_s: float
+    availability: float | None
+    capacity: float | None
+    """Share of hosts that must serve undisturbed at every moment."""
+    vmm: dict[str, Technique]
+    os: dict[str, OsReboot]
+    hosts: tuple[Hosts, ...]
+
+    @property
+    def size(self) -> int:
+        """How many hosts."""
+        return sum(hosts.count for hosts in self.hosts)
+
+
+def load(path: Path) -> Fleet:
+    """From a file. Raises `DefinitionError` that names file, place and mend."""
+    try:
+        return parse(tomllib.loads(path.read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DefinitionError, ParameterError) as error:
+        raise DefinitionError(f"{path}: {error}") from error
+
+
+def parse(document: dict[str, Any]) -> Fleet:
+    """From the TOML's content."""
+    known(document, TOP, "the file")
+    scope = text(document, "scope", "vmm")
+    if scope not in SCOPES:
+        raise DefinitionError(f"scope: '{scope}'; there are: {', '.join(SCOPES)}")
+    target = document.get("target", {})
+    known(target, ("availability", "capacity"), "target")
+    vmm = _measured(document, "vmm", Technique, named=True)
+    os = _measured(document, "os", OsReboot, named=False)
+    hosts = tuple(_hosts(table, tuple(vmm), tuple(os)) for table in tables(document, "hosts"))
+    if not hosts:
+        raise DefinitionError("no [[hosts]]; at least one is needed")
+    names = [name for group in hosts for name in group.names]
+    double = next((name for name in names if names.count(name) > 1), None) if len(set(names)) != len(names) else None
+    if double is not None:
+        raise DefinitionError(f"hosts: '{double}' is there twice")
+    return Fleet(
+        scope,
+        _days(document, "vmm_interval_max_d"),
+        _days(document, "os_interval_max_d"),
+        _share(target, "availability"),
+        _share(target, "capacity"),
+        vmm,
+        os,
+        hosts,
+    )
+
+
+def _measured(document: dict[str, Any], key: str, kind: type, *, named: bool) -> dict[str, Any]:
+    given = document.get(key)
+    if not isinstance(given, dict) or not given:
+        raise DefinitionError(f"no [{key}.NAME]; at least one technique with its downtime is needed")
+    made = {}
+    for name, table in given.items():
+        where = f"{key}.{name}"
+        if not isinstance(table, dict):
+            raise DefinitionError(f"{where}: must be a table")
+        known(table, [field for field in kind.__dataclass_fields__ if field != "name"], where)
+        try:
+            made[name] = kind(name=name, **table) if named else kind(**table)
+        except TypeError as error:
+            raise DefinitionError(f"{where}: {error}") from error
+    return made
+
+
+def _days(document: dict[str, Any], key: str) -> float:
+    value = document.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 36_500:
+        said = "is not there" if value is None else f"{value!r}; it must be more than 0"
+        raise DefinitionError(f"{key}: {said} (days that may pass at most; `rekindle-lab aging` finds them)")
+    return value * DAY_S
+
+
+def _share(target: dict[str, Any], key: str) -> float | None:
+    value = target.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1):
+        raise DefinitionError(f"target.{key}: {value!r}; it must be between 0 and 1")
+    return value
+
+
+def _hosts(table: dict[str, Any], vmm: tuple[str, ...], os: tuple[str, ...]) -> Hosts:
+    known(table, ("name", "count", "group", "vms"), "hosts")
+    name = text(table, "name")
+    vms = tuple(_vms(one, name, vmm, os) for one in tables(table, "vms"))
+    if not vms:
+        raise DefinitionError(f"hosts '{name}': no [[hosts.vms]]; at least one is needed")
+    names = [one for group in vms for one in group.names]
+    if len(set(names)) != len(names):
+        raise DefinitionError(f"hosts '{name}': two VMs have the same name")
+    return Hosts(name, whole(table, "count", 1, low=1), table.get("group"), vms)
+
+
+def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, ...]) -> Vms:
+    where = f"hosts '{host}', vms"
+    known(table, ("name", "count", "allow_vmm", "allow_os"), where)
+    allowed = {}
+    for key, there in (("allow_vmm", vmm), ("allow_os", os)):
+        given = table.get(key, list(there))
+        unknown = [name for name in given if name not in there]
+        if unknown or not given:
+            what = f"'{unknown[0]}' was not measured" if unknown else "is empty"
+            raise DefinitionError(f"{where}: {key}: {what}; there are: {', '.join(there)}")
+        allowed[key] = tuple(given)
+    return Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)

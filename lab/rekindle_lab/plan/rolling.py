@@ -1,0 +1,84 @@
+"""The order in which hosts are renewed: evenly over the interval, those of one group far from each other."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle_lab.plan.fleet import Fleet
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """The order. Host i is renewed `i * spacing_s` seconds after the start, and so every interval."""
+
+    hosts: tuple[str, ...]
+    spacing_s: float
+    away_s: float
+    """How long a host is away or degraded, at most."""
+    at_once: int
+    """So many are at the same time, at most."""
+    most_at_once: int | None
+    """So many the capacity allows."""
+    conflicts: tuple[str, ...]
+    """In words: what cannot be kept."""
+
+    @property
+    def capacity(self) -> float:
+        """Share (to 1) of hosts that are undisturbed at every moment."""
+        return 1 - self.at_once / len(self.hosts)
+
+
+def roll(fleet: Fleet, interval_s: float, away_s: float) -> Rolling:
+    """Lay out the order for an interval, if each host takes `away_s`."""
+    size = fleet.size
+    spacing = interval_s / size
+    at_once = min(size, max(1, math.ceil(away_s / spacing))) if away_s > 0 else 0
+    most = None if fleet.capacity is None else math.floor(size * (1 - fleet.capacity) + 1e-9)
+    conflicts = []
+    if most is not None and at_once > most:
+        possible = (
+            f"an interval of {size * away_s / most / 86400:.3g} days would do"
+            if most
+            else (f"with {size} hosts none may be away; {math.ceil(1 / (1 - fleet.capacity))} hosts would do")
+        )
+        conflicts.append(
+            f"capacity {fleet.capacity:g} allows {most} of {size} hosts at once, it needs {at_once}: {possible}"
+        )
+    names, groups = _interleave(fleet)
+    conflicts += _too_near(groups, at_once, away_s)
+    return Rolling(tuple(names), spacing, away_s, at_once, most, tuple(conflicts))
+
+
+def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
+    """Hosts so that those of a group are evenly far from each other."""
+    members: dict[object, list[tuple[str, str | None]]] = defaultdict(list)
+    for hosts in fleet.hosts:
+        key = hosts.group if hosts.group is not None else ("alone", hosts.name)
+        members[key] += [(name, hosts.group) for name in hosts.names]
+    placed = []
+    for rank, group in enumerate(members.values()):
+        shift = (rank + 0.5) / len(members)
+        placed += [((index + shift) / len(group), rank, one) for index, one in enumerate(group)]
+    placed.sort(key=lambda entry: entry[:2])
+    return [one[0] for _, _, one in placed], [one[1] for _, _, one in placed]
+
+
+def _too_near(groups: list[str | None], at_once: int, away_s: float) -> list[str]:
+    """Groups of which two would be away at the same time; the order goes round."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        if group is not None:
+            places[group].append(index)
+    found = []
+    for group, at in places.items():
+        if len(at) < 2:
+            continue
+        gaps = np.diff([*at, at[0] + len(groups)])
+        if gaps.min() < at_once:
+            days = len(groups) * away_s / gaps.min() / 86400
+            found.append(
+                f"group '{group}': two of its {len(at)} hosts are away at once; an interval of {days:.3g} days would do"
+            )
+    return found

@@ -1,0 +1,117 @@
+"""The page and the files beside it, from the lines of the runs alone."""
+
+import base64
+import csv
+import gzip
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rekindle_lab.analysis import tables
+from rekindle_lab.analysis.judge import Verdict
+from rekindle_lab.analysis.runs import Runs
+from rekindle_lab.report import plots
+
+PAGE = "report.html"
+
+
+def cell(value: object) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def flat(runs: Runs) -> list[dict[str, Any]]:
+    """Every attempt as a row: factors and responses are columns of their own, with their units."""
+    factors = list(dict.fromkeys(name for line in runs.lines for name in line["treatment"]))
+    return [
+        {
+            "run": line["run"],
+            "block": line["block"],
+            "attempt": line["attempt"],
+            **{name: line["treatment"].get(name) for name in factors},
+            "outcome": line["outcome"],
+            "exit_status": line.get("exit_status", 0),
+            "took_s": line.get("took_s"),
+            **{name: line["responses"].get(name) for name in runs.responses},
+            "error": line.get("error"),
+        }
+        for line in runs.lines
+    ]
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """Rows as CSV, numbers with all their digits."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
+    """Write page, PNG and CSV files into `folder`, which is made anew; gives the page's path.
+
+    A folder that was there stays until the new one is whole.
+    """
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    alpha = verdicts[0].alpha
+    responses = []
+    for verdict in verdicts:
+        response = verdict.response
+        png = beside / f"{response.name}.png"
+        plots.draw(runs, response, png)
+        found = tables.of_response(response, runs.factor, alpha)
+        for title, rows in found.items():
+            words = "-".join("".join(c if c.isalnum() else " " for c in title.lower().split(" (")[0]).split())
+            (beside / f"{response.name}-{words}.csv").write_text(as_csv(rows))
+        responses.append(
+            {
+                "name": response.name,
+                "title": tables.heading(response.name),
+                "png": base64.b64encode(png.read_bytes()).decode(),
+                "notes": response.notes,
+                "tables": found,
+            }
+        )
+    lines = flat(runs)
+    rows_csv = as_csv(lines)
+    glance = tables.verdicts_table(verdicts)
+    (beside / "runs.csv").write_text(rows_csv)
+    (beside / "verdicts.csv").write_text(as_csv(glance))
+    environment = Environment(
+        loader=PackageLoader("rekindle_lab.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["cell"] = cell
+    page = environment.get_template("page.html.jinja").render(
+        runs=runs,
+        question=(order or {}).get("question", ""),
+        alpha=alpha,
+        verdicts=glance,
+        summary=tables.summary(verdicts),
+        responses=responses,
+        csv=base64.b64encode(rows_csv.encode()).decode(),
+        jsonl=base64.b64encode(gzip.compress(runs.path.read_bytes(), mtime=0)).decode(),
+        lines=lines,
+        command=command,
+        versions=[{"what": name, "version": version} for name, version in runs.versions.items()]
+        or [{"what": "", "version": "not known"}],
+        definition=json.dumps(order["definition"], indent=1) if order else "",
+    )
+    (beside / PAGE).write_text(page)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        beside.rename(folder)
+        shutil.rmtree(old)
+    else:
+        beside.rename(folder)
+    return folder / PAGE

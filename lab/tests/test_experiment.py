@@ -1,0 +1,452 @@
+"""Running an experiment: the order is committed first; whatever happens, no run is lost and none is done twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rekindle_lab.analysis.runs import Order, read
+from rekindle_lab.cli import app
+from rekindle_lab.experiment import guest, ledger, order, sampling, session
+from rekindle_lab.experiment.definition import DefinitionError, load, parse
+from rekindle_lab.experiment.inside import GuestStatus
+from rekindle_lab.experiment.inside import parse as parse_status
+from rekindle_lab.experiment.ledger import Ledger, LedgerError
+from rekindle_lab.experiment.runner import Measured, RunError
+from rekindle_lab.experiment.session import Session, SessionError, duration
+
+DOCUMENT = {
+    "name": "made-up",
+    "seed": 3,
+    "replications": 4,
+    "blocks": 2,
+    "runner": "command",
+    "factor": [{"name": "technique", "levels": {"cold": {"how": "cold"}, "kexec": {"how": "kexec"}}}],
+    "response": [{"name": "downtime_s"}],
+    "command": {"argv": ["true"]},
+}
+
+
+def made(**changes):
+    return parse(json.loads(json.dumps(DOCUMENT | changes)))
+
+
+class Fake:
+    """Writes what it did into a log; `ends` maps the number of a call to what happens then."""
+
+    def __init__(self, log, ends=None):
+        self.log, self.ends = log, ends or {}
+
+    def leaves(self, planned, attempt):
+        return {"folder": f"left-{planned.run}-{attempt}"}
+
+    def clear(self, leaves):
+        self.write("cleared", leaves["folder"])
+
+    def write(self, *words):
+        with self.log.open("a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+
+    def run(self, planned, settings, leaves):
+        call = sum(line.startswith("run") for line in self.log.read_text().splitlines()) if self.log.exists() else 0
+        self.write("run", planned.run, settings["how"])
+        end = self.ends.get(call)
+        if end is not None:
+            end()
+        value = 100.0 + planned.run if settings["how"] == "cold" else 10.0 + planned.run
+        return Measured({"downtime_s": value}, [{"t_s": 0.0, "raw": planned.run}], {"fake": "1"})
+
+
+def go(folder, runner, experiment=None, **options):
+    said = []
+    left = Session(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, said.append).go(**options)
+    return left, said
+
+
+def lines(folder, name="runs.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def fail():
+    raise RunError("no answer", 3)
+
+
+def test_a_session_from_beginning_to_end(tmp_path):
+    folder = tmp_path / "out"
+    left, said = go(folder, Fake(tmp_path / "log"))
+    assert left == 0
+    found = lines(folder)
+    assert [line["run"] for line in found] == list(range(1, 9))
+    committed = json.loads((folder / "order.json").read_text())
+    assert [line["treatment"] for line in found] == [run["treatment"] for run in committed["runs"]]
+    first = found[0]
+    assert first["order"] == committed["digest"]
+    assert (first["outcome"], first["exit_status"], first["attempt"]) == ("done", 0, 1)
+    assert first["samples"] == [{"t_s": 0.0, "raw": 1}]
+    assert first["versions"] == {"rekindle": "0.1.0", "fake": "1"}
+    assert said[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do"
+    assert "7 left, about" in said[1] and said[-1].endswith("the last")
+    runs = read(folder / "runs.jsonl", order=Order.load(folder / "order.json"))
+    assert len(runs.done) == 8
+
+
+def test_the_order_is_on_disk_before_the_first_run(tmp_path):
+    folder = tmp_path / "out"
+
+    def look():
+        assert json.loads((folder / "order.json").read_text())["runs"]
+
+    go(folder, Fake(tmp_path / "log", {0: look}))
+
+
+def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
+    experiment = made(replications=16, blocks=4)
+    runs = order.draw(experiment)
+    for block in range(1, 5):
+        assert Counter(run.treatment["technique"] for run in runs if run.block == block) == {"cold": 4, "kexec": 4}
+    assert [run.run for run in runs] == list(range(1, 33))
+    assert {(run.treatment["technique"], run.replication) for run in runs} == {
+        (level, number) for level in ("cold", "kexec") for number in range(1, 17)
+    }
+    assert order.draw(experiment) == runs
+    assert order.draw(made(replications=16, blocks=4, seed=4)) != runs
+
+
+def test_the_order_is_fully_random():
+    # Over many seeds each place has each level equally often.
+    firsts = Counter(order.draw(made(seed=seed, blocks=1))[0].treatment["technique"] for seed in range(400))
+    assert abs(firsts["cold"] - 200) < 3 * 10
+
+
+def test_an_order_that_was_changed_or_is_of_another_experiment_is_refused(tmp_path):
+    go(tmp_path, Fake(tmp_path / "log"), most=1)
+    path = tmp_path / "order.json"
+    with pytest.raises(order.OrderError, match="its seed is not the definition's; give another --out"):
+        go(tmp_path, Fake(tmp_path / "log"), made(seed=4))
+    document = json.loads(path.read_text())
+    document["runs"][2]["treatment"], document["runs"][3]["treatment"] = {"technique": "x"}, {"technique": "y"}
+    path.write_text(json.dumps(document))
+    with pytest.raises(order.OrderError, match="the order was changed after it was committed"):
+        go(tmp_path, Fake(tmp_path / "log"))
+
+
+def test_two_at_once_are_kept_apart(tmp_path):
+    with Ledger(tmp_path), pytest.raises(LedgerError, match="this experiment is running already"):
+        Ledger(tmp_path)
+    Ledger(tmp_path).__exit__(None, None, None)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_session(folder, log, ends, break_write=None):
+    """A session in a process of its own, which may be killed; gives whether it was."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if break_write is not None:
+                ledger._append = break_write
+            go(folder, Fake(log, ends))
+            os._exit(0)
+        except BaseException:
+            os._exit(9)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0 or os.WIFSIGNALED(status), status
+    return status != 0
+
+
+def test_killed_in_each_run_none_is_lost_or_done_twice(tmp_path):
+    folder, log = tmp_path / "out", tmp_path / "log"
+    kills = 0
+    # Each session is killed in its second run.
+    while killed_session(folder, log, {1 + len((log.read_text() if log.exists() else "").split("run")) - 1: kill}):
+        kills += 1
+        assert kills < 20
+    assert kills == 7
+    found = lines(folder)
+    assert [line["run"] for line in found] == list(range(1, 9))
+    assert all(line["outcome"] == "done" for line in found)
+    assert [line["attempt"] for line in found] == [1] + [2] * 7
+    text = log.read_text().splitlines()
+    assert [line for line in text if line.startswith("cleared")] == [f"cleared left-{run}-1" for run in range(2, 9)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("name", ["runs.jsonl", "begun.jsonl"])
+def test_killed_while_a_line_is_written(tmp_path, share, name):
+    folder, log = tmp_path / "out", tmp_path / "log"
+    real = ledger._append
+
+    def torn(path, line):
+        if path.name != name or line["run"] != 3:
+            return real(path, line)
+        data = (json.dumps(line) + "\n").encode()
+        with path.open("ab") as file:
+            file.write(data[: int(len(data) * share)])
+        return kill()
+
+    assert killed_session(folder, log, {}, torn)
+    left, said = go(folder, Fake(log))
+    assert left == 0
+    assert any("was cut off" in text for text in said) == (0 < share < 1)
+    assert [line["run"] for line in lines(folder)] == list(range(1, 9))
+    # Only where the whole line of its end was on disk is the run not done again.
+    again = sum(line.startswith("run 3 ") for line in log.read_text().splitlines())
+    assert again == (2 if name == "runs.jsonl" and share < 1 else 1)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    real = os.fsync
+    full = {"on": False}
+
+    def fsync(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name == "runs.jsonl" and path.stat().st_size and len(lines(folder)) == 3 and not full["on"]:
+            full["on"] = True
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(LedgerError, match="No space left on device; make room, and start the experiment again"):
+        go(folder, Fake(tmp_path / "log"))
+    assert len(lines(folder)) == 2
+    assert go(folder, Fake(tmp_path / "log"))[0] == 0
+    assert [line["run"] for line in lines(folder)] == list(range(1, 9))
+
+
+def test_failed_runs_are_kept_counted_and_done_again_only_if_asked(tmp_path):
+    folder, log = tmp_path / "out", tmp_path / "log"
+    left, said = go(folder, Fake(log, {2: fail}))
+    assert left == 1
+    assert any("FAILED: no answer" in text for text in said)
+    failed = lines(folder)[2]
+    assert (failed["outcome"], failed["exit_status"], failed["error"]) == ("failed", 3, "no answer")
+    assert go(folder, Fake(log))[0] == 1
+    assert go(folder, Fake(log), retry_failed=True)[0] == 0
+    assert [(line["run"], line["attempt"]) for line in lines(folder)][-1] == (3, 2)
+    runs = read(folder / "runs.jsonl", order=Order.load(folder / "order.json"))
+    assert (len(runs.done), len(runs.failed)) == (8, 1)
+
+
+def test_many_failures_in_a_row_end_it(tmp_path):
+    with pytest.raises(SessionError, match="3 runs failed one after the other, the last with: no answer"):
+        go(tmp_path / "out", Fake(tmp_path / "log", dict.fromkeys(range(8), fail)))
+    assert len(lines(tmp_path / "out")) == session.MOST_FAILURES
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, "1"])
+def test_a_run_without_its_response_has_failed(tmp_path, value):
+    class Lacking(Fake):
+        def run(self, planned, settings, leaves):
+            return Measured({"downtime_s": value}, [{"kept": float("inf")}])
+
+    with pytest.raises(SessionError):
+        go(tmp_path / "out", Lacking(tmp_path / "log"))
+    line = lines(tmp_path / "out")[0]
+    assert line["outcome"] == "failed" and "downtime_s" in line["error"]
+    assert line["samples"] == [{"kept": "inf"}]
+
+
+def test_replications_from_a_power_analysis_fill_blocks():
+    assert made(replications={"sd_increase": 0.15}, blocks=1).replications == 18
+    assert made(replications={"sd_increase": 0.15}, blocks=4).replications == 20
+    assert made(replications={"sd_increase": 0.15, "power": 0.87}, blocks=1).replications == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"replication": 3}, "unknown key 'replication'; did you mean replications?"),
+        ({"name": "Made Up"}, "name: 'Made Up'; it must be of a-z"),
+        ({"seed": None}, "dates, NaN|seed: is not there"),
+        ({"replications": 1}, "replications: 1; it must be a whole number of at least 2"),
+        ({"replications": {"power": 0.9}}, "replications.sd_increase: is not there"),
+        ({"blocks": 3}, "blocks: 3; 4 replications cannot be split evenly into them"),
+        ({"factor": []}, r"no \[\[factor\]\]"),
+        ({"factor": [{"name": "a", "levels": {"x": {}}}]}, "factor 'a': needs at least two"),
+        ({"factor": [{"name": "a", "levels": {"x": {}, "y": 3}}]}, "level 'y': must be a table"),
+        ({"response": [{"name": "Down Time"}]}, "names are like downtime_s"),
+        ({"response": [{"name": "a_s"}, {"name": "a_s"}]}, "response: 'a_s' is there twice"),
+        ({"runner": "vm"}, "runner: 'vm'; there are: guest, command"),
+        ({"command": {}}, "command.argv: is not there"),
+        ({"command": {"argv": "true"}}, "command.argv: 'true'; it must be like"),
+        ({"guest": {"measure_s": -1}}, "guest.measure_s: -1; it must be like 15.0"),
+        ({"guest": {"measure_s": float("nan")}}, "dates, NaN and infinity have no meaning here"),
+    ],
+)
+def test_bad_definitions_are_named(changes, said):
+    with pytest.raises(DefinitionError, match=said):
+        parse(DOCUMENT | changes)
+
+
+def test_a_bad_definitions_file_is_named(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("name = ")
+    with pytest.raises(DefinitionError, match=r"x\.toml: "):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "response", "said"),
+    [
+        ({"reboot": "os", "haw": "cold"}, "downtime_s", "level 'b': unknown setting 'haw'"),
+        ({"reboot": 1}, "downtime_s", "level 'b': reboot: 1 is not of the kind str"),
+        ({}, "downtime_s", "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
+        ({"reboot": "os"}, "downtime_ms", "unknown 'downtime_ms'; a guest has: throughput_per_s"),
+        ({"reboot": "os"}, "guest_load", "'guest_load' needs a debian image"),
+    ],
+)
+def test_what_a_guest_does_not_know_is_named_before_anything_runs(settings, response, said):
+    levels = {"a": {"reboot": "os"}, "b": settings}
+    experiment = made(runner="guest", factor=[{"name": "f", "levels": levels}], response=[{"name": response}])
+    with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
+        guest.check(experiment)
+
+
+def test_the_samplers_share_is_that_of_the_processes(tmp_path):
+    mark = str(tmp_path / "mark")
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
+    try:
+        with sampling.Sampler(0.05, lambda: sampling.processes_with(mark)) as sampler:
+            while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
+                assert busy.poll() is None
+    finally:
+        busy.kill()
+        busy.wait()
+    share = sampler.share()
+    assert [one["pid"] for one in sampler.samples[0]["processes"]] == [busy.pid]
+    assert 0 < share["host_cpu_pct"] <= 110
+    assert share["host_resident_kib"] > 1000
+
+
+def test_a_sample_that_fails_is_told():
+    def gone():
+        raise RuntimeError("ssh: gone")
+
+    with pytest.raises(RuntimeError, match="ssh: gone"), sampling.Sampler(0.01, list, gone):
+        pass
+
+
+STATUS = """0.10 0.20 0.30 1/90 400
+cpu  100 0 50 800 50 0 0 0 0 0
+MemFree:          1000 kB
+Buffers:           200 kB
+Cached:            300 kB
+Slab:               70 kB
+pgpgin 5000
+pgpgout 60
+"""
+
+
+def test_what_a_guest_says_of_itself():
+    first = parse_status(STATUS)
+    assert first == {
+        "load_15min": 0.3,
+        "ticks": 1000,
+        "idle_ticks": 850,
+        "free_kib": 1500,
+        "slab_kib": 70,
+        "paged_kib": 5060,
+    }
+    last = parse_status(STATUS.replace("100 0 50 800 50", "130 0 70 850 50").replace("5000", "5100"))
+    assert GuestStatus.responses([{"guest": first}, {"guest": last}]) == {
+        "guest_cpu_pct": 50.0,
+        "guest_load": 0.3,
+        "guest_free_kib": 1500.0,
+        "guest_io_blocks": 100.0,
+    }
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.23, "1.2 s"), (42, "42 s"), (600, "10 min"), (7800, "2 h 10 min")])
+def test_durations(seconds, said):
+    assert duration(seconds) == said
+
+
+SCRIPT = """#!/bin/sh
+echo "$REKINDLE_LAB_RUN" >> given
+case $REKINDLE_LAB_RUN in *'"how": "cold"'*) base=100 ;; *) base=10 ;; esac
+noise=$(wc -l < given)
+echo progress
+echo "{\\"responses\\": {\\"downtime_s\\": $base.$noise}, \\"versions\\": {\\"tool\\": \\"3\\"}}"
+"""
+
+FILE = """
+name = "by-command"
+question = "Is kexec faster?"
+seed = 11
+replications = 3
+runner = "command"
+[[factor]]
+name = "technique"
+[factor.levels]
+cold = { how = "cold" }
+kexec = { how = "kexec" }
+[[response]]
+name = "downtime_s"
+[command]
+argv = ["./measure"]
+deadline_s = 60
+"""
+
+
+@pytest.fixture
+def by_command(tmp_path):
+    (tmp_path / "measure").write_text(SCRIPT)
+    (tmp_path / "measure").chmod(0o755)
+    (tmp_path / "x.toml").write_text(FILE)
+    return tmp_path
+
+
+def test_the_command_line_from_file_to_report(by_command):
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
+    assert result.exit_code == 1
+    assert "4 runs are not done" in result.output
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
+    assert result.exit_code == 0, result.output
+    folder = by_command / "by-command"
+    assert "by-command: 6 runs, 2 done, 0 failed, 4 to do" in result.output
+    assert len((by_command / "given").read_text().splitlines()) == 6
+    assert "Is kexec faster?" in (folder / "report" / "report.html").read_text()
+    result = CliRunner().invoke(app, ["analyse", str(folder / "runs.jsonl"), "--json"])
+    assert json.loads(result.output)["versions"] == {"tool": "3"}
+
+
+def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--show"])
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["run"] for line in result.output.splitlines()] == list(range(1, 7))
+    assert not (by_command / "given").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo broken >&2; exit 7", "exit status 7: broken"),
+        ("echo '[1]'", "its last line is not a result"),
+        ("echo '{}'", "its last line is not a result"),
+    ],
+)
+def test_a_program_that_fails_is_told(by_command, script, said):
+    (by_command / "measure").write_text(f"#!/bin/sh\n{script}\n")
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_a_program_that_hangs_is_ended(by_command):
+    (by_command / "measure").write_text("#!/bin/sh\necho $$ >> pids; exec sleep 1000\n")
+    (by_command / "x.toml").write_text(FILE.replace("deadline_s = 60", "deadline_s = 0.3"))
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
+    assert result.exit_code == 1
+    assert "not done within 0.3 s" in result.output
+    for pid in (by_command / "pids").read_text().split():
+        assert not Path("/proc", pid).exists()
+    assert {line["exit_status"] for line in lines(by_command / "by-command")} == {124}

@@ -1,0 +1,276 @@
+"""Plans: the best technique for each VM, an order that keeps capacity and groups, and timers that keep time."""
+
+import json
+import shutil
+import subprocess
+import time
+import tomllib
+from datetime import UTC, datetime
+
+import pytest
+from typer.testing import CliRunner
+
+from rekindle_lab.cli import app
+from rekindle_lab.experiment.definition import DefinitionError
+from rekindle_lab.models.availability import availability
+from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
+from rekindle_lab.plan.command import make, of_host
+from rekindle_lab.plan.fleet import parse
+from rekindle_lab.plan.timers import HostPlan, Vm, units
+
+TEXT = """
+vmm_interval_max_d = 28
+os_interval_max_d = 7
+[target]
+availability = 0.9999
+capacity = 0.9
+[vmm.warm]
+vmm_downtime_s = 43
+[vmm.saved]
+vmm_downtime_s = 434
+[vmm.cold]
+vmm_downtime_s = 243
+coupled = true
+[os.cold]
+downtime_s = 34
+[os.kexec]
+downtime_s = 20
+[[hosts]]
+name = "web"
+count = 6
+group = "web"
+[[hosts.vms]]
+name = "front"
+count = 2
+allow_os = ["cold"]
+[[hosts.vms]]
+name = "gpu"
+allow_vmm = ["saved", "cold"]
+allow_os = ["cold"]
+[[hosts]]
+name = "db"
+count = 4
+group = "db"
+[[hosts.vms]]
+name = "postgres"
+"""
+
+
+def fleet(text=TEXT, **changes):
+    return parse(tomllib.loads(text) | changes)
+
+
+def test_each_vm_gets_the_best_that_it_allows():
+    plan = make(fleet())
+    front, gpu, postgres = (plan.choices[key] for key in (("web", "front"), ("web", "gpu"), ("db", "postgres")))
+    assert (front.vmm, front.os, front.coupled, front.nines, front.meets) == ("warm", "cold", False, 4, True)
+    assert front.availability == availability(
+        ROOTHAMMER_JBOSS.technique("warm"), ROOTHAMMER_JBOSS.os, ROOTHAMMER_JBOSS.timers
+    )
+    assert (gpu.vmm, gpu.coupled, gpu.nines, gpu.meets) == ("cold", True, 3, False)
+    assert postgres.os == "kexec"
+    assert plan.problems == [
+        "web/gpu: availability 0.999857, the target is 0.9999; "
+        "with cold and cold it needs longer intervals or shorter downtimes"
+    ]
+
+
+def test_the_shortest_intervals_are_where_the_target_is_missed():
+    choice = make(fleet()).choices["web", "front"]
+    warm, os = ROOTHAMMER_JBOSS.technique("warm"), ROOTHAMMER_JBOSS.os
+    for low, timers in (
+        (choice.vmm_interval_min_s, lambda s: Timers(s, choice.os_interval_s)),
+        (choice.os_interval_min_s, lambda s: Timers(choice.vmm_interval_s, s)),
+    ):
+        assert availability(warm, os, timers(low * 1.001)) >= 0.9999 > availability(warm, os, timers(low * 0.999))
+
+
+def test_the_order_has_every_host_once_and_keeps_groups_apart():
+    rolling = make(fleet()).rolling
+    assert sorted(rolling.hosts) == sorted([f"web-{n}" for n in range(1, 7)] + [f"db-{n}" for n in range(1, 5)])
+    kinds = [name.split("-")[0] for name in rolling.hosts]
+    assert all("web" in kinds[i : i + 3] and "db" in (kinds * 2)[i : i + 3] for i in range(8))
+    assert rolling.spacing_s == 28 * DAY_S / 10
+    assert (rolling.at_once, rolling.most_at_once, rolling.conflicts) == (1, 1, ())
+    assert rolling.capacity == pytest.approx(0.9)
+
+
+def overlapping(rolling, interval_s):
+    """How many hosts are away at once, found by walking through two intervals."""
+    size = len(rolling.hosts)
+    starts = [i * rolling.spacing_s + lap * interval_s for lap in range(2) for i in range(size)]
+    return max(sum(start <= at < start + rolling.away_s for start in starts) for at in starts)
+
+
+@pytest.mark.parametrize("degraded_s", [0, 100_000, 241_000, 400_000, 1_000_000])
+def test_so_many_are_away_at_once_as_it_says(degraded_s):
+    document = tomllib.loads(TEXT)
+    document["vmm"] = {"warm": {"vmm_downtime_s": 43, "degraded_rate": 0.1, "degraded_s": degraded_s}}
+    document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
+    rolling = make(parse(document)).rolling
+    assert overlapping(rolling, 28 * DAY_S) == rolling.at_once
+
+
+def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
+    document = tomllib.loads(TEXT)
+    document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
+    plan = make(parse(document))
+    assert plan.rolling.at_once == 3
+    text = "\n".join(plan.rolling.conflicts)
+    assert "capacity 0.9 allows 1 of 10 hosts at once, it needs 3: an interval of 57.9 days would do" in text
+    assert "group 'web': two of its 6 hosts are away at once" in text
+    document["vmm_interval_max_d"] = 58
+    assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
+
+
+def test_ten_thousand_hosts_within_a_second():
+    document = tomllib.loads(TEXT)
+    document["hosts"][0] |= {"count": 6000}
+    document["hosts"][1] |= {"count": 4000}
+    big = parse(document)
+    began = time.process_time()
+    plan = make(big)
+    assert time.process_time() - began < 1  # of a processor: other work on the machine does not count
+    assert len(plan.rolling.hosts) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("vmm_interval_max_d = 28", "", "vmm_interval_max_d: is not there (days"),
+        ("os_interval_max_d = 7", "os_interval_max_d = 0", "os_interval_max_d: 0; it must be more than 0"),
+        ("availability = 0.9999", "availability = 99.99", "target.availability: 99.99; it must be between 0 and 1"),
+        ("downtime_s = 34", "downtime = 34", "os.cold: unknown key 'downtime'; did you mean downtime_s?"),
+        ("vmm_downtime_s = 43\n", "", "vmm.warm: "),
+        ('["saved", "cold"]', '["savd"]', "hosts 'web', vms: allow_vmm: 'savd' was not measured; there are: warm"),
+        ('allow_vmm = ["saved", "cold"]', "allow_vmm = []", "allow_vmm: is empty"),
+        ('name = "db"', 'name = "web"', "hosts: 'web-1' is there twice"),
+        ("[[hosts]]", "[[host]]", "unknown key 'host'; did you mean hosts?"),
+    ],
+)
+def test_bad_input_is_named(old, new, said):
+    text = TEXT.replace(old, new)
+    with pytest.raises((DefinitionError, ValueError)) as caught:
+        fleet(text)
+    assert said in str(caught.value)
+
+
+def host_plan(name="web-2"):
+    return of_host(make(fleet()), name, 1_800_000_000)
+
+
+def test_a_hosts_part():
+    plan = host_plan()
+    place = make(fleet()).rolling.hosts.index("web-2")
+    assert plan.vmm_phase_s == 1_800_000_000 + round(place * 2.8 * DAY_S)
+    assert [vm.name for vm in plan.vms] == ["front-1", "front-2", "gpu"]
+    phases = [vm.os_phase_s for vm in plan.vms]
+    assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)
+    with pytest.raises(DefinitionError, match="no host 'x'"):
+        host_plan("x")
+
+
+def test_units_are_what_systemd_understands(tmp_path):
+    for name, content in units(host_plan(), "/bin/true").items():
+        (tmp_path / name).write_text(content.replace("/etc/rekindle/plan", str(tmp_path)))
+    (tmp_path / "rekindle-due").chmod(0o755)
+    analyze = shutil.which("systemd-analyze")
+    assert analyze, "no systemd-analyze in PATH (Debian: systemd)"
+    files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".service", ".timer"))
+    assert len(files) == 8
+    done = subprocess.run([analyze, "verify", "--man=no", *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stderr, done.stderr
+    assert subprocess.run(["shellcheck", tmp_path / "rekindle-due"], check=False).returncode == 0
+
+
+def test_warm_timers_are_independent_and_cold_ones_coupled():
+    files = units(host_plan(), "/usr/bin/rekindle")
+    vmm = files["rekindle-plan-vmm.service"]
+    assert "flock /run/rekindle-renewal.lock /usr/bin/rekindle reboot vmm front-1 front-2 --how warm\n" in vmm
+    assert "rekindle reboot vmm gpu --how cold\n" in vmm
+    assert (
+        vmm.splitlines()[-1]
+        == "ExecStart=/usr/bin/touch /var/lib/rekindle/renewed/vmm /var/lib/rekindle/renewed/os-gpu"
+    )
+    assert "rekindle-due os-gpu 604800 -\n" in files["rekindle-plan-os-gpu.service"]
+    assert "rekindle-due os-front-1 604800 18" in files["rekindle-plan-os-front-1.service"]
+    assert "reboot os front-1 --how cold" in files["rekindle-plan-os-front-1.service"]
+
+
+def test_a_hosts_reboot_sets_its_stamps_before_it_goes():
+    plan = HostPlan("h", "host", 100, 0, (Vm("a", "warm", "cold", False, 10, 0),))
+    lines = units(plan, "/usr/bin/rekindle")["rekindle-plan-vmm.service"].splitlines()
+    starts = [line for line in lines if line.startswith("ExecStart=")]
+    assert "touch" in starts[0] and starts[1].endswith("rekindle reboot host --how warm")
+
+
+class Clock:
+    """`rekindle-due` with a clock of our own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.now = 0
+        (folder / "bin").mkdir()
+        (folder / "bin" / "date").write_text(f"#!/bin/sh\ncat {folder}/now\n")
+        (folder / "bin" / "date").chmod(0o755)
+        (folder / "due").write_text(units(host_plan(), "/bin/true")["rekindle-due"])
+
+    def due(self, now, interval, phase):
+        (self.folder / "now").write_text(str(now))
+        done = subprocess.run(
+            ["sh", self.folder / "due", "x", str(interval), str(phase)],
+            env={"PATH": f"{self.folder}/bin:/usr/bin:/bin", "REKINDLE_STAMPS": str(self.folder / "stamps")},
+            check=False,
+        )
+        assert done.returncode in (0, 1)
+        return done.returncode == 0
+
+    def renewed(self, at):
+        subprocess.run(["touch", "-d", f"@{at}", self.folder / "stamps" / "x"], check=True)
+
+
+def test_independent_timers_keep_time_whatever_their_lateness(tmp_path):
+    clock = Clock(tmp_path)
+    renewals = []
+    for now in range(1000, 9000, 70):
+        if clock.due(now, 1000, 2000):
+            renewals.append(now)
+            clock.renewed(now + 40)
+    assert len(renewals) == 7  # at 2000, 3000, ..., 8000, each at the next look
+    assert all(0 <= at - 1000 * (index + 2) < 70 for index, at in enumerate(renewals))
+
+
+def test_coupled_timers_count_from_the_last_renewal(tmp_path):
+    clock = Clock(tmp_path)
+    assert not clock.due(1000, 500, "-")  # the first look only begins to count
+    assert not clock.due(1499, 500, "-")
+    assert clock.due(1500, 500, "-")
+    clock.renewed(1700)  # the VMM's renewal
+    assert not clock.due(2199, 500, "-")
+    assert clock.due(2200, 500, "-")
+
+
+def test_command_line(tmp_path):
+    path = tmp_path / "fleet.toml"
+    path.write_text(TEXT.replace('allow_vmm = ["saved", "cold"]', ""))
+    out = tmp_path / "units"
+    arguments = ["plan", str(path), "--start", "2027-01-04T02:00:00", "--timers", str(out), "--host", "db-1"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.output)
+    assert document["reached"] and len(document["order"]) == 10
+    assert document["start_unix_s"] == datetime(2027, 1, 4, 2, tzinfo=UTC).timestamp()
+    assert (out / "rekindle-plan-os-postgres.timer").exists()
+    text = CliRunner().invoke(app, arguments).output
+    assert "2027-01-04 02:00:00 UTC" in text and "independent" in text
+    result = CliRunner().invoke(app, ["plan", str(path), "--timers", str(out)])
+    assert result.exit_code == 2 and "--timers needs --host" in result.output
+
+
+def test_the_command_line_says_when_a_target_is_not_reached(tmp_path):
+    path = tmp_path / "fleet.toml"
+    path.write_text(TEXT)
+    result = CliRunner().invoke(app, ["plan", str(path)])
+    assert result.exit_code == 1
+    assert "NOT REACHED: web/gpu" in result.output

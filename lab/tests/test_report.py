@@ -1,0 +1,132 @@
+"""The report, looked at in a real browser (Debian's chromium, which scripts/setup installs)."""
+
+import csv
+import gzip
+import json
+import shutil
+from base64 import b64decode
+
+import pytest
+from made_runs import campaign, line, order_json, write
+from playwright.sync_api import sync_playwright
+from typer.testing import CliRunner
+
+from rekindle_lab.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("campaign")
+    lines = campaign()
+    failed = line(5, lines[4]["treatment"]["technique"], {}, outcome="failed", error='<b>no answer</b> & "gone"')
+    lines[4]["attempt"] = 2
+    write(folder / "runs.jsonl", [*lines[:4], failed, *lines[4:]])
+    order_json(folder / "order.json", lines)
+    document = json.loads((folder / "order.json").read_text())
+    document |= {"question": "Is kexec faster?", "definition": {"name": "made-up"}}
+    (folder / "order.json").write_text(json.dumps(document))
+    result = CliRunner().invoke(app, ["report", str(folder / "runs.jsonl")])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == str(folder / "report" / "report.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("no chromium in PATH; run: scripts/setup")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1000, "height": 800})
+        page.said, page.asked = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url.split(",")[0]))
+        page.goto((folder / "report" / "report.html").as_uri())
+        yield page
+        browser.close()
+
+
+def test_it_needs_nothing_else_and_says_no_error(page):
+    assert page.said == []
+    assert {url.split(":")[0] for url in page.asked} <= {"file", "data"}
+    assert len([url for url in page.asked if url.startswith("file")]) == 1
+
+
+def test_its_plots_are_seen(page):
+    images = page.locator("img")
+    assert images.count() == 2
+    for index in range(2):
+        size = images.nth(index).evaluate("image => [image.naturalWidth, image.clientWidth]")
+        assert size[0] > 1000 and 500 < size[1] <= 1000
+
+
+def test_it_says_what_was_found(page):
+    text = page.locator("body").inner_text()
+    for words in (
+        "Is kexec faster?",
+        "32 of 32 runs done, 1 failed attempts",
+        "One-way ANOVA",
+        "T crit",
+        "rekindle 0.1.0",
+    ):
+        assert words in text, words
+    verdict = page.locator("table").first.locator("tbody tr").first.inner_text()
+    assert verdict.startswith("downtime (s)") and verdict.endswith("yes")
+
+
+def test_nothing_runs_over_its_edges(page):
+    for width in (1000, 400):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_failed_run_is_told_and_its_text_is_not_markup(page):
+    row = page.locator("#runs tr.failed")
+    assert row.count() == 1
+    assert '<b>no answer</b> & "gone"' in row.inner_text()
+
+
+def test_runs_can_be_sorted(page):
+    head = page.locator("#runs th", has_text="downtime_s")
+    column = head.evaluate("head => head.cellIndex")
+
+    def values():
+        cells = page.locator("#runs tbody tr").evaluate_all(f"rows => rows.map(r => r.cells[{column}].textContent)")
+        return [float(cell) for cell in cells if cell]
+
+    before = values()
+    head.click()
+    assert values() == sorted(before) != before
+    head.click()
+    assert values() == sorted(before, reverse=True)
+
+
+def test_raw_data_is_in_the_page(page, folder):
+    whole = page.locator("#jsonl").get_attribute("href").split(",", 1)[1]
+    assert gzip.decompress(b64decode(whole)) == (folder / "runs.jsonl").read_bytes()
+    table = b64decode(page.locator("#csv").get_attribute("href").split(",", 1)[1]).decode()
+    rows = list(csv.DictReader(table.splitlines()))
+    assert len(rows) == 33
+    first = json.loads((folder / "runs.jsonl").read_text().splitlines()[0])
+    assert float(rows[0]["downtime_s"]) == first["responses"]["downtime_s"]
+
+
+def test_files_beside_it(folder):
+    report = folder / "report"
+    assert (report / "downtime_s.png").read_bytes().startswith(b"\x89PNG")
+    head, *rows = csv.reader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
+    assert head == ["Source", "df", "SS", "MS", "F", "P-value", "F crit"]
+    assert [row[0] for row in rows] == ["technique", "error", "total"]
+    assert (report / "runs.csv").exists() and (report / "verdicts.csv").exists()
+
+
+def test_it_is_made_anew(folder):
+    report = folder / "report"
+    before = (report / "report.html").read_text()
+    (report / "stray").touch()
+    assert CliRunner().invoke(app, ["report", str(folder / "runs.jsonl")]).exit_code == 0
+    assert not (report / "stray").exists()
+    assert (report / "report.html").read_text() == before
+    assert {path.name for path in folder.iterdir()} == {"order.json", "report", "runs.jsonl"}

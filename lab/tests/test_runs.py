@@ -1,0 +1,169 @@
+"""Bad input is named with its row and column, and never left out without a word."""
+
+import json
+
+import pytest
+from made_runs import campaign, line, order_json, write
+from typer.testing import CliRunner
+
+from rekindle_lab.analysis.runs import Order, RunsError, read
+from rekindle_lab.cli import app
+
+
+@pytest.fixture
+def lines():
+    return campaign()
+
+
+def problems(tmp_path, lines, *, with_order=True, **options):
+    path = write(tmp_path / "runs.jsonl", lines)
+    if with_order:
+        order_json(tmp_path / "order.json", campaign())
+    order = Order.load(tmp_path / "order.json") if with_order else None
+    with pytest.raises(RunsError) as caught:
+        read(path, order=order, **options)
+    assert str(path) in str(caught.value)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_good_runs(tmp_path, lines):
+    order_json(tmp_path / "order.json", lines)
+    runs = read(write(tmp_path / "runs.jsonl", lines), order=Order.load(tmp_path / "order.json"))
+    assert (len(runs.done), runs.planned, runs.notes, runs.factor) == (32, 32, [], "technique")
+    assert runs.responses == ["downtime_s", "throughput_per_s"]
+
+
+def test_a_missing_run(tmp_path, lines):
+    del lines[4]
+    assert problems(tmp_path, lines) == ["row -, column run: run 5 of 32 is not there"]
+    runs = read(tmp_path / "runs.jsonl", allow=frozenset({"missing"}))
+    assert len(runs.done) == 31
+    assert "row -, column run: run 5 of 32 is not there" in runs.notes
+
+
+def test_a_run_that_failed_and_was_not_done_again(tmp_path, lines):
+    lines[4] |= {"outcome": "failed", "responses": {}, "exit_status": 1}
+    assert problems(tmp_path, lines) == ["row -, column run: run 5 of 32 failed"]
+
+
+def test_a_run_that_failed_and_was_done_again(tmp_path, lines):
+    failed = lines[4] | {"outcome": "failed", "responses": {}, "exit_status": 1}
+    runs = read(write(tmp_path / "runs.jsonl", [*lines[:4], failed, lines[4] | {"attempt": 2}, *lines[5:]]))
+    assert (len(runs.done), len(runs.failed)) == (32, 1)
+
+
+def test_an_unknown_level(tmp_path, lines):
+    lines[2]["treatment"] = {"technique": "kexex"}
+    assert problems(tmp_path, lines) == ["row 3, column treatment.technique: unknown level 'kexex'; known: cold, kexec"]
+
+
+def test_an_unknown_factor(tmp_path, lines):
+    lines[2]["treatment"]["colour"] = "red"
+    assert "row 3, column treatment.colour: no such factor in the order" in problems(tmp_path, lines)
+
+
+def test_one_level_only(tmp_path, lines):
+    only = [line(n, "cold", {"downtime_s": n}, of=4) for n in range(1, 5)]
+    found = problems(tmp_path, only, with_order=False)
+    assert found == ["row -, column treatment: only one level, 'cold': nothing to compare"]
+
+
+def test_a_level_with_one_run(tmp_path):
+    lines = [line(1, "cold", {"x_s": 1}, of=3), line(2, "cold", {"x_s": 2}, of=3), line(3, "kexec", {"x_s": 1}, of=3)]
+    assert problems(tmp_path, lines, with_order=False) == [
+        "row -, column treatment: level 'kexec' has 1 run; it needs at least 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (float("nan"), "nan is not a finite number"),
+        (float("inf"), "inf is not a finite number"),
+        (None, "None is not a number"),
+        ("12", "'12' is not a number"),
+        (True, "True is not a number"),
+    ],
+)
+def test_a_value_that_is_no_number(tmp_path, lines, value, what):
+    lines[6]["responses"]["downtime_s"] = value
+    assert problems(tmp_path, lines) == [f"row 7, column responses.downtime_s: {what}"]
+
+
+def test_a_response_that_is_not_there_or_not_known(tmp_path, lines):
+    lines[6]["responses"]["downtime_ms"] = lines[6]["responses"].pop("downtime_s")
+    assert problems(tmp_path, lines) == [
+        "row 7, column responses.downtime_s: is not there",
+        "row 7, column responses.downtime_ms: no such response in the order",
+    ]
+
+
+def test_mixed_versions(tmp_path, lines):
+    lines[9]["versions"] = {"rekindle": "rekindle 0.2.0"}
+    found = problems(tmp_path, lines)
+    assert found == ["row 10, column versions.rekindle: 'rekindle 0.2.0', most runs have 'rekindle 0.1.0'"]
+    runs = read(tmp_path / "runs.jsonl", allow=frozenset({"versions"}))
+    assert any("rekindle 0.2.0" in note for note in runs.notes)
+
+
+def test_a_run_twice(tmp_path, lines):
+    assert problems(tmp_path, [*lines, lines[0]]) == [
+        "row 33, column run: run 1 is done a second time; the first is row 1"
+    ]
+
+
+def test_another_experiments_run(tmp_path, lines):
+    lines[1]["order"] = "sha256:4567"
+    assert problems(tmp_path, lines) == ["row 2, column order: 'sha256:4567'; expected 'sha256:0123'"]
+
+
+def test_lines_that_are_none(tmp_path, lines):
+    path = write(tmp_path / "runs.jsonl", lines)
+    path.write_text(path.read_text() + '[1]\n{"format": 1, "exp')
+    with pytest.raises(RunsError) as caught:
+        read(path)
+    rows = [(problem.row, problem.what.split(" (")[0]) for problem in caught.value.problems]
+    assert rows == [(33, "not an object"), (34, "not JSON")]
+
+
+def test_a_key_that_is_not_there_or_of_another_kind(tmp_path, lines):
+    del lines[0]["versions"]
+    lines[1]["run"] = "2"
+    lines[2]["format"] = 9
+    found = problems(tmp_path, lines, allow=frozenset({"missing"}))
+    assert found[:3] == [
+        "row 1, column versions: is not there",
+        "row 2, column run: '2' is not of the kind int",
+        "row 3, column format: 9; this program reads 1",
+    ]
+
+
+def test_all_problems_at_once_and_only_so_many_in_words(tmp_path, lines):
+    for one in lines:
+        one["responses"]["downtime_s"] = float("nan")
+    path = write(tmp_path / "runs.jsonl", lines)
+    with pytest.raises(RunsError) as caught:
+        read(path)
+    assert len(caught.value.problems) == 32
+    assert "and 12 more" in str(caught.value)
+
+
+def test_no_file_and_an_empty_one(tmp_path):
+    with pytest.raises(RunsError, match="cannot be read"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(RunsError, match="the file has no runs"):
+        read(tmp_path / "empty.jsonl")
+
+
+def test_the_command_line_says_what_and_how_to_go_on(tmp_path, lines):
+    del lines[4]
+    write(tmp_path / "runs.jsonl", lines)
+    order_json(tmp_path / "order.json", campaign())
+    result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl")])
+    assert result.exit_code == 2
+    assert "run 5 of 32 is not there" in result.output
+    assert "--allow-missing" in result.output
+    result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl"), "--allow-missing", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["done"] == 31
