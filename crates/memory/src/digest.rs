@@ -74,6 +74,14 @@ pub fn file_pages_again(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -
     Ok(())
 }
 
+/// The same for pages that are known to be zero.
+pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
+    for run in runs {
+        let (first, end) = (run.start / PAGE_SIZE as u64, run.end.div_ceil(PAGE_SIZE as u64));
+        digests.iter_mut().take(end as usize).skip(first as usize).for_each(|digest| *digest = 0);
+    }
+}
+
 /// That of one page.
 fn page_digest(page: &[u8; PAGE_SIZE]) -> u64 {
     if page.iter().any(|&byte| byte != 0) { xxh3_64(page) } else { 0 }
@@ -131,5 +139,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(again, other);
+        zero_pages(&mut again, &[3 * CHUNK as u64..3 * CHUNK as u64 + 4096]);
+        assert_eq!(again.iter().filter(|&&digest| digest != 0).count(), 1);
     }
 }

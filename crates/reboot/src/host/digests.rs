@@ -77,10 +77,9 @@ impl Ahead {
     pub(super) fn finish(mut self, qmp: &mut Qmp) -> Result<Vec<u64>, String> {
         let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
         let dirty = self.tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-        for runs in [&dirty.written, &dirty.zero] {
-            let runs = runs.get(self.index).map_or(&[][..], Vec::as_slice);
-            digest::file_pages_again(&self.path, &mut self.pages, runs).map_err(|e| e.to_string())?;
-        }
+        let of_ram = |runs: &Vec<Vec<_>>| runs.get(self.index).cloned().unwrap_or_default();
+        digest::zero_pages(&mut self.pages, &of_ram(&dirty.zero));
+        digest::file_pages_again(&self.path, &mut self.pages, &of_ram(&dirty.written)).map_err(|e| e.to_string())?;
         let pages = std::mem::take(&mut self.pages);
         if let Err(e) = self.tracker.detach() {
             tracing::debug!("{}: {e}", self.path.display());
