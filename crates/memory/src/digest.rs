@@ -139,7 +139,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(again, other);
-        zero_pages(&mut again, &[3 * CHUNK as u64..3 * CHUNK as u64 + 4096]);
+        zero_pages(&mut again, std::slice::from_ref(&(3 * CHUNK as u64..3 * CHUNK as u64 + 4096)));
         assert_eq!(again.iter().filter(|&&digest| digest != 0).count(), 1);
     }
 }
