@@ -1,6 +1,6 @@
 # Rekindle. `make help` lists what there is.
 
-.PHONY: help build demo test lint unit guests lab bench clean
+.PHONY: help build demo test lint unit guests host lab bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,7 +10,7 @@ help:
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
-	@echo 'make lint | unit | guests | lab   parts of make test'
+	@echo 'make lint | unit | guests | host | lab   parts of make test'
 
 build:
 	cargo build --release --locked
@@ -21,7 +21,7 @@ demo:
 test:
 	scripts/test
 
-lint unit guests lab:
+lint unit guests host lab:
 	scripts/test $@
 
 bench:

@@ -6,7 +6,7 @@
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
 //! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), memory for
-//! much data ([`large`]) and who runs first ([`sched`]).
+//! much data ([`large`]), who runs first ([`sched`]), and the kernel that comes next ([`kexec`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -17,6 +17,7 @@ pub mod descriptor;
 pub mod file;
 pub mod inject;
 mod ioctl;
+pub mod kexec;
 pub mod large;
 pub mod maps;
 pub mod memory;

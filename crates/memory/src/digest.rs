@@ -9,6 +9,7 @@ use rustix::fs::{SeekFrom, seek};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -40,14 +41,50 @@ pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
             let (pages, _) = chunk.as_chunks::<PAGE_SIZE>();
             let places = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
             for (digest, page) in places.zip(pages) {
-                if page.iter().any(|&byte| byte != 0) {
-                    *digest = xxh3_64(page);
-                }
+                *digest = page_digest(page);
             }
             at += some;
         }
     }
     Ok(digests)
+}
+
+/// Digest those pages of the RAM file at `path` anew that lie in `runs` (bytes from its beginning), in `digests`, which is as
+/// [`file_pages`] gives it.
+///
+/// # Errors
+/// When the file cannot be read; then `digests` is worth nothing.
+pub fn file_pages_again(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -> io::Result<()> {
+    let file = File::open(path)?;
+    let mut buffer = vec![0; CHUNK];
+    for run in runs {
+        let end = run.end.next_multiple_of(PAGE_SIZE as u64);
+        let mut at = run.start - run.start % PAGE_SIZE as u64;
+        while at < end {
+            let some = (end - at).min(CHUNK as u64);
+            let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
+            file.read_exact_at(chunk, at)?;
+            let places = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
+            for (digest, page) in places.zip(chunk.as_chunks::<PAGE_SIZE>().0) {
+                *digest = page_digest(page);
+            }
+            at += some;
+        }
+    }
+    Ok(())
+}
+
+/// The same for pages that are known to be zero.
+pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
+    for run in runs {
+        let (first, end) = (run.start / PAGE_SIZE as u64, run.end.div_ceil(PAGE_SIZE as u64));
+        digests.iter_mut().take(end as usize).skip(first as usize).for_each(|digest| *digest = 0);
+    }
+}
+
+/// That of one page.
+fn page_digest(page: &[u8; PAGE_SIZE]) -> u64 {
+    if page.iter().any(|&byte| byte != 0) { xxh3_64(page) } else { 0 }
 }
 
 /// The digest of each carried block, by name.
@@ -93,5 +130,16 @@ mod tests {
         let other = make("d", None, 6);
         let changed: Vec<_> = (0..sparse.len()).filter(|&page| sparse[page] != other[page]).collect();
         assert_eq!(changed, [3 * 256]);
+        // Digested again where it was written, it is the same as digested anew.
+        let mut again = sparse.clone();
+        file_pages_again(
+            &directory.path().join("d"),
+            &mut again,
+            &[0..10, 3 * CHUNK as u64 + 70..3 * CHUNK as u64 + 80],
+        )
+        .unwrap();
+        assert_eq!(again, other);
+        zero_pages(&mut again, std::slice::from_ref(&(3 * CHUNK as u64..3 * CHUNK as u64 + 4096)));
+        assert_eq!(again.iter().filter(|&&digest| digest != 0).count(), 1);
     }
 }

@@ -7,7 +7,10 @@
 
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
-use rustix::fs::{FlockOperation, Mode, OFlags, StatFs, flock, fstatfs, open, statfs};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, fallocate, flock,
+    fstatfs, open, statfs, statx,
+};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use std::ffi::CString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -212,7 +215,12 @@ impl RamDirectory {
         // Between looking and making nobody else may make one.
         let _lock = self.lock()?;
         self.check_room(bytes)?;
-        self.make(self.file(name), bytes)
+        let path = self.make(self.file(name), bytes)?;
+        if let Err(e) = self.fill_direct(&path, bytes) {
+            let _ = fs::remove_file(&path);
+            return Err(e);
+        }
+        Ok(path)
     }
 
     /// As [`RamDirectory::create`], for a QEMU that only waits and touches nothing: nothing is promised to it, so any number of
@@ -314,6 +322,20 @@ impl RamDirectory {
         let _lock = self.lock()?;
         self.check_room(bytes.saturating_sub(there))?;
         self.make(path, bytes)
+    }
+
+    /// Where a file's pages are the memory itself (DAX), all of it is taken at once: in large pieces, which huge pages can map.
+    fn fill_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
+        let failed = |e: rustix::io::Errno| RamError::Directory { path: self.path.clone(), source: e.into() };
+        let file = OpenOptions::new()
+            .write(true)
+            .open(path)
+            .map_err(|source| RamError::Directory { path: self.path.clone(), source })?;
+        let attributes = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS).map_err(failed)?.stx_attributes;
+        if !attributes.contains(StatxAttributes::DAX) {
+            return Ok(());
+        }
+        fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
     }
 
     /// Have the huge pages of a RAM file set aside for it.

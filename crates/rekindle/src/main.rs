@@ -27,6 +27,8 @@ fn main() -> ExitCode {
         Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
         Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
         Command::Reboot(Reboot::Os(arguments)) => commands::reboot::os(&output, &arguments),
+        Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(&output, &arguments),
+        Command::Host(command) => commands::host::run(&output, &command),
         Command::Watch(arguments) => commands::reboot::watch(&arguments),
         Command::Phases(arguments) => commands::reboot::phases(&arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),

@@ -112,6 +112,18 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("fill.handover.recorded", [Nobody; 3]),
     ("fill.end.locked", [Nobody; 3]),
     ("fill.end.closed", [Nobody; 3]),
+    // Nor these: `host.rs` does.
+    ("host.suspend.journalled", [Nobody; 3]),
+    ("host.suspend.stopped", [Nobody; 3]),
+    ("host.suspend.saved", [Nobody; 3]),
+    ("host.suspend.listed", [Nobody; 3]),
+    ("host.suspend.committed", [Nobody; 3]),
+    ("host.suspend.ended", [Nobody; 3]),
+    ("host.resume.placed", [Nobody; 3]),
+    ("host.resume.loaded", [Nobody; 3]),
+    ("host.resume.struck", [Nobody; 3]),
+    ("host.resume.resumed", [Nobody; 3]),
+    ("host.resume.recorded", [Nobody; 3]),
 ];
 
 const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec and by a phase, the preparation of a restore, a
-/// restore, and a protector and a pager while it fills pass them.
+/// restore, a protector and a pager while it fills, and the suspend and resume of a host pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -65,6 +65,17 @@ pub const POINTS: &[&str] = &[
     "fill.handover.recorded",
     "fill.end.locked",
     "fill.end.closed",
+    "host.suspend.journalled",
+    "host.suspend.stopped",
+    "host.suspend.saved",
+    "host.suspend.listed",
+    "host.suspend.committed",
+    "host.suspend.ended",
+    "host.resume.placed",
+    "host.resume.loaded",
+    "host.resume.struck",
+    "host.resume.resumed",
+    "host.resume.recorded",
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 //!
 //! Root's run directories are under `/run/rekindle`, another user's under `$XDG_RUNTIME_DIR/rekindle`;
 //! `REKINDLE_RUN_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
-//! sizes Rekindle's own tmpfs for guest RAM.
+//! sizes Rekindle's own tmpfs for guest RAM, or names another place.
 
 use crate::definition::{Bytes, Definition};
 use rekindle_memory::directory::{RamDirectory, RamError};
@@ -48,6 +48,7 @@ struct Config {
     ram_size: Option<Bytes>,
     ram_dir: Option<PathBuf>,
     save_dir: Option<PathBuf>,
+    suspend_dir: Option<PathBuf>,
 }
 
 /// Where this user keeps VMs on this host.
@@ -57,6 +58,8 @@ pub struct Host {
     pub root: PathBuf,
     /// Where a `saved` reboot writes RAM unless the definition says otherwise.
     pub save_dir: PathBuf,
+    /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is lost are known too.
+    pub suspend_dir: PathBuf,
     ram: RamPlace,
 }
 
@@ -101,7 +104,10 @@ impl Host {
         let save_dir = config.save_dir.unwrap_or_else(|| {
             if root_user { "/var/lib/rekindle/saved".into() } else { user_state_dir(&root).join("saved") }
         });
-        Ok(Self { root, save_dir, ram })
+        let suspend_dir = config.suspend_dir.unwrap_or_else(|| {
+            if root_user { "/var/lib/rekindle/suspended".into() } else { user_state_dir(&root).join("suspended") }
+        });
+        Ok(Self { root, save_dir, suspend_dir, ram })
     }
 
     /// The RAM directory of a VM: the one its definition names, or this host's.
@@ -119,6 +125,15 @@ impl Host {
                 make_private(path).map_err(|source| RamError::Directory { path: path.clone(), source })?;
                 RamDirectory::at(path)
             }
+        }
+    }
+
+    /// The directory for guest RAM that `ram_dir` names, if it does.
+    #[must_use]
+    pub fn named_ram_directory(&self) -> Option<&Path> {
+        match &self.ram {
+            RamPlace::Named(path) => Some(path),
+            RamPlace::OwnTmpfs { .. } | RamPlace::SharedMemory(_) => None,
         }
     }
 

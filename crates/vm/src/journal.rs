@@ -37,6 +37,12 @@ pub enum Kind {
     OsKexec,
     /// `rekindle reboot os --how phase`.
     OsPhase,
+    /// `rekindle host suspend`, and `resume`, with the RAM left in place.
+    HostWarm,
+    /// The same with the RAM on disk.
+    HostSaved,
+    /// The same with the guest shut down, and booted.
+    HostCold,
 }
 
 /// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.

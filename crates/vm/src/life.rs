@@ -4,7 +4,7 @@ use crate::attach;
 use crate::definition::Definition;
 use crate::disks::{self, DisksError, Kept};
 use crate::host::Host;
-use crate::journal::{Journal, Kind, Operation};
+use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
 use crate::phases;
@@ -79,7 +79,7 @@ pub enum LifeError {
         /// What it was.
         kind: Kind,
         /// How far it got.
-        step: crate::journal::Step,
+        step: Step,
     },
     /// Rekindle has not started its QEMU.
     #[error(
@@ -166,6 +166,8 @@ pub enum Status {
     Ended,
     /// An operation is at work that has neither QEMU running the guest at this moment.
     Busy(String),
+    /// It was suspended for a reboot of the host, and waits to be resumed.
+    Suspended,
     /// An operation was cut off.
     NeedsRecovery,
 }
@@ -180,6 +182,7 @@ impl std::fmt::Display for Status {
             Self::Protected => f.pad("protected"),
             Self::Ended => f.pad("ended"),
             Self::Busy(operation) => f.pad(&format!("busy ({operation})")),
+            Self::Suspended => f.pad("suspended"),
             Self::NeedsRecovery => f.pad("needs recovery"),
         }
     }
@@ -202,8 +205,14 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
     loop {
         // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
         let left_behind = Journal::left_behind(rundir)?.is_some();
-        if left_behind && lock::holder(rundir).is_none() && Journal::left_behind(rundir)?.is_some() {
-            return Ok(Status::NeedsRecovery);
+        if left_behind
+            && lock::holder(rundir).is_none()
+            && let Some(journal) = Journal::left_behind(rundir)?
+        {
+            let alive = journal.operation.from.as_ref().is_some_and(Vmm::is_alive);
+            let suspended = matches!(journal.operation.kind, Kind::HostWarm | Kind::HostSaved);
+            let suspended = suspended && journal.operation.step == Step::Saved && !alive;
+            return Ok(if suspended { Status::Suspended } else { Status::NeedsRecovery });
         }
         let state = State::read(rundir)?;
         if state.as_ref().and_then(|state| state.prepared.as_ref()).is_some_and(|prepared| prepared.vmm.is_alive()) {
@@ -397,7 +406,7 @@ fn ram_directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
 
 /// The name under which [`RamDirectory`] knows a RAM file.
 #[must_use]
-pub(crate) fn ram_name(path: &Path) -> String {
+pub fn ram_name(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 

@@ -19,6 +19,8 @@ use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Why a network cannot be set up.
 #[derive(Debug, thiserror::Error)]
@@ -143,6 +145,24 @@ pub fn check(definition: &Definition) -> Result<(), NetworkError> {
 fn has_interface(name: &str) -> bool {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None);
     socket.is_ok_and(|socket| name_to_index(&socket, name).is_ok())
+}
+
+/// Wait until the bridges of a definition are there: after a boot of the host they may come a moment later.
+///
+/// # Errors
+/// [`NetworkError::NoBridge`].
+pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(), NetworkError> {
+    let deadline = Instant::now() + patience;
+    for net in &definition.nets {
+        let NetBackend::Tap { place: TapPlace::Bridge { bridge }, .. } = &net.backend else { continue };
+        while !has_interface(bridge) {
+            if Instant::now() > deadline {
+                return Err(NetworkError::NoBridge { id: net.id.clone(), bridge: bridge.clone(), exists: false });
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+    Ok(())
 }
 
 /// Make and connect the taps of a VM whose definition [`check`] has found good.

@@ -126,7 +126,11 @@ impl Recorder {
 
 const FILE: &str = "timeline.jsonl";
 
-fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
+/// Append steps to the timeline of a VM.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
     let mut text = Vec::new();
     for entry in entries {
         serde_json::to_writer(&mut text, entry)?;

@@ -6,13 +6,14 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stream;
 use rekindle_qemu::transfer::{Capabilities, Feed, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::disks;
 use rekindle_vm::journal::SavedState;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::{disks, network};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
+use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -27,6 +28,9 @@ const FILE: &str = "handover.stream";
 /// go of them, and not at the end of the load.
 pub(crate) const WARM: Capabilities<'static> =
     &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
+
+/// Taps at the numbers that a QEMU's command line names.
+pub(crate) type Taps = Vec<(OwnedFd, RawFd)>;
 
 /// How long a load may take that has to read the guest's RAM from a disk.
 pub(crate) const LOAD: Duration = Duration::from_secs(3600);
@@ -43,7 +47,11 @@ pub(crate) struct Keeper {
 impl Keeper {
     /// Begin. The file means nothing before the journal names it with its length and digest.
     pub(crate) fn begin(rundir: &RunDir) -> Result<Self, RebootError> {
-        let path = rundir.file(FILE);
+        Self::at(rundir.file(FILE))
+    }
+
+    /// The same for a file of another place.
+    pub(crate) fn at(path: PathBuf) -> Result<Self, RebootError> {
         let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
         let file = opened.map_err(|source| RebootError::File { path: path.clone(), source })?;
         Ok(Self { path, file, bytes: 0, digest: Xxh3::new() })
@@ -82,23 +90,22 @@ pub(crate) fn read(name: &str, saved: &SavedState) -> Result<Vec<u8>, RebootErro
     Ok(stream)
 }
 
-/// Start a QEMU from a kept stream; the RAM file must be in place. Nothing else may run the guest.
+/// Start a QEMU, of a generation, from a kept stream; the RAM file must be in place. Nothing else may run the guest.
 ///
 /// On success: the QEMU holds the guest, paused. `run` of the caller decides when it goes on.
 pub(crate) fn start_from(
     rundir: &RunDir,
     hardware: &Hardware,
     binary: &Path,
-    generation: u32,
-    saved: &SavedState,
+    (generation, saved): (u32, &SavedState),
+    taps: Taps,
 ) -> Result<(Vmm, Qmp), RebootError> {
     let stream = read(rundir.name(), saved)?;
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
     disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(file)?;
-    let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-    let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
+    let vmm = Vmm::spawn(binary, &arguments, &directory, taps)?;
     let load = || -> Result<Qmp, RebootError> {
         let mut qmp = vmm.connect(vmm::START)?;
         let mut feed = Feed::open(&mut qmp, WARM)?;

@@ -10,13 +10,13 @@
 
 pub(crate) mod cold;
 mod generation;
-mod handover;
+pub(crate) mod handover;
 mod preflight;
-mod recover;
-mod saved;
+pub(crate) mod recover;
+pub(crate) mod saved;
 pub(crate) mod switch;
 mod verify;
-mod warm;
+pub(crate) mod warm;
 
 pub use preflight::Problem;
 pub use recover::{Recovered, recover};
@@ -209,6 +209,24 @@ pub enum RebootError {
         path: PathBuf,
         /// What is wrong.
         what: String,
+    },
+    /// What is known of a suspended guest cannot be read or written.
+    #[error("{name}: {why}")]
+    Record {
+        /// The VM.
+        name: String,
+        /// Why.
+        why: String,
+    },
+    /// The kernel or QEMU that it would go on with offers less than it had.
+    #[error(
+        "{name} stays suspended: it would be without processor features that it uses ({words}); boot the former kernel, or          give its memory up: rekindle stop {name}"
+    )]
+    FewerFeatures {
+        /// The VM.
+        name: String,
+        /// Which.
+        words: String,
     },
     /// A file of an operation cannot be written or read.
     #[error("{}", path.display())]
@@ -470,7 +488,7 @@ impl Change {
     }
 }
 
-fn begin(
+pub(crate) fn begin(
     host: &Host,
     name: &str,
     operation: &str,
@@ -499,7 +517,7 @@ fn begin(
 }
 
 /// Let the guest go in this QEMU, or leave it paused, and tell when.
-fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
+pub(crate) fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
     if !run {
         return Ok(rekindle_vm::timeline::host_us());
     }
@@ -514,7 +532,7 @@ fn wait_resumed(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
 }
 
 /// Stop the guest in this QEMU, and tell when.
-fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
+pub(crate) fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
     if !runs {
         return Ok(rekindle_vm::timeline::host_us());
     }

@@ -7,6 +7,7 @@
 //! 3. The saved state is whole and the guest has not run since: a fresh QEMU is started from it.
 //! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
 
+use super::handover::Taps;
 use super::{RUN_STATE_PATIENCE, RebootError, handover, resume, saved, switch};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched;
@@ -114,7 +115,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             Err(_) => {
                 let generation = held.state.generation + 1;
                 let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
-                lose(&held, journal.map_err(|source| file(&held, source))?)
+                lose(&held, journal.map_err(|source| file(&held, source))?, None)
             }
         };
     };
@@ -130,6 +131,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
+        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
         Kind::OsKexec => recover_kexec(&held, journal),
         // A candidate whose guest was not let go is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(&held, journal),
@@ -152,7 +154,7 @@ fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mut journal = journal.map_err(|source| file(held, source))?;
     journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
     life::shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
-    boot(held, journal, Recovered::Started)
+    boot(held, journal, Recovered::Started, None)
 }
 
 /// Let a guest go on whose checkpoint was cut off in the pause.
@@ -237,7 +239,7 @@ fn recover_kexec(held: &Held, mut journal: Journal) -> Result<Recovered, RebootE
 }
 
 /// A cold reboot, or a boot after a loss.
-fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let generation = journal.operation.generation;
     let lost = journal.operation.lost;
     if let Some((new, qmp)) = alive(held, generation).filter(|_| journal.operation.step >= Step::Resume) {
@@ -245,7 +247,7 @@ fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError>
     }
     switch::end_generation(&held.rundir, generation)?;
     if lost {
-        return lose(held, journal);
+        return lose(held, journal, None);
     }
     if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
         if journal.operation.step == Step::Prepare {
@@ -256,7 +258,7 @@ fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError>
         life::shut_down(old, held.state.definition.shutdown_timeout.as_duration())?;
     }
     // A guest that shut itself down has lost nothing; it is booted as was wanted.
-    boot(held, journal, Recovered::Started)
+    boot(held, journal, Recovered::Started, None)
 }
 
 /// The QEMU of `generation` if it lives and answers.
@@ -270,7 +272,7 @@ fn alive(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
 }
 
 /// A warm or saved reboot.
-fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
     let operation = journal.operation.clone();
     let generation = operation.generation;
     // The decision for the new QEMU was written: it is asked whether it obeyed.
@@ -303,9 +305,21 @@ fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, Reboo
             let start = |binary: &Path| {
                 if with_ram {
                     life::renew_ram(&held.rundir, hardware)?;
-                    saved::start_from_disk(&held.rundir, hardware, binary, generation, &saved)
+                    saved::start_from_disk(
+                        &held.rundir,
+                        hardware,
+                        binary,
+                        (generation, &saved),
+                        network::reopen(hardware)?,
+                    )
                 } else {
-                    handover::start_from(&held.rundir, hardware, binary, generation, &saved)
+                    handover::start_from(
+                        &held.rundir,
+                        hardware,
+                        binary,
+                        (generation, &saved),
+                        network::reopen(hardware)?,
+                    )
                 }
             };
             let from = operation.from.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
@@ -324,12 +338,12 @@ fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, Reboo
             journal.advance(Step::Resume).map_err(|source| file(held, source))?;
             finish(held, journal, &new, qmp, Recovered::FromState)
         }
-        _ => lose(held, journal),
+        _ => lose(held, journal, None),
     }
 }
 
 /// On with the new QEMU, told to go on if it was not yet.
-fn finish(
+pub(crate) fn finish(
     held: &Held,
     mut journal: Journal,
     new: &Vmm,
@@ -361,7 +375,7 @@ fn finish(
 }
 
 /// The guest's memory is lost: that is written down first, so that a recovery which is cut off here still says it.
-fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+pub(crate) fn lose(held: &Held, mut journal: Journal, taps: Option<Taps>) -> Result<Recovered, RebootError> {
     if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
         old.kill().map_err(|source| file(held, source))?;
     }
@@ -372,11 +386,16 @@ fn lose(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
     journal.operation.lost = true;
     journal.operation.running = true;
     journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
-    boot(held, journal, Recovered::Booted)
+    boot(held, journal, Recovered::Booted, taps)
 }
 
-/// Boot the guest from its disks in a new QEMU with new RAM.
-fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recovered, RebootError> {
+/// Boot the guest from its disks in a new QEMU with new RAM, with `taps` or, where none are given, its taps opened again.
+pub(crate) fn boot(
+    held: &Held,
+    mut journal: Journal,
+    recovered: Recovered,
+    taps: Option<Taps>,
+) -> Result<Recovered, RebootError> {
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
     // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
@@ -384,7 +403,7 @@ fn boot(held: &Held, mut journal: Journal, recovered: Recovered) -> Result<Recov
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     phases::begin(&held.rundir, hardware);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
-    let fds = network::reopen(hardware)?;
+    let fds = taps.map_or_else(|| network::reopen(hardware), Ok)?;
     let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);
     let binary = held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
     let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;

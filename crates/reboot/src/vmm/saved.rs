@@ -62,7 +62,7 @@ fn suspend(change: &mut Change, journal: &mut Journal, path: &Path) -> Result<(u
 }
 
 /// Write RAM and devices to `path`, and make them last.
-fn save(qmp: &mut Qmp, path: &Path) -> Result<SavedState, RebootError> {
+pub(crate) fn save(qmp: &mut Qmp, path: &Path) -> Result<SavedState, RebootError> {
     let failed = |source: io::Error| RebootError::File { path: path.to_owned(), source };
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
     let file = file.map_err(failed)?;
@@ -88,7 +88,8 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     change.recorder.step("end the old QEMU");
     life::renew_ram(&rundir, &change.held.state.hardware)?;
     let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
-    let (new, mut qmp) = start_from_disk(&rundir, hardware, &change.binary.path, generation, saved)?;
+    let (new, mut qmp) =
+        start_from_disk(&rundir, hardware, &change.binary.path, (generation, saved), network::reopen(hardware)?)?;
     change.recorder.step("load from disk");
     fault::point("saved.renew.loaded", Some(&old), Some(&new));
     let mut journal = journal;
@@ -117,13 +118,13 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     Ok(change.report(&new, &state, (stopped, resumed), None))
 }
 
-/// Start a QEMU from a state that holds all of the guest's RAM; the RAM file must have been renewed.
+/// Start a QEMU, of a generation, from a state that holds all of the guest's RAM; the RAM file must have been renewed.
 pub(crate) fn start_from_disk(
     rundir: &rekindle_vm::rundir::RunDir,
     hardware: &rekindle_qemu::command::Hardware,
     binary: &Path,
-    generation: u32,
-    saved: &SavedState,
+    (generation, saved): (u32, &SavedState),
+    taps: handover::Taps,
 ) -> Result<(Vmm, Qmp), RebootError> {
     let name = rundir.name();
     let damaged = |what: String| RebootError::Damaged { name: name.into(), path: saved.path.clone(), what };
@@ -135,9 +136,8 @@ pub(crate) fn start_from_disk(
     let made = |source| RebootError::File { path: rundir.path().to_owned(), source };
     disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(made)?;
-    let fds = network::reopen(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-    let new = Vmm::spawn(binary, &arguments, &directory, fds)?;
+    let new = Vmm::spawn(binary, &arguments, &directory, taps)?;
     fault::point("saved.renew.spawned", None, Some(&new));
     let load = || -> Result<Qmp, RebootError> {
         let mut qmp = new.connect(vmm::START)?;

@@ -283,7 +283,7 @@ fn compare_ram(old: &[RamBlock], new: &[RamBlock]) -> Option<Problem> {
         .then(|| Problem(format!("the new QEMU has {new} bytes of RAM, the guest {old}: it is not the same machine")))
 }
 
-fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
+pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
     let mut section = RamSection::start(out, carried.sizes());
     for block in &carried.blocks {
         for (offset, page) in block.pages() {

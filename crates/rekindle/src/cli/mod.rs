@@ -1,6 +1,7 @@
 //! Commands and flags, declared once: help, completions and man pages come from here. Each group of commands has a file.
 
 mod disk;
+mod host;
 mod protect;
 mod reboot;
 mod store;
@@ -8,6 +9,7 @@ mod tools;
 mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
+pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
 pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
@@ -66,6 +68,9 @@ pub enum Command {
     /// Reboot something under, or in, a VM.
     #[command(subcommand)]
     Reboot(Reboot),
+    /// Suspend and resume all guests, and set this host up for being rebooted under them.
+    #[command(subcommand)]
+    Host(Host),
     /// Finish or undo an operation that was cut off, or boot a guest whose QEMU has died.
     ///
     /// Needs: nothing else at work on the VM.

@@ -1,5 +1,6 @@
-//! `rekindle reboot`: under a VM, and in it.
+//! `rekindle reboot`: under a VM, in it, and under all of them.
 
+use super::RebootHost;
 use clap::{Args, Subcommand, ValueEnum};
 use rekindle_vm::definition::Name;
 use std::path::PathBuf;
@@ -22,6 +23,12 @@ pub enum Reboot {
     /// is none, it boots.
     /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
     Os(RebootOs),
+    /// Reboot this host under its guests.
+    ///
+    /// Needs: root, systemd, `rekindle host init`; every VM can be carried in its way, or --others says what becomes of it.
+    /// On success: the host goes down; in its next boot the guests go on.
+    /// On failure: exit status 1, and all guests run as before.
+    Host(RebootHost),
 }
 
 /// How a VMM is replaced.

@@ -8,7 +8,8 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 pub fn doctor(output: &Output, arguments: &Doctor) -> Result<ExitCode> {
-    let findings = examine(&arguments.qemu);
+    let mut findings = examine(&arguments.qemu);
+    findings.extend(rekindle_reboot::host::setup::findings());
     let colour = std::io::stdout().is_terminal();
     let mut text = String::new();
     for finding in &findings {

@@ -9,6 +9,7 @@ pub mod console;
 pub mod disk;
 pub mod doctor;
 pub mod generate;
+pub mod host;
 pub mod probe;
 pub mod protect;
 pub mod reboot;

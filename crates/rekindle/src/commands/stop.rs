@@ -3,8 +3,9 @@
 use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
+use rekindle_reboot::host;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Ended};
+use rekindle_vm::life::{self, Ended, LifeError};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -13,7 +14,13 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     let patience = if arguments.now { Some(Duration::ZERO) } else { arguments.timeout.map(|span| span.as_duration()) };
     let mut failed = None;
     for name in &arguments.names {
-        match life::stop(&host, name.as_str(), patience) {
+        let stopped = match life::stop(&host, name.as_str(), patience) {
+            // This boot does not know of it yet.
+            Err(LifeError::Unknown { .. }) if host::give_up(&host, name.as_str())? => Ok(Ended::Before),
+            Ok(ended) => host::give_up(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),
+            Err(e) => Err(e.into()),
+        };
+        match stopped {
             Ok(ended) => {
                 let how = match ended {
                     Ended::ByAgent => "shut down by its agent",
@@ -26,7 +33,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
             }
             Err(e) => {
                 // The others are stopped all the same.
-                if let Some(earlier) = failed.replace(anyhow::Error::from(e)) {
+                if let Some(earlier) = failed.replace(e) {
                     output.error(&earlier);
                 }
             }

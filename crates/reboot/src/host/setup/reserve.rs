@@ -1,0 +1,234 @@
+//! RAM that no kernel hands out: `memmap=SIZE!START` on the host's command line, and the device that Linux makes of it.
+
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// What a range is aligned to if it can be: a page table entry of the kernel's own map.
+const FINE: u64 = 1 << 30;
+/// What it is aligned to at least: Linux adds memory to its map in sections of this size.
+const COARSE: u64 = 128 << 20;
+/// What is left to the host itself of the range that is taken from, at least, where it is the only one.
+const FOR_THE_HOST: u64 = 1 << 30;
+/// Above what 32-bit devices and kernels at their start need.
+const FOUR_GIB: u64 = 4 << 30;
+
+/// A range of physical addresses that is kept from the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reserve {
+    /// Where it begins.
+    pub start: u64,
+    /// How long it is.
+    pub bytes: u64,
+}
+
+impl std::fmt::Display for Reserve {
+    /// As the kernel's parameter.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "memmap={}M!{}M", self.bytes >> 20, self.start >> 20)
+    }
+}
+
+impl Reserve {
+    /// The one that a kernel's command line names.
+    #[must_use]
+    pub fn of(command_line: &str) -> Option<Self> {
+        let words = command_line.split_whitespace().filter_map(|word| word.strip_prefix("memmap="));
+        words.flat_map(|word| word.split(',')).find_map(|range| {
+            let (bytes, start) = range.split_once('!')?;
+            Some(Self { start: number(start)?, bytes: number(bytes)? })
+        })
+    }
+
+    /// Choose where `bytes` are taken from: the end of the highest RAM, or at `start`.
+    ///
+    /// # Errors
+    /// A text that says why there is no such place.
+    pub fn choose(ram: &[Range<u64>], bytes: u64, start: Option<u64>) -> Result<Self, String> {
+        let wanted = |bytes: u64| format!("{} MiB", bytes >> 20);
+        if bytes == 0 || !bytes.is_multiple_of(COARSE) {
+            return Err(format!("{} cannot be reserved: a multiple of {} is needed", wanted(bytes), wanted(COARSE)));
+        }
+        let total: u64 = ram.iter().map(|range| range.end - range.start).sum();
+        if bytes + FOR_THE_HOST > total {
+            return Err(format!(
+                "{} cannot be reserved: this machine has {}, of which the host itself needs {} at least",
+                wanted(bytes),
+                wanted(total),
+                wanted(FOR_THE_HOST)
+            ));
+        }
+        if let Some(start) = start {
+            let fits = ram.iter().any(|range| range.start <= start && start + bytes <= range.end);
+            let aligned = start.is_multiple_of(COARSE);
+            return if fits && aligned && start >= FOUR_GIB {
+                Ok(Self { start, bytes })
+            } else {
+                Err(format!(
+                    "{} cannot be reserved at {start:#x}: it has to be RAM, above 4 GiB, at a multiple of {}",
+                    wanted(bytes),
+                    wanted(COARSE)
+                ))
+            };
+        }
+        let high = ram.iter().filter(|range| range.end > FOUR_GIB).max_by_key(|range| range.end);
+        let found = high.and_then(|range| {
+            let last = range.end.checked_sub(bytes)?;
+            [FINE, COARSE].into_iter().map(|align| last - last % align).find(|at| *at >= range.start.max(FOUR_GIB))
+        });
+        match found {
+            Some(start) => Ok(Self { start, bytes }),
+            None => Err(format!(
+                "{} cannot be reserved: the highest piece of RAM above 4 GiB is {}; ask for less, or name another place: --start",
+                wanted(bytes),
+                wanted(high.map_or(0, |range| range.end - range.start.max(FOUR_GIB)))
+            )),
+        }
+    }
+}
+
+/// A number as the kernel reads it: decimal or `0x`, with K, M, G or T.
+fn number(text: &str) -> Option<u64> {
+    let (digits, unit) = match text.char_indices().last()? {
+        (at, unit) if "kKmMgGtT".contains(unit) => (text.get(..at)?, unit.to_ascii_uppercase()),
+        _ => (text, ' '),
+    };
+    let value = match digits.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok()?,
+        None => digits.parse().ok()?,
+    };
+    value.checked_mul(1 << [(' ', 0), ('K', 10), ('M', 20), ('G', 30), ('T', 40)].iter().find(|(c, _)| *c == unit)?.1)
+}
+
+/// The machine's RAM as its firmware told it, whatever was reserved since.
+///
+/// # Errors
+/// When this kernel does not tell (`CONFIG_FIRMWARE_MEMMAP`).
+pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
+    let mut ram = Vec::new();
+    for entry in fs::read_dir(sys.join("firmware/memmap"))? {
+        let entry = entry?.path();
+        let read = |name: &str| fs::read_to_string(entry.join(name)).map(|text| text.trim().to_owned());
+        let address = |name: &str| read(name).map(|text| number(&text).unwrap_or(0));
+        if read("type")? == "System RAM" {
+            ram.push(address("start")?..address("end")? + 1);
+        }
+    }
+    ram.sort_by_key(|range| range.start);
+    Ok(ram)
+}
+
+/// The device that Linux has made of a reserve: a *legacy* persistent memory device at its address. Never one that is really persistent,
+/// which may hold somebody's data.
+///
+/// # Errors
+/// When `/sys` cannot be read.
+pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
+    let entries = match fs::read_dir(sys.join("block")) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name();
+        if !name.to_string_lossy().starts_with("pmem") {
+            continue;
+        }
+        let place = fs::canonicalize(entry.path().join("device"))?;
+        let legacy = place.components().any(|part| part.as_os_str().to_string_lossy().starts_with("e820_pmem"));
+        let at = fs::read_to_string(place.join("resource")).ok().and_then(|text| number(text.trim()));
+        if legacy && at == Some(reserve.start) {
+            return Ok(Some(Path::new("/dev").join(name)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether the file or directory at `path` is in the memory that this host has reserved, directly (DAX).
+///
+/// # Errors
+/// When it cannot be looked at.
+pub fn holds(path: &Path) -> io::Result<bool> {
+    let Some(reserve) = Reserve::of(&fs::read_to_string("/proc/cmdline")?) else { return Ok(false) };
+    let Some(device) = device(Path::new("/sys"), reserve)? else { return Ok(false) };
+    let there = fs::metadata(path)?;
+    if fs::metadata(&device)?.rdev() != there.dev() {
+        return Ok(false);
+    }
+    if there.is_file() {
+        let direct = statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)?.stx_attributes;
+        return Ok(direct.contains(StatxAttributes::DAX));
+    }
+    // Only files tell it of themselves.
+    let mounts = fs::read_to_string("/proc/self/mounts")?;
+    Ok(mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).any(|words| match words.as_slice() {
+        [from, _, _, options, ..] => {
+            Path::new(from) == device && options.split(',').any(|option| ["dax", "dax=always"].contains(&option))
+        }
+        _ => false,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn a_reserve_is_read_as_the_kernel_reads_it_and_written_so() {
+        for text in ["quiet memmap=1G!4G ro", "memmap=0x40000000!4096M", "memmap=64K$1M,1048576K!0x100000000"] {
+            assert_eq!(Reserve::of(text), Some(Reserve { start: 4 * GIB, bytes: GIB }), "{text}");
+        }
+        for text in ["", "memmap=1G", "memmap=1G@4G", "memmap=x!4G", "xmemmap=1G!4G"] {
+            assert_eq!(Reserve::of(text), None, "{text}");
+        }
+        let reserve = Reserve { start: 6 * GIB, bytes: 3 * GIB / 2 };
+        assert_eq!(Reserve::of(&reserve.to_string()), Some(reserve));
+    }
+
+    #[test]
+    fn it_is_taken_from_the_end_of_the_highest_ram() {
+        let low = 0x10_0000..2 * GIB;
+        let ram = [low.clone(), 4 * GIB..8 * GIB - (100 << 20)];
+        let choose = |bytes, start| Reserve::choose(&ram, bytes, start);
+        assert_eq!(choose(GIB, None), Ok(Reserve { start: 6 * GIB, bytes: GIB }));
+        // Finer where whole GiB do not fit.
+        let all = choose(4 * GIB - (128 << 20), None).unwrap();
+        assert_eq!(all.start, 4 * GIB);
+        assert_eq!(choose(GIB, Some(5 * GIB)), Ok(Reserve { start: 5 * GIB, bytes: GIB }));
+        for (bytes, start) in [(0, None), (GIB + 4096, None), (5 * GIB, None), (9 * GIB, None), (GIB, Some(2 * GIB))] {
+            assert!(choose(bytes, start).is_err(), "{bytes} at {start:?}");
+        }
+        assert!(choose(GIB, Some(7 * GIB)).unwrap_err().contains("above 4 GiB"));
+        assert!(Reserve::choose(&[low], GIB / 2, None).is_err(), "nothing above 4 GiB");
+    }
+
+    #[test]
+    fn only_a_legacy_device_at_that_address_is_ours() {
+        let root = tempfile::tempdir().unwrap();
+        let sys = root.path();
+        let reserve = Reserve { start: 4 * GIB, bytes: GIB };
+        assert_eq!(device(sys, reserve).unwrap(), None);
+        let make = |name: &str, parent: &str, at: &str| {
+            let place = sys.join(format!("devices/{parent}/{name}"));
+            fs::create_dir_all(&place).unwrap();
+            fs::write(place.join("resource"), at).unwrap();
+            fs::create_dir_all(sys.join("block").join(name)).unwrap();
+            std::os::unix::fs::symlink(&place, sys.join("block").join(name).join("device")).unwrap();
+        };
+        make("pmem0", "LNXSYSTM:00/ndbus0/region0", "0x100000000\n");
+        make("pmem1", "platform/e820_pmem/ndbus1/region1", "0x200000000\n");
+        assert_eq!(device(sys, reserve).unwrap(), None, "one is a real one, the other elsewhere");
+        make("pmem2", "platform/e820_pmem/ndbus1/region2", "0x100000000\n");
+        assert_eq!(device(sys, reserve).unwrap(), Some("/dev/pmem2".into()));
+    }
+
+    #[test]
+    fn what_is_on_this_machine_is_not_reserved_by_chance() {
+        assert!(!holds(Path::new("/proc/self/exe")).unwrap_or(false));
+    }
+}

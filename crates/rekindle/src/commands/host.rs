@@ -1,0 +1,148 @@
+//! `rekindle host` and `rekindle reboot host`.
+
+use crate::cli::{Host as Commands, HostInit, HostSuspend, How, Others, RebootHost};
+use crate::output::{Output, Usage, duration};
+use anyhow::Result;
+use rekindle_reboot::host::plan::{self, Plan};
+use rekindle_reboot::host::setup::{self, Mounted, Place, Step};
+use rekindle_reboot::host::{self, Fallback, Outcome, Resumed, Suspended};
+use rekindle_vm::host::Host;
+use serde_json::json;
+use std::process::ExitCode;
+
+pub fn run(output: &Output, command: &Commands) -> Result<ExitCode> {
+    match command {
+        Commands::Init(arguments) => init(output, arguments),
+        Commands::Mount => mount(output),
+        Commands::Suspend(arguments) => suspend(output, arguments),
+        Commands::Resume => resume(output),
+    }
+}
+
+fn wanted(how: How) -> host::How {
+    match how {
+        How::Warm => host::How::Warm,
+        How::Saved => host::How::Saved,
+        How::Cold => host::How::Cold,
+    }
+}
+
+pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let others = match arguments.others {
+        Others::Refuse => plan::Others::Refuse,
+        Others::Saved => plan::Others::Saved,
+        Others::Cold => plan::Others::Cold,
+    };
+    let plan = plan::make(&host, wanted(arguments.how), others)?;
+    if !arguments.dry_run {
+        plan::carry_out(&host, &plan)?;
+    }
+    let kernel = plan.kernel.as_ref().map_or_else(String::new, |kernel| format!(", into {}", kernel.version));
+    let doing = if arguments.dry_run { "would go down" } else { "goes down" };
+    let mut text = format!("this host {doing}{kernel}\n");
+    for (name, how) in &plan.vms {
+        text += &format!("{name}: {how}\n");
+    }
+    output.result(&plan, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn init(output: &Output, arguments: &HostInit) -> Result<ExitCode> {
+    let place = Place::here()?;
+    let steps = setup::steps(&place, arguments.reserve.as_u64(), arguments.start.map(|start| start.as_u64()))?;
+    let mounted = if arguments.write { setup::carry_out(&steps)? } else { None };
+    let mut text = String::new();
+    for step in &steps {
+        text += &match step {
+            Step::Done { what } => format!("ok       {what}\n"),
+            Step::Write { path, content } if arguments.write => {
+                format!("written  {} ({} bytes)\n", path.display(), content.len())
+            }
+            Step::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
+            Step::Run { command } if arguments.write => format!("done     {}\n", command.join(" ")),
+            Step::Run { command } => format!("run      {}\n", command.join(" ")),
+            Step::ByHand { what } => format!("by hand  {what}\n"),
+            Step::Mount => match (arguments.write, mounted) {
+                (true, Some(mounted)) => format!("{}\n", mounted_text(mounted)),
+                (true, None) => "later    the RAM is mounted at the first boot that reserves it\n".into(),
+                (false, _) => "mount    the reserved RAM, and start the units\n".into(),
+            },
+        };
+    }
+    if !arguments.write {
+        text += "nothing was changed; to do it: the same with --write\n";
+    }
+    output.result(&json!({"steps": steps, "written": arguments.write, "mounted": mounted}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn indented(content: &str) -> String {
+    content.lines().map(|line| format!("         | {line}\n")).collect()
+}
+
+fn mounted_text(mounted: Mounted) -> &'static str {
+    match mounted {
+        Mounted::Before => "the reserved RAM is mounted already",
+        Mounted::Kept => "the reserved RAM is mounted, with suspended guests in it",
+        Mounted::New => "the reserved RAM is mounted, new and empty",
+    }
+}
+
+fn mount(output: &Output) -> Result<ExitCode> {
+    let mounted = setup::mount_ram(&Host::open()?)?;
+    output.result(&json!({"mounted": mounted}), mounted_text(mounted))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let (plan, fallback) = if arguments.planned {
+        // A shutdown that is none of ours.
+        let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
+        let vms = plan::still_running(&host, &plan);
+        (Plan { vms, ..plan }, Fallback::Cold)
+    } else {
+        (plan::for_now(&host, wanted(arguments.how))?, Fallback::None)
+    };
+    if plan.vms.is_empty() {
+        if !arguments.planned {
+            return Err(Usage("no VM runs".into()).into());
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let suspended = host::suspend(&host, &plan.vms, &plan.token, fallback)?;
+    output.result(&suspended, suspended.iter().map(suspended_line).collect::<String>())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn suspended_line(one: &Suspended) -> String {
+    let why = one.fell_back.as_ref().map(|why| format!(", since it could not be carried: {why}")).unwrap_or_default();
+    match one.how {
+        host::How::Warm => format!("{}: suspended, its RAM in place{why}\n", one.name),
+        host::How::Saved => format!("{}: suspended, its RAM on disk{why}\n", one.name),
+        host::How::Cold => format!("{}: shut down{why}\n", one.name),
+    }
+}
+
+fn resume(output: &Output) -> Result<ExitCode> {
+    let resumed = host::resume(&Host::open()?)?;
+    let mut text: String = resumed.iter().map(resumed_line).collect();
+    if text.is_empty() {
+        text = "nobody is suspended".into();
+    }
+    output.result(&resumed, text)?;
+    let failed = resumed.iter().any(|one| matches!(one.outcome, Outcome::Failed { .. }));
+    Ok(if failed { ExitCode::from(3) } else { ExitCode::SUCCESS })
+}
+
+fn resumed_line(one: &Resumed) -> String {
+    let away = one.resume_us.map(|at| duration(at.saturating_sub(one.stop_us))).unwrap_or_default();
+    let name = &one.name;
+    match &one.outcome {
+        Outcome::Resumed => format!("{name}: goes on with its memory, after {away}\n"),
+        Outcome::Booted => format!("{name}: boots again, {away} after it was shut down\n"),
+        Outcome::Lost { why } => format!("{name}: its memory is lost, and it boots from its disks: {why}\n"),
+        Outcome::Failed { error } => format!("{name}: does not go on: {error}; rekindle recover {name}\n"),
+    }
+}
