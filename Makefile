@@ -4,7 +4,8 @@
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; crash a guest and restore it'
+	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; reboot a guest cold and'
+	@echo '                      with a warm cache; crash a guest and restore it'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults'

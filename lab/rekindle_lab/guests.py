@@ -6,6 +6,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rekindle_lab import netns
 
@@ -46,6 +47,8 @@ def build(root: Path, kind: str) -> Image:
 class Guest:
     """One guest of an experiment, reached over a tap in a network namespace."""
 
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "2m"
+
     name: str
     image: Image
     memory_mib: int
@@ -82,21 +85,38 @@ class Guest:
         """The service whose clients' view is measured: echo in micro, nginx in debian."""
         return self.echo_url if self.image.kind == "micro" else f"http://{self.address}/files/000.bin"
 
+    @property
+    def command_line(self) -> str:
+        """Its kernel's."""
+        words = f"console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
+        if self.image.kind in ("debian", "debian-cache"):
+            words = f"root=/dev/vda rw {words}"
+        if self.image.kind == "debian-work":
+            words = f"root=/dev/vda ro rekindle.overlay=50% {words}"
+        return f"{words} rekindle.touch={self.touch}" if self.touch else words
+
+    def disk_lines(self) -> list[str]:
+        """What its VM definition says of its disk, if it has one."""
+        if self.disk:
+            return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", QEMUS_OWN]
+        if self.image.kind == "debian-work":
+            disk = str(self.image.folder / "disk.raw")
+            return ["[[disk]]", f"path = {json.dumps(disk)}", "readonly = true", QEMUS_OWN]
+        return []
+
+    def qemu_args(self) -> list[str]:
+        """What QEMU is given besides."""
+        return []
+
     def definition(self, qemu: str) -> str:
         """Its VM definition in TOML, for this QEMU binary."""
-        append = f"console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
-        if self.image.kind == "debian":
-            append = f"root=/dev/vda rw {append}"
-        if self.image.kind == "debian-work":
-            append = f"root=/dev/vda ro rekindle.overlay=50% {append}"
-        if self.touch:
-            append += f" rekindle.touch={self.touch}"
         lines = [
             f"name = {json.dumps(self.name)}",
             f'memory = "{self.memory_mib}M"',
             f"qemu = {json.dumps(qemu)}",
             f"save_dir = {json.dumps(str(self.disk_dir))}",
-            'shutdown_timeout = "2m"',
+            f'shutdown_timeout = "{self.SHUTDOWN_TIMEOUT}"',
+            f"qemu_args = {json.dumps(self.qemu_args())}",
             "",
             "[ram]",
             f"dir = {json.dumps(str(self.ram_dir))}",
@@ -104,15 +124,10 @@ class Guest:
             "[boot]",
             f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}",
             f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}",
-            f"append = {json.dumps(append)}",
+            f"append = {json.dumps(self.command_line)}",
             "",
-        ]
-        if self.disk:
-            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", QEMUS_OWN, ""]
-        elif self.image.kind == "debian-work":
-            disk = str(self.image.folder / "disk.raw")
-            lines += ["[[disk]]", f"path = {json.dumps(disk)}", "readonly = true", QEMUS_OWN, ""]
-        lines += [
+            *self.disk_lines(),
+            "",
             "[[net]]",
             'kind = "tap"',
             f"netns = {json.dumps(self.netns)}",

@@ -5,11 +5,12 @@ import typer
 from made_up import START_US, record
 from typer.testing import CliRunner
 
-from rekindle_lab import demo
+from rekindle_lab.demo import vmm, web
 from rekindle_lab.records import load, parse
+from rekindle_lab.web import Answer
 
 app = typer.Typer()
-app.command()(demo.main)
+app.command()(vmm.main)
 
 
 def write(folder, *records):
@@ -65,3 +66,19 @@ def test_no_record_without_vms(tmp_path):
     path.write_text(json.dumps({"how": "warm", "reboot": {"vms": []}, "probe": {}}))
     with pytest.raises(ValueError, match="not a record"):
         load(path)
+
+
+def rebooted(how, well, each_s):
+    """A file of 1 MB each 0.1 s before the reboot; after it one each `each_s` from `well` on."""
+    before = [Answer(-n / 10, 0.1, 10**6) for n in range(1, 51)]
+    after = [Answer(well + n * each_s, each_s, 10**6) for n in range(1, web.AFTER + 1)]
+    return web.Reboot(how, before[::-1] + after, well, after[-1].at, 0 if how == web.COLD else 50_000_000)
+
+
+def test_a_web_server_through_both_reboots_is_drawn_and_told(tmp_path):
+    reboots = [rebooted(web.COLD, 20.0, 0.05), rebooted(web.WARM, 10.0, 0.025)]
+    lines = web.summary(reboots).splitlines()
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:]]
+    assert rows == [["cold", "20 s", "30 s", "10", "20", "0"], ["warm-cache", "10 s", "15 s", "10", "40", "50"]]
+    web.draw(reboots, tmp_path / "web.png")
+    assert (tmp_path / "web.png").read_bytes().startswith(b"\x89PNG")

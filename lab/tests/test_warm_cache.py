@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from rekindle_lab.bench.__main__ import main
 from rekindle_lab.bench.warm_cache import analysis, rows
 from rekindle_lab.bench.warm_cache.cases import TPCH, turns
-from rekindle_lab.bench.warm_cache.http import Answer, rates
 from rekindle_lab.bench.warm_cache.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.warm_cache.rows import Row
 from rekindle_lab.bench.warm_cache.watch import Watch, cached_kib, files_in, private_kib
+from rekindle_lab.web import Answer, rates
 
 app = typer.Typer()
 app.command()(main)

@@ -9,18 +9,17 @@
 //! < {"error": "a QEMU is still connected"}
 //! ```
 
-use crate::engine::Handle;
+use crate::desk::Desk;
 use crate::engine::command::{Command, Refused, Status};
 use crate::limit::Limits;
 use crate::memory::Span;
-use crate::redo::keeper::Keeper;
+use crate::redo::keeper::At;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -45,7 +44,17 @@ pub enum Ask {
     /// The image has grown; the answer is its length.
     Resize {},
     /// The guest has ended and its QEMU is gone: its memory becomes the next one's attic. The answer is how many blocks it may have.
-    Keep {},
+    Keep {
+        /// The VM has several disks, whose servers have their attics in the same memory: a new file, in which they see what this one needs.
+        /// Nothing is given back before `share`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        claim: Option<PathBuf>,
+    },
+    /// All of them keep what they had: the files of the others. What none of them needs is given back from here on.
+    Share {
+        /// The others' files.
+        claims: Vec<PathBuf>,
+    },
     /// There is to be no attic. Where no QEMU is connected, the memory of the guest before is let go of, too.
     Drop {},
     /// Note which pages are written of the guest of a QEMU that is connected, or of none any more. The answer is whether that was noted
@@ -75,33 +84,46 @@ pub enum Ask {
     },
     /// Merge the log, which then goes. Answered at once.
     EpochEnd {},
+    /// It has waited for a restore, and is to have its disk now.
+    Have {
+        /// As it was at a checkpoint; the newest, if it is not said.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        at: Option<At>,
+        /// The guest's memory still comes: missing pages are waited for, until `filled`.
+        filling: bool,
+    },
     /// End.
     End {},
 }
 
 /// Answer one question.
-pub(crate) fn answer(engine: &Handle, keeper: &Arc<Keeper>, line: &str) -> Value {
+pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
+    let engine = &desk.engine;
     let asked: Ask = match serde_json::from_str(line) {
         Ok(asked) => asked,
         Err(e) => return json!({ "error": format!("not a question to a disk: {e}") }),
     };
     let answered = match asked {
         Ask::Status {} => value(engine.ask(Command::Status).map(|mut status| {
-            status.redo.iter_mut().for_each(|told| keeper.tell(told));
+            if let Ok(keeper) = desk.keeper() {
+                status.redo.iter_mut().for_each(|told| keeper.tell(told));
+            }
             status
         })),
         Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
         Ask::Resize {} => value(engine.ask(Command::Measure)),
-        Ask::Keep {} => value(engine.ask(Command::Keep)),
+        Ask::Keep { claim } => value(engine.ask(|to| Command::Keep(claim, to))),
+        Ask::Share { claims } => value(engine.ask(|to| Command::Share(claims, to))),
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
         Ask::Filled {} => value(engine.ask(Command::Filled)),
-        Ask::EpochBegin {} => value(keeper.begin(engine)),
-        Ask::EpochMark {} => value(keeper.mark(engine)),
-        Ask::EpochSeal { epoch } => value(keeper.seal(engine, epoch)),
-        Ask::EpochCommitted { epoch } => value(keeper.committed(engine, epoch)),
-        Ask::EpochEnd {} => value(keeper.end(engine)),
+        Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
+        Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
+        Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
+        Ask::EpochCommitted { epoch } => value(desk.keeper().and_then(|keeper| keeper.committed(engine, epoch))),
+        Ask::EpochEnd {} => value(desk.keeper().and_then(|keeper| keeper.end(engine))),
+        Ask::Have { at, filling } => value(desk.have(at, filling)),
         Ask::End {} => value(engine.ask(Command::End)),
     };
     match answered {
@@ -115,7 +137,7 @@ fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
 }
 
 /// Answer all questions of one connection.
-pub(crate) fn serve(engine: &Handle, keeper: &Arc<Keeper>, stream: &UnixStream) -> io::Result<()> {
+pub(crate) fn serve(desk: &Desk, stream: &UnixStream) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = String::new();
@@ -123,7 +145,7 @@ pub(crate) fn serve(engine: &Handle, keeper: &Arc<Keeper>, stream: &UnixStream) 
         if read == 0 {
             return Ok(());
         }
-        let mut answer = serde_json::to_vec(&answer(engine, keeper, &line))?;
+        let mut answer = serde_json::to_vec(&answer(desk, &line))?;
         answer.push(b'\n');
         (&*stream).write_all(&answer)?;
     }

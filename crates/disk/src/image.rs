@@ -121,8 +121,28 @@ impl Image {
         Self::open_within(path, how, RELEASE)
     }
 
-    /// The same, with so much time for one that holds it and ends.
+    /// Look at the image at `path` and keep nobody from it. Its content is nothing to go by.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn look(path: &Path) -> Result<Self, ImageError> {
+        Self::unlocked(path, How { readonly: true, direct: false })
+    }
+
+    /// As [`Image::open`], with so much time for one that holds it and ends.
     fn open_within(path: &Path, how: How, patience: Duration) -> Result<Self, ImageError> {
+        let image = Self::unlocked(path, how)?;
+        let deadline = Instant::now() + patience;
+        loop {
+            match image.lock() {
+                Ok(()) => return Ok(image),
+                Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(AGAIN),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    fn unlocked(path: &Path, how: How) -> Result<Self, ImageError> {
         let failed = |doing| {
             let path = path.to_owned();
             move |source: io::Error| ImageError::Io { path, doing, source }
@@ -152,15 +172,7 @@ impl Image {
         }
         let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
         let how = How { direct, ..how };
-        let image = Self { path: path.to_owned(), file: Arc::new(file), bytes, how, alignment, is_device };
-        let deadline = Instant::now() + patience;
-        loop {
-            match image.lock() {
-                Ok(()) => return Ok(image),
-                Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(AGAIN),
-                Err(e) => return Err(e),
-            }
-        }
+        Ok(Self { path: path.to_owned(), file: Arc::new(file), bytes, how, alignment, is_device })
     }
 
     /// How long it is now. One that has become shorter than `before` is refused.
@@ -234,7 +246,13 @@ mod tests {
         let readers = [Image::open(&path, READONLY).unwrap(), Image::open(&path, READONLY).unwrap()];
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })), "under its readers");
         drop(readers);
+        let looker = Image::look(&path).unwrap();
         let _writer = Image::open(&path, WRITABLE).unwrap();
+        assert_eq!(
+            (looker.bytes, Image::look(&path).unwrap().bytes),
+            (1 << 20, 1 << 20),
+            "it keeps nobody, nor is kept"
+        );
         assert!(matches!(open(READONLY), Err(ImageError::InUse { .. })));
     }
 

@@ -4,7 +4,9 @@
 //! |---|---|
 //! | [`server`] | the process: its sockets |
 //! | [`session`] | a front end's connection: vhost-user |
+//! | [`channel`] | what a front end is told unasked |
 //! | [`control`] | what else a server is asked for |
+//! | [`desk`] | who answers for the disk, also before there is one |
 //! | [`engine`] | the thread that moves the data |
 //! | [`chain`], [`request`] | what a guest asks for, out of descriptors filled with anything |
 //! | [`fuzz`] | the same, for fuzzing |
@@ -23,8 +25,10 @@
 pub mod attic;
 pub mod block;
 pub mod chain;
+pub mod channel;
 pub mod config;
 pub mod control;
+pub mod desk;
 pub mod digest;
 pub mod engine;
 pub mod fuzz;

@@ -43,6 +43,18 @@ impl BlockMap {
         Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), seed }
     }
 
+    /// Frames of the guest's memory.
+    #[must_use]
+    pub fn frames(&self) -> Frame {
+        self.records.len() as Frame
+    }
+
+    /// The block that `frame` holds.
+    #[must_use]
+    pub fn block_in(&self, frame: Frame) -> Option<u64> {
+        Some(u64::from(self.records.get(frame as usize)?[0].checked_sub(1)?))
+    }
+
     /// How many blocks are known.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -204,6 +216,10 @@ mod tests {
                 }
                 let mut held: Vec<_> = model.iter().map(|(block, (frame, _))| (*frame, *block)).collect();
                 held.sort_unstable();
+                for (frame, block) in &held {
+                    prop_assert_eq!(map.block_in(*frame), Some(*block));
+                }
+                prop_assert_eq!((0..30).filter(|frame| map.block_in(*frame).is_some()).count(), held.len());
                 prop_assert_eq!(map.held().collect::<Vec<_>>(), held);
             }
         }

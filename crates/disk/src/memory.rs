@@ -21,6 +21,7 @@ use vm_memory::{
     Address, Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     VolatileMemory,
 };
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Pages that were written.
 #[derive(Debug, Default)]
@@ -221,17 +222,20 @@ impl Memory {
         self.map.iter().filter_map(place).collect()
     }
 
+    /// A number that is the same for all who have mapped this memory, and most likely another one for other memory.
+    #[must_use]
+    pub fn identity(&self) -> u64 {
+        let places = self.places().into_iter();
+        let bytes: Vec<u8> =
+            places.flat_map(|(dev, ino, shift)| [dev, ino, shift]).flat_map(u64::to_le_bytes).collect();
+        xxh3_64(&bytes)
+    }
+
     /// Frames that its guest has not taken of the host yet.
     #[must_use]
     pub fn room(&self) -> usize {
-        let files: BTreeMap<_, _> = self
-            .map
-            .iter()
-            .filter_map(|region| region.file_offset()?.file().metadata().ok())
-            .map(|metadata| ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.blocks() * 512)))
-            .collect();
-        let bytes: u64 = files.values().map(|(long, taken)| long.saturating_sub(*taken)).sum();
-        (bytes / PAGE_SIZE as u64) as usize
+        let (long, taken) = sizes(self.map.iter().filter_map(|region| Some(region.file_offset()?.file())));
+        (long.saturating_sub(taken) / PAGE_SIZE as u64) as usize
     }
 
     /// Copy out of the guest.
@@ -329,6 +333,15 @@ impl Memory {
     }
 }
 
+/// Bytes that files are long, and that they take of the host; each counts once.
+fn sizes<'a>(files: impl Iterator<Item = &'a File>) -> (u64, u64) {
+    let told: BTreeMap<_, _> = files
+        .filter_map(|file| file.metadata().ok())
+        .map(|metadata| ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.blocks() * 512)))
+        .collect();
+    told.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
+}
+
 /// The files of a guest's memory, not mapped: what nobody has mapped is quicker given back.
 #[derive(Debug)]
 pub struct Files {
@@ -340,6 +353,13 @@ impl Files {
     /// The addresses that there are: first, bytes.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> {
         self.parts.iter().map(|(first, bytes, _)| (*first, *bytes))
+    }
+
+    /// Frames that they take of the host.
+    #[must_use]
+    pub fn taken(&self) -> usize {
+        let (_, taken) = sizes(self.parts.iter().map(|(_, _, file)| file.file()));
+        taken.div_ceil(PAGE_SIZE as u64) as usize
     }
 
     fn place(&self, address: u64, bytes: u64) -> Option<(&File, u64)> {

@@ -1,8 +1,10 @@
 //! The process that serves one disk: its two sockets.
 
 use crate::attic::UNCHECKED;
+use crate::channel;
 use crate::config::Shape;
 use crate::control;
+use crate::desk::{Desk, Waiting};
 use crate::engine::command::{Command, Session};
 use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
@@ -70,6 +72,8 @@ pub struct Service {
     pub redo: Place,
     /// What it is served with.
     pub settings: Settings,
+    /// Which disk that is to be is said later: until then nobody is kept from the image.
+    pub waits: bool,
 }
 
 /// Serve a disk until it is told to end. `ready` is called when both sockets are there.
@@ -81,35 +85,42 @@ pub struct Service {
 /// # Errors
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, how, socket, control, redo, settings } = service;
+    let Service { image: path, how, socket, control, redo, settings, waits } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: {} is served with blocks that nobody checks; its guest's data is damaged",
             path.display()
         );
     }
-    // Locked: of two servers only one comes to its sockets.
-    let image = Image::open(&path, how)?;
+    // Locked, unless it waits: of two servers only one comes to its sockets.
+    let image = if waits { Image::look(&path)? } else { Image::open(&path, how)? };
     let filling = Arc::clone(&settings.filling);
     let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
-    let mut redo = keeper::open(&image, redo)?;
-    let logged = redo.logged.take();
-    let (engine, thread) = engine::start(image, settings, logged).map_err(failed)?;
-    let keeper = redo.start(&engine);
-    accept(guests, &engine, move |engine, number, stream| {
+    let (desk, thread) = if waits {
+        let (engine, thread) = engine::start(image, settings, None, waits).map_err(failed)?;
+        let waiting = Waiting { image: path.clone(), how, redo, filling: Arc::clone(&filling) };
+        (Desk::waiting(engine, waiting), thread)
+    } else {
+        let mut redo = keeper::open(&image, redo)?;
+        let logged = redo.logged.take();
+        let (engine, thread) = engine::start(image, settings, logged, waits).map_err(failed)?;
+        (Desk::new(engine.clone(), redo.start(&engine)), thread)
+    };
+    let desk = Arc::new(desk);
+    accept(guests, &desk.engine, move |engine, number, stream| {
         serve_front(engine, Session(number), shape, &filling, stream);
     });
-    let kept = Arc::clone(&keeper);
-    accept(asked, &engine, move |engine, _, stream| {
-        if let Err(e) = control::serve(&engine, &kept, &stream) {
+    let asked_at = Arc::clone(&desk);
+    accept(asked, &desk.engine, move |_, _, stream| {
+        if let Err(e) = control::serve(&asked_at, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });
     ready();
     let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    keeper.release();
+    desk.release();
     for socket in [&socket, &control] {
         let _ = fs::remove_file(socket);
     }
@@ -159,8 +170,15 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
         shape,
         Filling { is: Arc::clone(filling), process },
     )));
+    let ahead = stream.try_clone();
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
+        match ahead.as_ref().map(channel::offered) {
+            Ok(Ok(Some(channel))) => engine.tell(Command::Channel(session, channel)),
+            Ok(Ok(None)) => {}
+            Ok(Err(e)) => break Error::SocketError(e),
+            Err(e) => break Error::SocketError(e.kind().into()),
+        }
         if let Err(e) = handler.handle_request() {
             break e;
         }

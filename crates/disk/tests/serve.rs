@@ -11,6 +11,7 @@ use rekindle_disk::image::ImageError;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::server::{ServeError, serve};
 use std::fs::OpenOptions;
+use std::io::Read;
 use std::time::Instant;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -121,16 +122,30 @@ fn a_guest_is_told_what_its_disk_is_and_that_it_has_grown() {
         u64::from_le_bytes(bytes[..8].try_into().unwrap())
     };
     assert_eq!(capacity(&mut guest), 128);
+    let channel = guest.listen();
     guest.run(0, true);
+    // It may have grown since QEMU knew it: before this server, or between the two.
+    let mut told = [0; 12];
+    (&channel).read_exact(&mut told).unwrap();
     assert_eq!(guest.ask(&Ask::write(0, FIRST)), 1);
     assert_eq!(guest.ask(&Ask::read(16, FIRST)), 1);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 * PAGE).unwrap();
     assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 32 * PAGE);
+    (&channel).read_exact(&mut told).unwrap();
+    assert_eq!(told, *[2u32, 1, 0].map(u32::to_ne_bytes).concat(), "VHOST_USER_BACKEND_CONFIG_CHANGE_MSG");
     assert_eq!(capacity(&mut guest), 256);
     assert_eq!(guest.ask(&Ask::read(31, FIRST)), 0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(16 * PAGE).unwrap();
     let refused = disk.control().ask::<u64>(&Control::Resize {}).unwrap_err().to_string();
     assert!(refused.contains("was 131072"), "{refused}");
+    // One that is stopped is told once more when it goes on: QEMU does not listen before.
+    guest.stop(0);
+    OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(64 * PAGE).unwrap();
+    assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 64 * PAGE);
+    (&channel).read_exact(&mut told).unwrap();
+    guest.run(0, true);
+    (&channel).read_exact(&mut told).unwrap();
+    assert_eq!(capacity(&mut guest), 512);
 }
 
 #[test]

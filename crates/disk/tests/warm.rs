@@ -12,12 +12,14 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
 
+const KEEP: Control = Control::Keep { claim: None };
+
 /// The guest ends, and another one is started with fresh memory. Gives how many blocks the attic has.
 fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
     drop(guest);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
-    let kept = disk.control().ask(&Control::Keep {}).unwrap();
-    assert_eq!(disk.control().ask::<u64>(&Control::Keep {}).unwrap(), kept, "asked for once more, it stays");
+    let kept = disk.control().ask(&KEEP).unwrap();
+    assert_eq!(disk.control().ask::<u64>(&KEEP).unwrap(), kept, "asked for once more, it stays");
     (Guest::start(&disk.socket()), kept)
 }
 
@@ -128,7 +130,7 @@ fn attic_and_new_memory_are_together_no_more_than_the_guest() {
 fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    assert!(disk.control().ask::<u64>(&Control::Keep {}).unwrap_err().to_string().contains("still connected"));
+    assert!(disk.control().ask::<u64>(&KEEP).unwrap_err().to_string().contains("still connected"));
     guest.read(1, FIRST);
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
@@ -142,6 +144,86 @@ fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
     assert_eq!(told(&disk), None);
     behind(&disk, 2, &content(2, 8));
     assert_eq!(guest.read(2, FIRST), content(2, 8));
+}
+
+/// One request of a guest's second queue: the other disk's.
+fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
+    guest.put(1, &Ask::read(block, frame));
+    guest.kick(1);
+    let ended = wait_for("an answer", || Some(guest.ended(1)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(ended[..], [(_, _, 0)]), "{ended:?}");
+    guest.frame(frame)
+}
+
+/// A guest with two disks.
+fn both(disks: &[Disk; 2]) -> [Guest; 2] {
+    let memory = common::memory();
+    let mut guests = disks.each_ref().map(|disk| Guest::connect(&disk.socket(), memory.try_clone().unwrap(), 2));
+    guests[0].run(0, true);
+    guests[1].run(1, true);
+    guests
+}
+
+#[test]
+fn two_disks_keep_what_they_have_in_one_memory_also_when_that_is_asked_for_again() {
+    let disks = [Disk::new(64), Disk::new(64)];
+    // Blocks of the second that are those of no other disk.
+    (0..64).for_each(|block| behind(&disks[1], block, &content(block, 7)));
+    let [mut first, mut second] = both(&disks);
+    (0..32).for_each(|block| drop(first.read(block, FIRST + block)));
+    // Half of these frames were the first's.
+    (0..32).for_each(|block| drop(read_by(&mut second, block, FIRST + 16 + block)));
+    let memory = first.memory.try_clone().unwrap();
+    let frames = || memory.metadata().unwrap().blocks() * 512 / PAGE;
+    drop((first, second));
+    let claims = disks.each_ref().map(|disk| disk.directory.path().join("claim"));
+    let before = frames();
+    // Whoever was killed in between is followed by one who does it again.
+    for _ in 0..2 {
+        for (disk, claim) in disks.iter().zip(&claims) {
+            wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
+            let kept: u64 = disk.control().ask(&Control::Keep { claim: Some(claim.clone()) }).unwrap();
+            assert_eq!((kept, frames()), (32, before), "nothing is given back yet");
+        }
+    }
+    let identity = |disk: &Disk| disk.control().status().unwrap().attic_memory.expect("an attic");
+    assert_eq!(identity(&disks[0]), identity(&disks[1]));
+    for (disk, other) in [(0, 1), (1, 0)] {
+        disks[disk].control().ask::<()>(&Control::Share { claims: vec![claims[other].clone()] }).unwrap();
+    }
+    wait_for("what nobody needs to go", || (frames() == 48).then_some(()));
+    let [mut first, mut second] = both(&disks);
+    (0..32).for_each(|block| assert_eq!(first.read(block, FIRST + block), content(block, 0)));
+    (0..32).for_each(|block| assert_eq!(read_by(&mut second, block, FIRST + 100 + block), content(block, 7)));
+    let became = |disk: &Disk| wait_for("the attic to be empty", || disk.control().status().unwrap().emptied);
+    assert_eq!(became(&disks[0]), Told { served: 16, refused: 16, ..Told::default() });
+    assert_eq!(became(&disks[1]), Told { served: 32, ..Told::default() });
+    assert_eq!(frames(), 0, "all of it has been given back");
+}
+
+#[test]
+fn one_that_was_not_told_what_others_need_gives_nothing_back() {
+    let disk = Disk::new(64);
+    let mut guest = Guest::start(&disk.socket());
+    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    let memory = guest.memory.try_clone().unwrap();
+    let before = memory.metadata().unwrap().blocks();
+    drop(guest);
+    wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
+    let claim = disk.directory.path().join("claim");
+    assert_eq!(disk.control().ask::<u64>(&Control::Keep { claim: Some(claim) }).unwrap(), 32);
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(told(&disk), None, "it has given that up");
+    behind(&disk, 3, &content(3, 5));
+    assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
+    assert_eq!(memory.metadata().unwrap().blocks(), before);
+    // Where the claim cannot be, nothing is kept.
+    let nowhere = disk.directory.path().join("none").join("claim");
+    drop(guest);
+    wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
+    let refused = disk.control().ask::<u64>(&Control::Keep { claim: Some(nowhere) }).unwrap_err().to_string();
+    assert!(refused.contains("none/claim"), "{refused}");
+    assert_eq!(told(&disk), None);
 }
 
 #[derive(Debug, Clone)]

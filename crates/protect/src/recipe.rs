@@ -3,6 +3,7 @@
 //! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
 //! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
 //! ports of the agent's bus; format 4 is 3 with disks that a server of Rekindle's has, whose epochs the checkpoint's metadata names.
+//! Format 5 is 4 with redo logs that are not beside their images.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
-pub const FORMAT: u32 = 4;
+pub const FORMAT: u32 = 5;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -122,6 +122,9 @@ pub struct Disk {
     /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
+    /// The directory of its redo log, which its server makes; none: beside the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub redo: Option<PathBuf>,
     /// How long its server keeps what the guest before had cached, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attic_keep_ms: Option<u64>,

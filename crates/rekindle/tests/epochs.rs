@@ -6,26 +6,14 @@ mod common;
 
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
+use common::served::{self, image, section, server, status};
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::control::Control;
 use rekindle_disk::engine::logged::Told;
-use rekindle_kernel::process::{self, Process};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-const BLOCK: u64 = 4096;
-/// Of the disk.
-const BLOCKS: u64 = 2048;
-/// What the guest writes of it.
+/// What the guest writes of its disk.
 const WRITTEN: u64 = 512;
-
-fn image(lab: &Lab) -> PathBuf {
-    let path = lab.path("disk.raw");
-    File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
-    path
-}
 
 fn redo(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
@@ -34,31 +22,20 @@ fn redo(image: &Path) -> PathBuf {
 }
 
 fn read(guest: &Guest<'_>) -> String {
-    guest.ask(&format!("read vda 0 {WRITTEN}"))
+    served::read(guest, 0, WRITTEN)
 }
 
-/// As the guest answers to `read`.
 fn digest(image: &Path) -> String {
-    let mut content = vec![0; (WRITTEN * BLOCK) as usize];
-    File::open(image).unwrap().read_exact_at(&mut content, 0).unwrap();
-    let digest = content
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
-    format!("{digest:016x}")
+    served::digest(image, 0, WRITTEN)
 }
 
 fn told(guest: &Guest<'_>) -> Option<Told> {
-    Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap().redo
-}
-
-fn server(guest: &Guest<'_>) -> Process {
-    let mark = format!("--control={}", guest.file("disk-disk0.control").display());
-    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive).expect("a server")
+    status(guest).redo
 }
 
 /// The host dies: QEMU, the disk's server and the protector with it.
 fn host_dies(guest: &Guest<'_>, protector: Protector) {
-    let server = server(guest);
+    let server = server(guest).expect("a server");
     server.kill().unwrap();
     crash(guest);
     protector.kill();
@@ -81,8 +58,8 @@ fn agrees(guest: &Guest<'_>) -> String {
 #[test]
 fn a_restored_guest_has_the_disk_that_its_memory_knows() {
     let lab = Lab::new();
-    let path = image(&lab);
-    let guest = lab.vm("epochs").section(&format!("[[disk]]\npath = {path:?}\nserver = true\n")).boot(&[]);
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("epochs").section(&section(&path, "")).boot(&[]);
     let store = store(&lab, "epochs");
     let boot = guest.boot_id();
     for round in 0..3u64 {
@@ -130,9 +107,8 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
 #[test]
 fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_qemu() {
     let lab = Lab::new();
-    let path = image(&lab);
-    let section = |more: &str| format!("[[disk]]\npath = {path:?}\n{more}");
-    let guest = lab.vm("ended").section(&section("server = true\n")).boot(&[]);
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("ended").section(&section(&path, "")).boot(&[]);
     let store = store(&lab, "ended");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
     assert!(protector.child.wait().unwrap().success());
@@ -147,7 +123,7 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     let newest = read(&guest);
     host_dies(&guest, protector);
     assert!(redo(&path).exists(), "nobody has said which disk it is to be");
-    let plain = lab.vm("plain").section(&section("format = \"raw\"\n"));
+    let plain = lab.vm("plain").section(&format!("[[disk]]\npath = {path:?}\nformat = \"raw\"\nserver = false\n"));
     let refused = lab.rekindle(["run", plain.write().to_str().unwrap()]);
     refused.status(1).says(&["disk0", "redo log", "rekindle disk merge"]);
     lab.rekindle(["disk", "merge", path.to_str().unwrap()]).ok();
@@ -156,7 +132,7 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     assert_eq!(read(&guest), newest);
     guest.rekindle(&["stop"]).ok();
 
-    let guest = lab.vm("again").section(&section("server = true\n")).boot(&[]);
+    let guest = lab.vm("again").section(&section(&path, "")).boot(&[]);
     let mut protector =
         Protector::start(&guest, &lab, &store.with_extension("again"), &["--every", "100ms", "--count", "1"]);
     assert!(protector.child.wait().unwrap().success());
@@ -166,4 +142,40 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     guest.rekindle(&["stop"]).ok();
     assert_eq!(digest(&path), newest);
     assert!(!redo(&path).exists());
+}
+
+#[test]
+fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_at_the_same_epoch() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("since").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "since");
+    guest.ask("write vda 0 64 1");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
+    let expected = read(&guest);
+    guest.ask("write vda 0 64 2");
+    assert_ne!(read(&guest), expected, "newer than the checkpoint");
+    let die = || {
+        let server = server(&guest).expect("a server");
+        server.kill().unwrap();
+        assert!(server.wait_end(Duration::from_secs(10)).unwrap());
+    };
+    die();
+    crash(&guest);
+    restore(&guest, &store, &[]);
+    for _ in 0..2 {
+        die();
+        guest.rekindle(&["recover"]).ok();
+        guest.ask("drop-caches");
+        assert_eq!(read(&guest), expected, "the disk of the checkpoint, still");
+    }
+    guest.ask("write vda 100 8 3");
+    let newest = read(&guest);
+    assert_ne!(newest, expected);
+    die();
+    guest.rekindle(&["recover"]).ok();
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest), newest, "and what it has written since");
+    guest.assert_sound();
 }

@@ -5,7 +5,11 @@
 
 mod common;
 
+use common::protector::Protector;
+use common::served::{image, section, server};
 use common::{DEADLINE, Done, Guest, Lab, Net, eyes, lab::entries, qemu_old, wait_for};
+use rekindle_disk::control::Control;
+use rekindle_kernel::process;
 use serde_json::Value;
 use std::fs;
 use std::net::TcpListener;
@@ -349,4 +353,62 @@ fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
     lab.rekindle(["restore", "big", "--store", &store]).status(1).says(&["runs already"]);
     guest.assert_sound();
     spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).says(&["--eager"]);
+}
+
+#[test]
+fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_checkpoint() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let port = free_port();
+    let guest = lab.vm("served").section(&section(&path, "")).net(Net::User(port)).boot(&[]);
+    let (spare, store) = (Spare::new(&lab), store(&lab));
+    let mut protector = Protector::start(&guest, &lab, Path::new(&store), &["--every", "100ms"]);
+    protector.next_checkpoint();
+    // Whoever has the disk goes on with it.
+    spare.json(&["restore", "served", "--store", &store, "--prepare"]);
+    let waits = spare.qemu();
+    let status = || Control::connect(&spare.root.join("served/disk-disk0.control")).unwrap().status().unwrap();
+    assert!(status().waits && !status().active);
+    guest.ask("write vda 0 64 1");
+    protector.next_checkpoint();
+    // While somebody has it nobody else gets it, and what was prepared waits on. Nor is the store taken from who protects it.
+    let refused = spare.rekindle(&["restore", "served", "--store", &store]);
+    refused.status(1).says(&["disk0", "another program has it open"]);
+    assert_eq!((spare.status("served"), status().waits), ("prepared".into(), true));
+    protector.next_checkpoint();
+    guest.ask("write vda 32 64 2");
+    protector.next_checkpoint();
+    protector.next_checkpoint();
+    let boot = guest.boot_id();
+    let server = server(&guest).expect("a server");
+    server.kill().unwrap();
+    crash(&guest);
+    protector.kill();
+    assert!(server.wait_end(DEADLINE).unwrap());
+    let restored = spare.json(&["restore", "served", "--store", &store]);
+    assert_eq!((restored["prepared"].clone(), restored["unused"].clone()), (true.into(), Value::Null), "{restored}");
+    assert_eq!((spare.qemu().process, guest.boot_id()), (waits.process, boot));
+    assert!(status().redo.is_some() && !status().waits, "at an epoch");
+    let cached = wait_for("the guest to be free", DEADLINE, || {
+        guest.try_ask("read vda 0 2048").ok().filter(|answer| answer.starts_with("ok"))
+    });
+    guest.ask("drop-caches");
+    assert_eq!(guest.try_ask("read vda 0 2048").unwrap(), cached, "memory and disk agree");
+    spare.wait_filled("served");
+    guest.ask("write vda 64 64 3");
+    guest.ask("drop-caches");
+    // Protected and killed once more, prepared for where a server dies while it waits: another QEMU is started, and that is said.
+    spare.rekindle(&["protect", "served", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
+    let newest = guest.ask("read vda 0 2048");
+    spare.rekindle(&["stop", "served", "--now"]).ok();
+    spare.json(&["restore", "served", "--store", &store, "--prepare"]);
+    let mark = format!("--control={}", spare.root.join("served/disk-disk0.control").display());
+    process::with_argument_containing(&mark).unwrap().iter().for_each(|server| server.kill().unwrap());
+    let restored = spare.json(&["restore", "served", "--store", &store]);
+    assert_eq!(restored["prepared"], false, "{restored}");
+    assert!(restored["unused"].as_str().unwrap().contains("the server of disk disk0"), "{restored}");
+    guest.ask("drop-caches");
+    assert_eq!(guest.ask("read vda 0 2048"), newest);
+    spare.rekindle(&["stop", "served", "--now"]).ok();
+    spare.is_empty();
 }

@@ -3,15 +3,19 @@
 //! One that has died is started again by the next operation on the VM; QEMU, which tries every second, goes on with it. What it
 //! knew of the guest's cache is gone then.
 
+mod kept;
+mod since;
+
+pub use kept::{Kept, let_go};
+
 use crate::rundir::RunDir;
-use rekindle_disk::block::BLOCK;
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
-use serde::{Deserialize, Serialize};
+use since::Since;
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -25,8 +29,6 @@ use std::time::{Duration, Instant};
 const START: Duration = Duration::from_secs(30);
 /// How long one that was asked to end, or killed, may take for what it has under way.
 const END: Duration = Duration::from_secs(10);
-/// How long one may take to see that its QEMU has gone.
-const GONE: Duration = Duration::from_secs(10);
 
 /// How long one may take to merge a log: as long as it is, and its guest has ended.
 const MERGE: Duration = Duration::from_secs(600);
@@ -52,6 +54,15 @@ pub enum DisksError {
         /// The process.
         pid: u32,
     },
+    /// Its server does not take it.
+    #[error("disk {id}")]
+    Refused {
+        /// The disk.
+        id: String,
+        /// Why.
+        #[source]
+        source: ControlError,
+    },
     /// Its redo log cannot be read or merged.
     #[error("disk {id}")]
     Redo {
@@ -72,15 +83,6 @@ pub enum DisksError {
         #[source]
         source: io::Error,
     },
-}
-
-/// What of a guest that has ended is kept for the next one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
-    /// The disk.
-    pub disk: String,
-    /// Bytes of it that the guest had in its memory. Which of them are still what is on the disk is found out when they are wanted.
-    pub bytes: u64,
 }
 
 /// The disks that have a server.
@@ -117,7 +119,7 @@ pub type Epochs = BTreeMap<String, At>;
 /// # Errors
 /// [`DisksError`]; those that were started run on, until [`end`].
 pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
-    start_with(rundir, hardware, None)
+    start_with(rundir, hardware, &Begin::Newest)
 }
 
 /// The same, with the disks of a checkpoint, whose memory still comes: they wait for pages that are missing, until [`filled`]. None of
@@ -126,29 +128,109 @@ pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> 
 /// # Errors
 /// [`DisksError`]; a disk that is newer than its epoch, or another one, has no server, which says so.
 pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
-    start_with(rundir, hardware, Some(epochs))
+    start_with(rundir, hardware, &Begin::At(epochs))
 }
 
-fn start_with(rundir: &RunDir, hardware: &Hardware, epochs: Option<&Epochs>) -> Result<usize, DisksError> {
+/// The same for a QEMU that waits for a checkpoint: the images are looked at, and nobody is kept from them until [`have`].
+///
+/// # Errors
+/// [`DisksError`].
+pub fn start_waiting(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
+    start_with(rundir, hardware, &Begin::Waiting)
+}
+
+/// What speaks against a restore with the servers that wait, in words.
+#[must_use]
+pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
+    served(hardware).find_map(|disk| {
+        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
+        match status {
+            Ok(status) if status.waits && status.connected > 0 => None,
+            Ok(_) => Some(format!("the server of disk {} does not wait for it", disk.id)),
+            Err(e) => Some(format!("the server of disk {} does not answer: {e}", disk.id)),
+        }
+    })
+}
+
+/// Have servers that wait serve the disks of a checkpoint, whose memory still comes.
+///
+/// *On success:* nobody else has the images; queues may run.
+/// *On failure:* all wait as before. One that had its disk already was ended for that, and another one waits in its place.
+///
+/// # Errors
+/// [`DisksError`]: somebody else has an image, it is newer than the checkpoint, or another one.
+pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
+    let had = served(hardware).try_for_each(|disk| {
+        let ask = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
+        let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&ask));
+        asked.map_err(|source| DisksError::Refused { id: disk.id.clone(), source })
+    });
+    let had = had.and_then(|()| since::note(rundir, hardware, epochs));
+    if had.is_err() {
+        wait_again(rundir, hardware);
+    }
+    had
+}
+
+/// Nothing comes of a restore: servers wait in the place of those that have their disks already, and nobody is kept from the images.
+pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
+    let waits = |disk: &Disk| {
+        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
+        status.is_ok_and(|status| status.waits)
+    };
+    let ended = served(hardware).filter(|disk| !waits(disk)).try_for_each(|disk| end_server(rundir, disk));
+    if let Err(e) = ended.and_then(|()| start_waiting(rundir, hardware)) {
+        tracing::warn!("what was prepared is of no use any more: {e}");
+    }
+}
+
+/// What a server begins with.
+enum Begin<'a> {
+    /// The newest disk.
+    Newest,
+    /// Those of a checkpoint.
+    At(&'a Epochs),
+    /// None: it is told later.
+    Waiting,
+}
+
+fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result<usize, DisksError> {
     // One that has died while a restore fills waits too.
-    let filling = epochs.is_some() || rundir.fill().exists();
+    let filling = matches!(begin, Begin::At(_)) || rundir.fill().exists();
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
-        let at = epochs.and_then(|epochs| epochs.get(&disk.id));
-        started.push((disk, spawn(rundir, disk, hardware.vcpus, at, filling)?));
+        let mut command = command(rundir, disk, hardware.vcpus)?;
+        match begin {
+            Begin::Waiting => drop(command.arg("--wait")),
+            Begin::At(epochs) => {
+                if let Some(At { disk, epoch }) = epochs.get(&disk.id) {
+                    command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
+                }
+            }
+            Begin::Newest => {
+                // Its guest may not have written since it went on: then the log still has what is not that guest's.
+                if let Some(Since { at: At { disk, epoch }, first }) = since::read(rundir, disk)? {
+                    command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
+                    command.arg(format!("--since={first}"));
+                }
+            }
+        }
+        if filling {
+            command.arg("--filling");
+        }
+        started.push((disk, spawn(rundir, disk, &mut command)?));
     }
     let count = started.len();
     started.into_iter().try_for_each(|(disk, child)| wait(rundir, disk, child))?;
+    if let Begin::At(epochs) = begin {
+        since::note(rundir, hardware, epochs)?;
+    }
     Ok(count)
 }
 
-fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: bool) -> Result<Child, DisksError> {
-    let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
-    let mut options = OpenOptions::new();
-    let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
-    let log = opened.map_err(failed("opening its log"))?;
-    let again = log.try_clone().map_err(failed("opening its log"))?;
-    let binary = std::env::current_exe().map_err(failed("finding this program"))?;
+fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksError> {
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
+    let binary = std::env::current_exe().map_err(failed)?;
     let mut command = Command::new(binary);
     command.args(["disk", "serve"]).arg(&disk.path).arg(mark(rundir, &disk.id));
     // Where QEMU looks for it, whichever of the VM's it is.
@@ -158,6 +240,9 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     }
     if disk.cache != "none" {
         command.arg("--buffered");
+    }
+    if let Some(redo) = &disk.redo {
+        command.arg("--redo").arg(redo);
     }
     if let Some(keep) = disk.attic_keep_ms {
         command.arg(format!("--attic-keep={keep}ms"));
@@ -171,13 +256,16 @@ fn spawn(rundir: &RunDir, disk: &Disk, vcpus: u32, at: Option<&At>, filling: boo
     if let Some(serial) = &disk.serial {
         command.arg(format!("--serial={serial}"));
     }
-    if filling {
-        command.arg("--filling");
-    }
-    if let Some(At { disk, epoch }) = at {
-        command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
-    }
-    detach(&mut command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
+    Ok(command)
+}
+
+fn spawn(rundir: &RunDir, disk: &Disk, command: &mut Command) -> Result<Child, DisksError> {
+    let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
+    let mut options = OpenOptions::new();
+    let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
+    let log = opened.map_err(failed("opening its log"))?;
+    let again = log.try_clone().map_err(failed("opening its log"))?;
+    detach(command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
 }
 
 fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError> {
@@ -204,21 +292,20 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
 /// # Errors
 /// [`DisksError`].
 pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
-    served(hardware).try_for_each(|disk| {
-        let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
-        let mark = mark(rundir, &disk.id);
-        let servers = || process::with_argument_containing(&mark).map_err(failed("looking for its server"));
-        let found = servers()?;
-        if found.is_empty() {
-            return Ok(());
-        }
-        let asked =
-            Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
-        if let Err(e) = &asked {
-            tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
-        }
-        found.into_iter().try_for_each(|server| end_one(&disk.id, server, asked.is_ok()))
-    })
+    served(hardware).try_for_each(|disk| end_server(rundir, disk))
+}
+
+fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
+    let found = process::with_argument_containing(&mark(rundir, &disk.id)).map_err(failed)?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
+    if let Err(e) = &asked {
+        tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
+    }
+    found.into_iter().try_for_each(|server| end_one(&disk.id, server, asked.is_ok()))
 }
 
 fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
@@ -234,13 +321,18 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
     }
 }
 
+/// Where the redo log of a disk is, if it has one.
+fn redo(disk: &Disk) -> PathBuf {
+    disk.redo.clone().unwrap_or_else(|| left::beside(&disk.path))
+}
+
 /// What speaks against giving a VM its disks, in words: a disk with a redo log that QEMU itself would not see. With `choose` also one
 /// whose log a failure has left, since there are two disks then, and the owner has to say which.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match left::look(&left::beside(&disk.path)) {
+        match left::look(&redo(disk)) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -263,9 +355,9 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
 /// # Errors
 /// [`DisksError::Redo`]; that log can be merged again.
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
-    let has_log = |disk: &&Disk| !disk.readonly && left::beside(&disk.path).exists();
+    let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
-        let merged = left::merge_all(&disk.path, &left::beside(&disk.path), disk.cache == "none");
+        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none");
         merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
     })
 }
@@ -292,43 +384,6 @@ pub fn filled(rundir: &RunDir) {
         let told = Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
         if let Err(e) = told {
             tracing::debug!("disk {id}: it looks for missing pages still: {e}");
-        }
-    }
-}
-
-/// Let the servers go of the memory of a guest that has ended. With `keep` they keep what of it is a cache of a disk, for the next
-/// one; gives what that is, if there is anything.
-///
-/// All disks of a VM have their blocks in one memory, and each server gives back what it does not need of it. So it is that of
-/// one disk that is kept: the one of which most is there.
-#[must_use]
-pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
-    let mut servers = Vec::new();
-    for disk in served(hardware) {
-        let connected = Control::connect(&control(rundir, &disk.id));
-        match connected.and_then(|mut control| Ok((control.wait_gone(GONE)?, control))) {
-            Ok((status, control)) => {
-                let kept = status.attic.map_or(0, |(blocks, _)| blocks);
-                servers.push((if status.mapped > 0 { status.mapped } else { kept }, disk, control));
-            }
-            // It is started again, and has nothing then.
-            Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
-        }
-    }
-    servers.sort_by_key(|(blocks, ..)| *blocks);
-    let most = if keep { servers.pop() } else { None };
-    for (_, disk, mut control) in servers {
-        if let Err(e) = control.ask::<()>(&Ask::Drop {}) {
-            tracing::debug!("disk {}: {e}", disk.id);
-        }
-    }
-    let (_, disk, mut control) = most?;
-    match control.ask::<u64>(&Ask::Keep {}) {
-        Ok(0) => None,
-        Ok(blocks) => Some(Kept { disk: disk.id.clone(), bytes: blocks * BLOCK as u64 }),
-        Err(e) => {
-            tracing::warn!("what the guest had of disk {} is not kept: {e}", disk.id);
-            None
         }
     }
 }

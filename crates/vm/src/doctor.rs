@@ -2,8 +2,10 @@
 
 use crate::hardware::has_kvm;
 use crate::host::Host;
+use rekindle_kernel::uring::Ring;
 use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
+use rustix::io::Errno;
 use serde::Serialize;
 use std::fs::OpenOptions;
 use std::io;
@@ -11,6 +13,8 @@ use std::path::Path;
 use std::process::Command;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// Entries of the ring that is tried.
+const SERVER_RING: u32 = 8;
 
 /// One thing looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -40,7 +44,7 @@ pub enum Level {
 /// Look at everything.
 #[must_use]
 pub fn examine(qemu: &Path) -> Vec<Finding> {
-    vec![binary(qemu), accel(), run_directory(), memory(), taps(), ip(), tracing_rights()]
+    vec![binary(qemu), accel(), run_directory(), memory(), disk_servers(), taps(), ip(), tracing_rights()]
 }
 
 fn finding(what: &str, level: Level, found: impl Into<String>, mend: impl Into<String>) -> Finding {
@@ -101,6 +105,40 @@ fn memory() -> Finding {
     }
 }
 
+/// Servers of disks read and write by `io_uring`: made as a server makes it, since a limit of its caller's tells nothing of itself.
+fn disk_servers() -> Finding {
+    const WHAT: &str = "io_uring";
+    const ELSE: &str = "disks need `server = false` until then";
+    let e = match Ring::new(SERVER_RING) {
+        Ok(_) => return finding(WHAT, Level::Good, "disks can have servers", ""),
+        Err(e) => e,
+    };
+    let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok();
+    let (found, mend) = io_uring_refused(&e, disabled.as_deref().map(str::trim));
+    finding(WHAT, Level::Limited, found, format!("{mend}; {ELSE}"))
+}
+
+/// Why it is refused, and what to do.
+fn io_uring_refused(error: &io::Error, disabled: Option<&str>) -> (String, &'static str) {
+    match (disabled, Errno::from_io_error(error)) {
+        (Some("2"), _) => ("kernel.io_uring_disabled is 2".into(), "sysctl kernel.io_uring_disabled=0"),
+        (Some("1"), _) => (
+            "kernel.io_uring_disabled is 1".into(),
+            "run as root or in the group of kernel.io_uring_group, or sysctl kernel.io_uring_disabled=0",
+        ),
+        (_, Some(Errno::PERM | Errno::ACCESS)) => (
+            format!("{error}, although the kernel has not switched it off: a seccomp filter or a security module does"),
+            "a container's: let it have io_uring_setup, io_uring_enter and io_uring_register (docker run --security-opt seccomp=PROFILE)",
+        ),
+        (_, Some(Errno::NOSYS)) => (
+            format!("{error}: the kernel was built without it, or a seccomp filter hides it"),
+            "a kernel with CONFIG_IO_URING, or a container that is let have io_uring_setup",
+        ),
+        (_, Some(Errno::NOMEM)) => (format!("{error}"), "raise the limit of locked memory (ulimit -l), or run as root"),
+        _ => (format!("{error}"), "a kernel from Linux 5.11 on"),
+    }
+}
+
 fn taps() -> Finding {
     let root = rustix::process::geteuid().is_root();
     match OpenOptions::new().read(true).write(true).open("/dev/net/tun") {
@@ -134,5 +172,31 @@ fn tracing_rights() -> Finding {
             format!("kernel.yama.ptrace_scope is {other}"),
             "a warm reboot reads QEMU's memory: run as root, or sysctl kernel.yama.ptrace_scope=0",
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_keeps_a_server_from_its_ring_is_named_with_the_mend() {
+        let refused = |errno: Errno, disabled| io_uring_refused(&errno.into(), disabled);
+        assert_eq!(refused(Errno::PERM, Some("2")).1, "sysctl kernel.io_uring_disabled=0");
+        assert!(refused(Errno::PERM, Some("1")).1.contains("kernel.io_uring_group"));
+        for disabled in [Some("0"), None] {
+            let (found, mend) = refused(Errno::PERM, disabled);
+            assert!(found.contains("seccomp") && mend.contains("io_uring_setup"), "{found}: {mend}");
+        }
+        assert!(refused(Errno::NOSYS, None).0.contains("without it"));
+        assert!(refused(Errno::NOMEM, Some("0")).1.contains("ulimit -l"));
+        assert!(refused(Errno::INVAL, Some("0")).1.contains("Linux 5.11"));
+    }
+
+    #[test]
+    fn what_doctor_says_of_io_uring_is_what_a_server_would_find() {
+        let said = disk_servers();
+        assert_eq!(said.level == Level::Good, Ring::new(256).is_ok(), "{said:?}");
+        assert_eq!(said.mend.is_empty(), said.level == Level::Good, "{said:?}");
     }
 }

@@ -74,6 +74,8 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         cache: disk.cache.as_str().to_owned(),
         serial: disk.serial.clone(),
         server: disk.server,
+        // Named for VM and disk, so that all can have theirs in one folder.
+        redo: disk.redo.as_ref().map(|folder| folder.join(format!("{}-{}.redo", definition.name, disk.id))),
         attic_keep_ms: disk.attic_keep.map(Span::as_millis),
         bps: disk.bps.map(Bytes::as_u64),
         iops: disk.iops,

@@ -5,7 +5,7 @@
 //! [`Place`].
 
 use crate::definition::{Bytes, Definition, memory_flaw};
-use crate::disks::{self, Epochs};
+use crate::disks::{self, DisksError, Epochs};
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
@@ -230,7 +230,10 @@ impl<'a> Place<'a> {
     /// # Errors
     /// [`LifeError`]; what was made is for [`Place::undo`].
     pub fn make(&self, kind: Kind) -> Result<Made, LifeError> {
-        self.make_with(kind, RamDirectory::create)
+        self.make_with(kind, RamDirectory::create, || match &self.epochs {
+            Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs),
+            None => disks::start(&self.rundir, &self.state.hardware),
+        })
     }
 
     /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`]. Its RAM
@@ -239,7 +242,9 @@ impl<'a> Place<'a> {
     /// # Errors
     /// As [`Place::make`].
     pub fn make_waiting(&self) -> Result<(Made, Hardware), LifeError> {
-        let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting)?;
+        let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting, || {
+            disks::start_waiting(&self.rundir, &self.state.hardware)
+        })?;
         let mut hardware = self.state.hardware.clone();
         hardware.ram.path = self.ram.waiting(&ram_name(&hardware.ram.path));
         Ok((made, hardware))
@@ -249,6 +254,7 @@ impl<'a> Place<'a> {
         &self,
         kind: Kind,
         create: impl Fn(&RamDirectory, &str, u64) -> Result<PathBuf, RamError>,
+        serve: impl FnOnce() -> Result<usize, DisksError>,
     ) -> Result<Made, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let journal = Journal::open(&self.rundir, kind, None, self.state.generation).map_err(failed)?;
@@ -256,10 +262,7 @@ impl<'a> Place<'a> {
         for (path, bytes) in self.state.hardware.ram_files() {
             create(&self.ram, &ram_name(&path), bytes)?;
         }
-        match &self.epochs {
-            Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs)?,
-            None => disks::start(&self.rundir, &self.state.hardware)?,
-        };
+        serve()?;
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })
     }

@@ -14,7 +14,7 @@ use std::io;
 use std::path::PathBuf;
 
 /// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
-pub const FORMAT: u32 = 4;
+pub const FORMAT: u32 = 5;
 
 /// `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +54,7 @@ pub struct Attached {
 #[must_use]
 pub fn format_of(hardware: &Hardware) -> u32 {
     match hardware {
+        Hardware { disks, .. } if disks.iter().any(|disk| disk.redo.is_some()) => 5,
         Hardware { disks, .. } if disks.iter().any(|disk| disk.server) => 4,
         Hardware { agent: true, agent_ports: Some(_), .. } => 3,
         Hardware { foreign: Some(_), .. } => 2,

@@ -11,15 +11,14 @@ Exit status 0: everything was measured (a bar that is missed is said in the repo
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from rekindle_lab.bench import faults, protect, restore, vmm, warm_cache
+from rekindle_lab.bench.stage import taken_down_on_signals
 
 TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache, "faults": faults}
 
@@ -33,14 +32,6 @@ def refuse(text: str) -> typer.Exit:
     """Say why it cannot be run."""
     print(f"bench: {text}", file=sys.stderr)
     return typer.Exit(2)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Once: what is under way is taken down, and a second signal does not stop that."""
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    print("bench: interrupted; taking everything down", file=sys.stderr, flush=True)
-    raise KeyboardInterrupt
 
 
 def main(
@@ -78,8 +69,7 @@ def main(
             raise refuse(f"no {qemu} in PATH; run: scripts/setup")
         if os.geteuid() != 0:
             raise refuse("needs root, for taps and network namespaces; run it with sudo")
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(one, _interrupt)
+        taken_down_on_signals("bench")
         try:
             from_raw = chosen.measure(root, folder, binary, found, quick=quick, only=only or [], command=command)
         except KeyboardInterrupt:

@@ -3,15 +3,16 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rekindle_lab import guests
 from rekindle_lab.bench.report import Found, Report, machine_versions, qemu_version
 from rekindle_lab.bench.rows import RowFile
-from rekindle_lab.bench.stage import Stage
+from rekindle_lab.bench.stage import Plan, Stage
 from rekindle_lab.rekindle import Rekindle
 
 BUSY_LOAD = 0.5
@@ -73,6 +74,37 @@ def recorded(
             **run.notes,
         }
         (out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What is measured under one name, and where."""
+
+    name: str
+    image: str
+    """The guest's."""
+    row: type
+    """Of the raw file."""
+    cases: Mapping[str, Callable[[Any, Any], None]]
+    full: Plan
+    quick: Plan
+    left_out: Callable[[Any], list[str]]
+    """What a plan does not do of the full one, in words."""
+    stage: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Stage]]
+    """From the project's folder, the binary, QEMU, where rows go, and a folder on a real disk."""
+
+    def measure(
+        self, root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str
+    ) -> Path:
+        """Run the cases and write the raw files into `out`; gives the file of rows."""
+        plan = self.quick if quick else self.full
+        guests.build(root, self.image)  # now, so that it is not in the time of a quick run
+        with (
+            recorded(self.name, self.row, out, binary, qemu, command, self.left_out(plan)) as here,
+            self.stage(root, binary, qemu, here.rows, cache()) as here.stage,
+        ):
+            here.stage.run(self.cases, plan, only)
+        return here.rows.path
 
 
 def raw_name(topic: str) -> str:

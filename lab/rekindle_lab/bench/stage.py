@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from rekindle_lab import guests
@@ -18,6 +20,23 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
 
 MIB = 1 << 20
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def taken_down_on_signals(who: str) -> None:
+    """From now on a signal to end raises `KeyboardInterrupt`, so that what is under way is taken down.
+
+    Once: a second one does not stop that.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        print(f"{who}: interrupted; taking everything down", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    for one in _ENDING:
+        signal.signal(one, interrupt)
 
 
 class NoRoomError(Exception):

@@ -2,8 +2,13 @@
 
 use super::Engine;
 use super::command::{Command, Refused, Status};
+use super::logged::Logged;
 use crate::attic::Attic;
+use crate::image::Image;
 use crate::limit::Throttle;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -14,6 +19,7 @@ impl Engine {
             match command {
                 Command::Join(session, process) => self.join(session, process),
                 Command::Leave(session) => self.leave(session),
+                Command::Channel(session, channel) => self.set_channel(session, channel),
                 Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
                 Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
                 Command::Start(session, queue, rings, ends, answer) => {
@@ -26,22 +32,16 @@ impl Engine {
                     self.throttle = Throttle::new(limits, Instant::now());
                     let _ = answer.send(Ok(()));
                 }
-                Command::Measure(answer) => {
-                    let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()));
-                    self.capacity = *measured.as_ref().unwrap_or(&self.capacity);
-                    let _ = answer.send(measured);
-                }
-                Command::Keep(answer) => drop(answer.send(self.keep())),
+                Command::Measure(answer) => drop(answer.send(self.measure())),
+                Command::Keep(claim, answer) => drop(answer.send(self.keep(claim.as_deref()))),
+                Command::Share(claims, answer) => drop(answer.send(self.share(&claims))),
                 Command::Drop(answer) => {
-                    (self.attic, self.emptied) = (None, None);
-                    // What is known of its memory keeps that from going.
-                    if self.fronts.is_empty() && self.jobs.is_empty() {
-                        self.map = None;
-                    }
+                    self.drop_attic();
                     let _ = answer.send(Ok(()));
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
+                Command::Have(disk, answer) => drop(answer.send(self.have(*disk))),
                 Command::Visit(visit) => self.visited(visit),
                 Command::Filled(answer) => {
                     self.settings.filling.store(false, Ordering::Relaxed);
@@ -57,24 +57,67 @@ impl Engine {
         }
     }
 
+    /// No queue has run before.
+    fn have(&mut self, (image, logged): (Image, Option<Logged>)) -> Result<(), Refused> {
+        if !std::mem::replace(&mut self.waits, false) {
+            return Err(Refused("it has its disk already".into()));
+        }
+        (self.capacity, self.image, self.logged) = (image.bytes, Arc::new(image), logged);
+        Ok(())
+    }
+
+    /// See how long the image is, and tell the guest if it is longer than it was.
+    fn measure(&mut self) -> Result<u64, Refused> {
+        let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
+        if std::mem::replace(&mut self.capacity, measured) < measured {
+            self.tell_grown();
+        }
+        Ok(measured)
+    }
+
     /// The memory of the guest that has ended becomes the attic of the next one.
-    fn keep(&mut self) -> Result<usize, Refused> {
+    fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refused> {
         // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
         if self.jobs.iter().next().is_some() || !self.fronts.is_empty() {
             return Err(Refused("a QEMU is still connected".into()));
         }
-        // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
-        let Some((map, memory)) = self.map.take() else { return Ok(self.attic.as_ref().map_or(0, Attic::len)) };
-        let attic = Attic::new(&memory, map, self.digester);
-        let blocks = attic.len();
-        self.attic = (blocks > 0).then_some(attic);
+        let failed = |e: io::Error| {
+            let at = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
+            Refused(format!("{at}it cannot be said which of the guest's memory is needed: {e}"))
+        };
+        let Some((map, memory)) = self.map.take() else {
+            // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
+            let Some(attic) = self.attic.as_mut().filter(|attic| !attic.is_given_up()) else { return Ok(0) };
+            claim.map_or(Ok(()), |path| attic.publish(path)).map_err(failed)?;
+            return Ok(attic.len());
+        };
+        // What it had before goes first: the file of its claim may be the new one's.
+        (self.attic, self.emptied, self.kept_at) = (None, None, Instant::now());
+        if map.is_empty() {
+            return Ok(0);
+        }
+        let attic = self.attic.insert(Attic::new(&memory, map, self.digester, claim).map_err(failed)?);
+        Ok(attic.len())
+    }
+
+    fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
+        let Some(attic) = self.attic.as_mut() else { return Err(Refused("nothing of a guest before is kept".into())) };
+        attic.share(claims).map_err(|e| Refused(format!("what the VM's other disks need cannot be seen: {e}")))
+    }
+
+    /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
+    fn drop_attic(&mut self) {
         self.emptied = None;
-        self.swept = false;
-        self.kept_at = Instant::now();
-        Ok(blocks)
+        if !self.fronts.is_empty() || !self.jobs.is_empty() {
+            self.attic.iter_mut().for_each(Attic::give_up);
+            return;
+        }
+        // What is known of its memory keeps that from going.
+        (self.attic, self.map) = (None, None);
     }
 
     fn status(&self) -> Status {
+        let attic = self.attic.as_ref().filter(|attic| !attic.is_given_up());
         Status {
             bytes: self.capacity,
             connected: self.fronts.len(),
@@ -82,8 +125,10 @@ impl Engine {
             under_way: self.jobs.len(),
             mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
-            attic: self.attic.as_ref().map(|attic| (attic.len(), attic.told())),
+            attic: attic.map(|attic| (attic.len(), attic.told())),
+            attic_memory: attic.map(Attic::identity),
             emptied: self.emptied,
+            waits: self.waits,
             unchecked: crate::attic::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::told),
         }

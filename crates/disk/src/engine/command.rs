@@ -1,12 +1,15 @@
 //! What others ask the engine for.
 
+use super::logged::Logged;
 use super::visit::Visit;
 use crate::attic::Told;
+use crate::image::Image;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -64,11 +67,17 @@ pub struct Status {
     pub map_bytes: usize,
     /// Blocks in the attic, and what became of others.
     pub attic: Option<(usize, Told)>,
+    /// Which memory the attic is in: the same number for all who have their attics in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attic_memory: Option<u64>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
     pub emptied: Option<Told>,
     /// The redo log, if the disk has one.
     #[serde(default)]
     pub redo: Option<super::logged::Told>,
+    /// It waits for a restore, and has no disk yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub waits: bool,
     /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
@@ -81,6 +90,8 @@ pub enum Command {
     Join(Session, Option<u32>),
     /// It has gone.
     Leave(Session),
+    /// Where it may be told something unasked.
+    Channel(Session, OwnedFd),
     /// Its memory.
     Memory(Session, Arc<Memory>, Answer<()>),
     /// The requests that are under way, as memory that QEMU holds.
@@ -93,10 +104,14 @@ pub enum Command {
     Stop(Session, u16, Answer<u16>),
     /// Other limits.
     Limit(Limits, Answer<()>),
-    /// The image has grown: how long it is now.
+    /// The image has grown: how long it is now. Front ends are told, and their guests.
     Measure(Answer<u64>),
     /// The guest has ended: its memory becomes the attic of the next one.
-    Keep(Answer<usize>),
+    ///
+    /// With a path: servers of other disks have theirs in the same memory, and see there which frames this one needs.
+    Keep(Option<PathBuf>, Answer<usize>),
+    /// Where all others that have attics in that memory say which frames they need.
+    Share(Vec<PathBuf>, Answer<()>),
     /// There is to be no attic any more, nor anything else of a guest that has gone.
     Drop(Answer<()>),
     /// Note which pages of the guest of this process are written, or of none any more. Whether that was done already.
@@ -105,6 +120,8 @@ pub enum Command {
     Collect(Answer<Vec<Span>>),
     /// All of the guest's memory is there.
     Filled(Answer<()>),
+    /// It has waited for its disk: the image, and its redo log, if it has one.
+    Have(Box<(Image, Option<Logged>)>, Answer<()>),
     /// Do something with the log.
     Visit(Visit),
     /// What it does.

@@ -2,6 +2,7 @@
 
 use super::command::{Ends, Refused, Rings, Session};
 use super::{Engine, Token};
+use crate::channel;
 use crate::inflight::Inflight;
 use crate::map::BlockMap;
 use crate::memory::Memory;
@@ -38,11 +39,35 @@ pub(super) struct Front {
     pub memory: Option<Arc<Memory>>,
     pub lines: BTreeMap<u16, Line>,
     inflight: Option<Inflight>,
+    /// Where it may be told something unasked.
+    channel: Option<OwnedFd>,
+    /// The disk may have grown while its queues did not run: QEMU does not listen then.
+    is_untold: bool,
+}
+
+impl Front {
+    fn tell_grown(&mut self) {
+        self.is_untold = self.lines.is_empty();
+        if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {
+            tracing::warn!("QEMU cannot be told that the disk has grown: {e}; the guest sees it after a reboot");
+        }
+    }
 }
 
 impl Engine {
     pub(super) fn join(&mut self, session: Session, process: Option<u32>) {
-        self.fronts.insert(session, Front { process, ..Front::default() });
+        self.fronts.insert(session, Front { process, is_untold: true, ..Front::default() });
+    }
+
+    pub(super) fn set_channel(&mut self, session: Session, channel: OwnedFd) {
+        if let Some(front) = self.fronts.get_mut(&session) {
+            front.channel = Some(channel);
+        }
+    }
+
+    /// The disk has become longer.
+    pub(super) fn tell_grown(&mut self) {
+        self.fronts.values_mut().for_each(Front::tell_grown);
     }
 
     /// What it has under way goes on; nobody is told of it.
@@ -76,6 +101,12 @@ impl Engine {
             tracing::warn!("the former guest's memory is in use again: it is no cache any more");
             attic.leave();
         }
+        // Nobody can say any more what it would take from others.
+        if self.attic.take_if(|attic| attic.is_unshared()).is_some() {
+            tracing::warn!(
+                "it was not told which frames the VM's other disks need: what this one had is no cache any more"
+            );
+        }
         Ok(())
     }
 
@@ -99,6 +130,9 @@ impl Engine {
         rings: Rings,
         ends: Ends,
     ) -> Result<(), Refused> {
+        if self.waits {
+            return Err(Refused("it waits for a restore, and has no disk yet".into()));
+        }
         if let Some(other) = self.active.filter(|active| *active != session)
             && self.fronts.get(&other).is_some_and(|front| !front.lines.is_empty())
         {
@@ -131,6 +165,9 @@ impl Engine {
         let kick = Arc::new(ends.kick);
         let line = Line { queue, kick: Arc::clone(&kick), call: ends.call, again: again.into(), stopping: false };
         front.lines.insert(number, line);
+        if front.is_untold {
+            front.tell_grown();
+        }
         self.active = Some(session);
         self.begin_map(&memory);
         self.listen(&kick, Token::Kick(session, number));

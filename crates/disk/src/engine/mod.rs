@@ -164,16 +164,18 @@ struct Engine {
     attic: Option<Attic>,
     /// When it was made.
     kept_at: Instant,
+    /// The disk is still to come.
+    waits: bool,
     /// The redo log, if the disk has one.
     logged: Option<Logged>,
     /// The number of the next request among all.
     serial: u64,
     /// What became of the one before, which is empty.
     emptied: Option<crate::attic::Told>,
-    /// Whether what the attic does not need was given back.
-    swept: bool,
     /// When it was last looked after.
     looked: Instant,
+    /// Some of it is to be given back at once, as far as requests leave time for it.
+    tending: bool,
     /// A request has ended: there may be room for one that waits in its queue.
     has_room: bool,
     /// Bytes that are under way.
@@ -185,7 +187,8 @@ struct Engine {
     ended: bool,
 }
 
-/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already.
+/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already. `waits`: the image was
+/// only looked at, and no queue runs until [`Command::Have`].
 ///
 /// # Errors
 /// The system's: no `io_uring`, no random numbers.
@@ -193,6 +196,7 @@ pub fn start(
     image: Image,
     settings: Settings,
     logged: Option<Logged>,
+    waits: bool,
 ) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
@@ -230,11 +234,12 @@ pub fn start(
             map: None,
             attic: None,
             kept_at: Instant::now(),
+            waits,
             logged,
             serial: 0,
             emptied: None,
-            swept: false,
             looked: Instant::now(),
+            tending: false,
             has_room: false,
             moving: 0,
             has_moved: 0,
@@ -281,7 +286,7 @@ impl Engine {
     /// How long to wait at most.
     fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
-        let look = self.attic.as_ref().map(|_| LOOK);
+        let look = self.attic.as_ref().map(|_| if self.tending { Duration::ZERO } else { LOOK });
         let log = self.logged.as_mut().and_then(Logged::limit);
         due.into_iter().chain(look).chain(log).min()
     }
@@ -328,24 +333,19 @@ impl Engine {
 
     /// The attic takes no more room than the guest has not taken yet.
     fn look_after_attic(&mut self) {
-        let Some(attic) = &mut self.attic.as_mut().filter(|_| self.looked.elapsed() >= LOOK) else { return };
-        self.looked = Instant::now();
-        if !self.swept {
-            self.swept = true;
-            if let Err(e) = attic.sweep() {
-                tracing::warn!("what the attic does not need is not given back: {e}");
+        let Some(attic) = &mut self.attic else { return };
+        if self.looked.elapsed() >= LOOK {
+            self.looked = Instant::now();
+            if self.settings.attic_keep.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
+                attic.give_up();
             }
+            attic.look(self.map.as_ref().map(|(_, memory)| memory.room()));
         }
-        attic.give_back();
-        if self.settings.attic_keep.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
-            attic.shrink(0);
-        } else if let Some((_, memory)) = &self.map {
-            attic.shrink(memory.room());
-        }
-        if attic.is_empty() {
+        self.tending = attic.tend();
+        if attic.is_done() {
             tracing::info!("the attic is empty: {:?}", attic.told());
             self.emptied = Some(attic.told());
-            self.attic = None;
+            (self.attic, self.tending) = (None, false);
         }
     }
 }

@@ -25,6 +25,16 @@ pub enum Wanted {
         /// Of which disk.
         disk: Uuid,
     },
+    /// That of a guest which has gone on from a checkpoint, and may not have written since: what it has not given up by writing is
+    /// not its own. The newest, if there is nothing of that left.
+    Since {
+        /// The checkpoint's epoch.
+        epoch: u64,
+        /// Of which disk.
+        disk: Uuid,
+        /// The first epoch of the guest that went on.
+        first: u64,
+    },
 }
 
 /// Open the log in `files` of a disk of `bytes` bytes; `None` if there is none.
@@ -44,11 +54,22 @@ pub fn open<D: Files>(
     let failed = |doing| RedoError::io(&path, doing);
     let Some(mut home) = Home::open(files)? else {
         return match wanted {
-            Wanted::Newest => Ok(None),
+            Wanted::Newest | Wanted::Since { .. } => Ok(None),
             Wanted::Epoch { epoch, disk } => Err(RedoError::NoLog { path, epoch, disk }),
         };
     };
     let state = home.state().clone();
+    let names = home.files().list().map_err(failed("reading the directory"))?;
+    let mut epochs: Vec<u64> = names.iter().filter_map(|name| epoch_of(name)).collect();
+    epochs.sort_unstable();
+    let wanted = match wanted {
+        Wanted::Since { epoch, disk, first } => {
+            let is_there = |of: &u64| (epoch + 1..first).contains(of) && *of > state.merged && !state.is_dead(*of);
+            let is_left = disk == state.disk && epochs.iter().any(is_there);
+            if is_left { Wanted::Epoch { epoch, disk } } else { Wanted::Newest }
+        }
+        other => other,
+    };
     if let Wanted::Epoch { epoch, disk } = wanted {
         let path = path.clone();
         if disk != state.disk {
@@ -61,15 +82,12 @@ pub fn open<D: Files>(
             return Err(RedoError::NotSealed { path, epoch, sealed: state.sealed });
         }
     }
-    let names = home.files().list().map_err(failed("reading the directory"))?;
-    let mut epochs: Vec<u64> = names.iter().filter_map(|name| epoch_of(name)).collect();
-    epochs.sort_unstable();
     let given = [state.sealed, state.floor, state.merged].into_iter();
     let given = given.chain(state.dead.iter().map(|(_, last)| *last)).chain(epochs.iter().copied());
     let newest = given.max().unwrap_or(0);
     let closed = match wanted {
         Wanted::Epoch { epoch, .. } => epoch,
-        Wanted::Newest => (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0),
+        Wanted::Newest | Wanted::Since { .. } => (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0),
     };
     let mut log = Log::new(state.disk, newest + 1, closed, state.merged, limit);
     for epoch in epochs.into_iter().filter(|epoch| *epoch <= closed && *epoch > state.merged && !state.is_dead(*epoch))

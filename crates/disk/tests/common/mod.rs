@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -63,6 +64,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         control: directory.join("disk.control"),
         redo: redo(Wanted::Newest),
         settings,
+        waits: false,
     }
 }
 
@@ -216,6 +218,7 @@ impl Guest {
         let wanted = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         assert_eq!(protocol & wanted, wanted);
@@ -231,6 +234,14 @@ impl Guest {
             mmap_handle: self.memory.as_raw_fd(),
         };
         self.front.set_mem_table(&[region]).unwrap();
+    }
+
+    /// Hand over a channel on which the server may say something; gives the other end.
+    pub fn listen(&mut self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(DEADLINE)).unwrap();
+        self.front.set_backend_request_fd(&theirs).unwrap();
+        ours
     }
 
     /// Hand over memory for requests under way: new one, or that of before.

@@ -38,11 +38,13 @@ pub struct HugePages {
 }
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+/// What whoever borrows some locks, in the tests of other crates too.
+const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 impl HugePages {
     /// `None` where they are not to be had.
     pub fn take(pages: u64) -> Option<Self> {
-        let alone = fs::File::open(HUGE_PAGES).ok()?;
+        let alone = fs::File::open(POOL).ok()?;
         rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
         let now = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<u64>().ok();
         let before = now()?;

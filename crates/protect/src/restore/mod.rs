@@ -252,9 +252,9 @@ fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<R
     let mut unused = unused.unwrap_or_default();
     recorder.step("see what it needs");
     if let Some(prepared) = waits {
-        match prepare::Ready::of(&prepared) {
+        match prepare::Ready::of(&prepared, &site.rundir, &plan.state.hardware) {
             Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
-            Err(e) => unused = Some(format!("it does not answer: {e}")),
+            Err(why) => unused = Some(why),
         }
     }
     if let Some(why) = &unused {

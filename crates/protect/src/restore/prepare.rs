@@ -4,6 +4,9 @@
 //! the restore, and the store is not claimed. Its RAM is a file without a page in it, which nothing has been promised to: any number of them
 //! may wait on one host. All that QEMU has read at its start is marked, and the machine is compared once more at the
 //! restore; what is not the same any more is of no use, and a new QEMU is started.
+//!
+//! Disks that servers have: they are started with it, and have only looked at their images, which somebody else still writes. At the
+//! restore each is told its epoch, opens and locks the image, or refuses; no queue runs before.
 
 use super::checkpoint::{self, Chosen};
 use super::go::{self, Waiting};
@@ -14,9 +17,12 @@ use rekindle_qemu::mark::Mark;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
 use rekindle_vm::place::{Place, Plan, Site};
+use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
@@ -64,15 +70,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
     let planned = site.plan(definition, request.qemu.as_deref(), |hardware| {
-        chosen.recipe.fit(hardware, request.definition.is_some())?;
-        let served = hardware.disks.iter().find(|disk| disk.server);
-        // Its server would have the image open, at an epoch that is not that of the restore.
-        served.map_or(Ok(()), |disk| {
-            Err(vec![format!(
-                "disk {}: it has a server, and such a VM cannot be prepared for; leave --prepare out",
-                disk.id
-            )])
-        })
+        chosen.recipe.fit(hardware, request.definition.is_some())
     });
     let plan = match planned {
         Ok(plan) => plan,
@@ -131,7 +129,8 @@ fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, 
 /// What a QEMU reads or opens at its start.
 fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
     let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
-    let files = boot.chain(hardware.disks.iter().map(|disk| &disk.path));
+    // What a server has, QEMU does not read; the server opens it at the restore.
+    let files = boot.chain(hardware.disks.iter().filter(|disk| !disk.server).map(|disk| &disk.path));
     files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
 }
 
@@ -192,10 +191,40 @@ pub(super) struct Ready {
 }
 
 impl Ready {
-    pub(super) fn of(prepared: &Prepared) -> Result<Self, RestoreError> {
+    /// Which it is, or why it is none.
+    pub(super) fn of(prepared: &Prepared, rundir: &RunDir, hardware: &Hardware) -> Result<Self, String> {
+        match disks::against_waiting(rundir, hardware) {
+            None => Self::answering(prepared).map_err(|e| format!("it does not answer: {e}")),
+            Some(why) => Err(why),
+        }
+    }
+
+    fn answering(prepared: &Prepared) -> Result<Self, RestoreError> {
         let qmp = prepared.vmm.connect(ANSWER)?;
         let ram = GuestRam::from_blocks(prepared.vmm.process(), prepared.blocks.clone())?;
         Ok(Self { qmp, ram })
+    }
+}
+
+/// The disks of the guest, until it is given to the QEMU that waits; if it is not, their servers wait on as it does.
+struct Had(Option<(RunDir, Hardware)>);
+
+impl Had {
+    fn new(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
+        disks::have(rundir, hardware, epochs)?;
+        Ok(Self(Some((rundir.clone(), hardware.clone()))))
+    }
+
+    fn stay(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Had {
+    fn drop(&mut self) {
+        if let Some((rundir, hardware)) = &self.0 {
+            disks::wait_again(rundir, hardware);
+        }
     }
 }
 
@@ -214,6 +243,8 @@ pub(super) fn resume_in(
     // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
     // waits on whatever happens.
     plan.check_room()?;
+    let had = Had::new(&site.rundir, &plan.state.hardware, &chosen.epochs)?;
+    recorder.step("open its disks");
     let name = site.rundir.name().to_owned();
     let (vm, number) = (chosen.image.vm().clone(), chosen.image.info().number);
     thread::scope(|scope| {
@@ -224,6 +255,7 @@ pub(super) fn resume_in(
         recorder.step("read its devices");
         let place = site.place_of(plan);
         let journal = place.claim(&prepared.vmm)?;
+        had.stay();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         let Ready { qmp, ram } = ready;
         let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };

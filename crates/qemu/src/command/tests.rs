@@ -20,6 +20,7 @@ fn hardware() -> Hardware {
             cache: "none".into(),
             serial: Some("S".into()),
             server: false,
+            redo: None,
             attic_keep_ms: None,
             bps: None,
             iops: None,

@@ -44,7 +44,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({"bytes": length}), format!("{} now", bytes(length)))?;
         }
         Disk::Keep(DiskAt { control }) => {
-            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep {})?;
+            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep { claim: None })?;
             output.result(
                 &json!({"blocks": blocks}),
                 format!("{} may be served to the next guest", bytes(blocks * 4096)),
@@ -82,10 +82,23 @@ fn limits(rate: &DiskRate) -> Limits {
 
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
     let DiskServe {
-        image, socket, control, readonly, serial, queues, buffered, no_map, filling, attic_keep, rate, ..
+        image,
+        socket,
+        control,
+        readonly,
+        serial,
+        queues,
+        buffered,
+        no_map,
+        filling,
+        attic_keep,
+        wait,
+        rate,
+        ..
     } = arguments;
-    let wanted = match (arguments.epoch, arguments.disk_id) {
-        (Some(epoch), Some(disk)) => Wanted::Epoch { epoch, disk },
+    let wanted = match (arguments.epoch, arguments.disk_id, arguments.since) {
+        (Some(epoch), Some(disk), Some(first)) => Wanted::Since { epoch, disk, first },
+        (Some(epoch), Some(disk), None) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
     };
     let redo = Place { directory: arguments.redo, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
@@ -103,8 +116,15 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         filling: Arc::new(AtomicBool::new(filling)),
     };
     let how = How { readonly, direct: !buffered };
-    let service =
-        Service { image: image.clone(), how, socket: socket.clone(), control: control.clone(), redo, settings };
+    let service = Service {
+        image: image.clone(),
+        how,
+        socket: socket.clone(),
+        control: control.clone(),
+        redo,
+        settings,
+        waits: wait,
+    };
     // An interrupt ends it as `rekindle disk end` does: when nothing is under way any more.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let handle = signals.handle();
@@ -132,7 +152,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, connected: _, active, under_way, mapped, map_bytes, attic, emptied, redo, unchecked } =
+    let Status { bytes: length, active, under_way, mapped, map_bytes, attic, emptied, redo, waits, unchecked, .. } =
         status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
@@ -165,6 +185,9 @@ fn draw(status: &Status) -> String {
         for why in told.waiting.iter().map(|why| format!("writes wait: {why}")).chain(told.failed.clone()) {
             text += &format!("\n{why}");
         }
+    }
+    if *waits {
+        text += "; waits for a restore, and has no disk yet";
     }
     if *unchecked {
         text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";

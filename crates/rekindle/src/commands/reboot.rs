@@ -87,7 +87,9 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let mut text = format!("{name}: boots again after {}", duration(report.stopped_us));
     match kept {
         Some(kept) => {
-            text += &format!("; {} that it had of disk {} are kept for it", bytes(kept.bytes), kept.disk);
+            let disks: Vec<_> = kept.disks.keys().map(String::as_str).collect();
+            let disks = format!("{}{}", if disks.len() == 1 { "disk " } else { "disks " }, disks.join(", "));
+            text += &format!("; {} that it had of {disks} are kept for it", bytes(kept.bytes));
         }
         None if how == os::How::WarmCache => text += "; nothing that it had of its disks is kept",
         None => {}

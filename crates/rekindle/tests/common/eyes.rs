@@ -66,10 +66,20 @@ pub fn scheduling(pid: u32) -> Vec<(i32, u32)> {
 
 /// The QEMUs with their sockets below `root`, by their command lines.
 pub fn qemus(root: &Path) -> Vec<Qemu> {
+    qemus_among(root, processes())
+}
+
+/// All processes.
+fn processes() -> BTreeSet<u32> {
+    let entries = fs::read_dir("/proc").expect("/proc").flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// As [`qemus`], among these processes.
+fn qemus_among(root: &Path, pids: impl IntoIterator<Item = u32>) -> Vec<Qemu> {
     let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        let Ok(line) = fs::read(entry.path().join("cmdline")) else { continue };
+    for pid in pids {
+        let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
         let arguments: Vec<_> = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect();
         let file = arguments.iter().zip(arguments.iter().skip(1)).find(|(option, _)| *option == "-pidfile");
         let Some(file) = file.map(|(_, file)| PathBuf::from(&**file)).filter(|file| file.starts_with(root)) else {
@@ -99,12 +109,21 @@ impl Watch {
         let end = Arc::new(AtomicBool::new(false));
         let has_seen = Arc::new(AtomicBool::new(false));
         let (ended, seeing, root) = (Arc::clone(&end), Arc::clone(&has_seen), root.to_owned());
+        // What a machine runs besides takes longer to look at than what is looked for, and becomes no QEMU as Rekindle's may.
+        let is_other = |pid: &u32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            !["rekindle", "qemu"].iter().any(|word| line.windows(word.len()).any(|part| part == word.as_bytes()))
+        };
+        let mut others: BTreeSet<u32> = processes().into_iter().filter(is_other).collect();
         let thread = thread::spawn(move || {
             let (mut looks, mut seen) = (0, Vec::new());
             // At least once, also when it is ended at once.
             loop {
+                let all = processes();
+                // A number that is free can be a QEMU's next time.
+                others.retain(|pid| all.contains(pid));
                 looks += 1;
-                seen.extend(two_at_once(&root));
+                seen.extend(two_at_once(qemus_among(&root, all.difference(&others).copied())));
                 seeing.store(!seen.is_empty(), Ordering::Relaxed);
                 if ended.load(Ordering::Relaxed) {
                     return (looks, seen);
@@ -141,9 +160,9 @@ impl Drop for Watch {
 
 /// Two QEMUs of one VM that run at the same moment. They are asked one after the other, and the guest may pass from one
 /// to the other in between; but a QEMU that ran before another was seen running, and still runs after that, ran beside it.
-fn two_at_once(root: &Path) -> Option<String> {
+fn two_at_once(qemus: Vec<Qemu>) -> Option<String> {
     let mut by_vm: BTreeMap<PathBuf, Vec<Qemu>> = BTreeMap::new();
-    for qemu in qemus(root) {
+    for qemu in qemus {
         by_vm.entry(qemu.directory.parent()?.to_owned()).or_default().push(qemu);
     }
     by_vm.values().find_map(|all| {

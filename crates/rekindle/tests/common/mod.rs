@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 pub mod bridge;
+pub mod device;
 pub mod eyes;
 pub mod guest;
 pub mod huge;

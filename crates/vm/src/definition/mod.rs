@@ -203,6 +203,9 @@ pub struct Disk {
     /// not say gives every disk a server that can have one; a state without it is of a Rekindle that had none.
     #[serde(default)]
     pub server: bool,
+    /// The folder in which a server makes the disk's redo log; none: beside the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub redo: Option<PathBuf>,
     /// How long a server keeps what the guest before had cached of it; none: until the guest needs the room.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attic_keep: Option<Span>,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from .plan import BLOCKS, MEMORY_MIB
 
 PORT = 7002
 READY_S = 120.0
-SHUTDOWN_S = 4
 ROW_BYTES = 4096
 _COMPLAINT = re.compile(r"BUG:|Oops|general protection|invalid opcode|WARNING:|Kernel panic|stack segment|double fault")
 
@@ -42,41 +41,21 @@ class Gone(Exception):  # noqa: N818
 class FaultGuest(Guest):
     """The guest: image `micro-faults`, one disk."""
 
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "4s"
+
     @property
     def disk(self) -> Path:
         """Its disk."""
         return self.disk_dir / f"{self.name}.raw"
 
-    def definition(self, qemu: str) -> str:
-        """Its VM definition."""
-        append = f"console=ttyS0 quiet nokaslr rekindle.ip={self.address}/24 rekindle.tick=0"
-        return "\n".join(
-            [
-                f"name = {json.dumps(self.name)}",
-                f'memory = "{self.memory_mib}M"',
-                f"qemu = {json.dumps(qemu)}",
-                f"save_dir = {json.dumps(str(self.disk_dir))}",
-                f'shutdown_timeout = "{SHUTDOWN_S}s"',
-                "",
-                "[ram]",
-                f"dir = {json.dumps(str(self.ram_dir))}",
-                "",
-                "[boot]",
-                f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}",
-                f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}",
-                f"append = {json.dumps(append)}",
-                "",
-                "[[disk]]",
-                f"path = {json.dumps(str(self.disk))}",
-                "server = true",
-                "",
-                "[[net]]",
-                'kind = "tap"',
-                f"netns = {json.dumps(self.netns)}",
-                f"address = {json.dumps(self.host_address)}",
-                "",
-            ]
-        )
+    @property
+    def command_line(self) -> str:
+        """Its kernel's: code is where the experiment looks for it."""
+        return f"{super().command_line} nokaslr"
+
+    def disk_lines(self) -> list[str]:
+        """Rekindle's server has its disk."""
+        return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", "server = true"]
 
     def write(self, folder: Path, qemu: str) -> Path:
         """Write the definition, and a disk whose blocks are all different."""

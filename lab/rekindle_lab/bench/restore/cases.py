@@ -139,16 +139,22 @@ def prepared(stage: Stage, plan: Plan) -> None:
         store.remove()
 
 
-def after(stage: Stage, plan: Plan) -> None:
+def after(workload: str) -> Callable[[Stage, Plan], None]:
     """Table II: the second half of a piece of work after a restore, against the same of an undisturbed one, in turn."""
-    with stage.working("after", MEMORY_MIB, 12) as (guest, work):
-        for workload, pairs in plan.after.items():
-            piece = plan.pieces[workload]
+
+    def case(stage: Stage, plan: Plan) -> None:
+        pairs = plan.after.get(workload, 0)
+        if not pairs:
+            return
+        piece = plan.pieces[workload]
+        with stage.working("after", MEMORY_MIB, 12) as (guest, work):
             work.run(workload, piece.count, piece.first)  # so that the guest has it all in its page cache
             for number in range(pairs):
                 stage.say(f"after: {workload}: pair {number + 1} of {pairs}")
                 whole = work.run(workload, piece.count, piece.first)
                 _cut(stage, guest, work, workload, piece, whole, number)
+
+    return case
 
 
 def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, number: int) -> None:
@@ -201,7 +207,8 @@ def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, wh
 CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "restore": restore,
     "prepared": prepared,
-    "after": after,
+    "after-compile": after("compile"),
+    "after-transcode": after("transcode"),
     "stores": stores,
     "elsewhere": elsewhere,
 }

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from rekindle_lab import guests
 from rekindle_lab.bench import run
 from rekindle_lab.bench.protect.stage import IMAGE
 from rekindle_lab.bench.report import Report
@@ -13,18 +12,7 @@ from .plan import FULL, QUICK, left_out
 from .stage import stage
 
 TOPIC = "restore"
-
-
-def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
-    """Run the cases and write the raw files into `out`; gives the file of rows."""
-    plan = QUICK if quick else FULL
-    guests.build(root, IMAGE)  # now, so that it is not in the time of a quick run
-    with (
-        run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan)) as here,
-        stage(root, binary, qemu, here.rows, run.cache()) as here.stage,
-    ):
-        here.stage.run(CASES, plan, only)
-    return here.rows.path
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, FULL, QUICK, left_out, stage).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

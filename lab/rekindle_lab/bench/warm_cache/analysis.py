@@ -47,13 +47,13 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def _first_read(frame: pd.DataFrame, found: Found) -> None:
-    reads = where(frame, case="files", what="read")
-    kinds = [(limit, block) for limit in LIMITS for block in (4096, 1 << 20)]
-    for limit, block in kinds:
-        of = where(reads, limit=limit, block=block)
-        if not len(of) and (limit, block) != kinds[0]:
+    kinds = [(case, limit, block) for case in ("files", "folios") for limit in LIMITS for block in (4096, 1 << 20)]
+    for case, limit, block in kinds:
+        of = where(frame, case=case, what="read", limit=limit, block=block)
+        if not len(of) and (case, limit, block) != kinds[0]:
             continue
-        tail = ("_1m" if block > 4096 else "") + ("" if limit == kinds[0][0] else f"_{limit}")
+        tail = ("_xfs" if case == "folios" else "") + ("_1m" if block > 4096 else "")
+        tail += "" if limit == kinds[0][1] else f"_{limit}"
         first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
         before = rate(where(of, how=WARM, at=-1))
         name = f"first_read_vs_cold{tail}"
@@ -133,12 +133,18 @@ def _memory(frame: pd.DataFrame, found: Found) -> None:
     found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
 
 
+def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of files that are read and written before and after a reboot; `on`: their file system."""
+    rows = frame[frame["case"].isin(["files", "folios", "peers"]) & (frame["what"] != "memory")]
+    return rows.assign(on=["XFS" if case == "folios" else "ext4" for case in rows["case"]])
+
+
 def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Each kind of access, before and after."""
-    rows = frame[frame["case"].isin(["files", "peers"]) & (frame["what"] != "memory")]
     lines = []
-    for (limit, what, block, how), of in rows.groupby(["limit", "what", "block", "how"], sort=False):
-        line: dict[str, object] = {"disk": limit, "access": what, "block": int(block), "reboot": how}
+    by = ["limit", "on", "what", "block", "how"]
+    for (limit, on, what, block, how), of in through_reboots(frame).groupby(by, sort=False):
+        line: dict[str, object] = {"disk": limit, "on": on, "access": what, "block": int(block), "reboot": how}
         for at in (-2, -1, 1, 2):
             values = rate(where(of, at=at))
             line[f"{at:+d}"] = median(values) if values else None

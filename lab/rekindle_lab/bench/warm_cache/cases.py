@@ -4,20 +4,22 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rekindle_lab import guests
 from rekindle_lab.bench.stage import NoRoomError
 from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.web import Client, rates
 
 from . import native
-from .http import Client, rates
 from .plan import Files, Plan
 from .rows import Row
 from .stage import CacheGuest, Stage
 from .watch import Watch, cached_kib
 
-FILE = "/srv/file"
+WEB = [f"/many/{n:04}" for n in range(4000)]
+"""What the web server has."""
 TPCH = Path(__file__).parent / "tpch"
 WARM, COLD = "warm-cache", "cold"
 _ENGINES = {"mmap-read": ("read", "mmap"), "mmap-write": ("write", "mmap"), "bytes": ("write:4095", "psync")}
@@ -29,7 +31,9 @@ def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tu
     size = mib << 20
     if what == "bytes":
         options = (*options, f"--io_size={size // 4096}")
-    words = f"fio --name=x --filename={FILE} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
+    words = (
+        f"fio --name=x --filename={guest.file} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
+    )
     words += f" --gtod_reduce=1 --thread --output-format=json {' '.join(options)}"
     said = guest.ssh(words)
     job = json.loads(said[said.index("{") :])["jobs"][0]
@@ -75,12 +79,7 @@ def memory(
 ) -> None:
     """A row of what the host gave at the peak."""
     cached = cached_kib(guest.disk) if guest.disk else None
-    served = None
-    if guest.cache == "server":
-        status = stage.rekindle.call("disk", "status", str(stage.rekindle.run_dir / guest.name / "disk-disk0.control"))
-        # How much came out of the attic; nothing after a cold reboot.
-        became = status["attic"][1] if status["attic"] else status["emptied"]
-        served = became["served"] * 4096 if became else 0
+    served = stage.from_attic(guest) if guest.cache == "server" else None
     given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
     told = {
         "memory_mib": guest.memory_mib,
@@ -109,6 +108,27 @@ def files(stage: Stage, plan: Plan) -> None:
                     for how in turns(number, (WARM, COLD)):
                         around(stage, guest, "files", one, how, limit, number)
                     stage.say(f"files: {limit}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+        stage.hold(None)
+
+
+def folios(stage: Stage, plan: Plan) -> None:
+    """The same from a file system that caches in large pieces, so that a guest has less to do for each page."""
+    if not plan.folios:
+        raise NoRoomError("is not asked for that by this plan")
+    stage.hold(None)
+    limit = plan.limits[0]
+    with stage.ours(replace(stage.cached("folios", plan.memory_mib, 7), data=True)) as guest:
+        assert isinstance(guest, CacheGuest)
+        guest.mount()
+        guest.ssh(f"cp /srv/file {guest.file} && sync && umount /mnt && echo 3 >/proc/sys/vm/drop_caches")
+        guest.mount()
+        stage.hold(limit)
+        settle(guest)
+        for one in plan.folios:
+            for number in range(one.rounds):
+                for how in turns(number, (WARM, COLD)):
+                    around(stage, guest, "folios", one, how, limit, number)
+                stage.say(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
         stage.hold(None)
 
 
@@ -209,12 +229,12 @@ def http(stage: Stage, plan: Plan) -> None:
         # It would begin while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
         stage.hold(limit)
-        with Client(guest.netns, guest.address) as client:
-            client.wait(4000)
+        with Client(guest.netns, guest.address, WEB) as client:
+            client.wait(len(WEB))
             for number in range(plan.http):
                 for how in turns(number, (WARM, COLD)):
                     # All files once more after a cold reboot, so that all are cached.
-                    client.wait(4000)
+                    client.wait(len(WEB))
                     begin = time.monotonic()
                     time.sleep(plan.http_s)
                     rebooted = time.monotonic()
@@ -236,6 +256,7 @@ CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "native": native.native,
     "attic": native.attic,
     "files": files,
+    "folios": folios,
     "map": map_cost,
     "http": http,
     "tpch": tpch,

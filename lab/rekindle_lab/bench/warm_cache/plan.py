@@ -30,6 +30,8 @@ class Plan:
     attic: int
     files: tuple[Files, ...]
     limits: tuple[str, ...]
+    folios: tuple[Files, ...]
+    """From XFS."""
     peers: tuple[Files, ...]
     map_rounds: int
     map_mib: int
@@ -65,6 +67,7 @@ FULL = Plan(
         Files("mmap-write", 4096, 256, 2),
     ),
     limits=("paper", "cloud"),
+    folios=(Files("read", 1 << 20, 1024, 5), Files("read", 4096, 1024, 3)),
     peers=(Files("read", 4096, 1024, 3), Files("write", 2048, 512, 2)),
     map_rounds=16,
     map_mib=256,
@@ -80,6 +83,7 @@ QUICK = Plan(
     attic=3,
     files=(Files("read", 4096, 1024, 1), Files("read", 1 << 20, 1024, 1)),
     limits=("paper",),
+    folios=(),
     peers=(),
     map_rounds=3,
     map_mib=128,
@@ -109,6 +113,8 @@ def left_out(plan: Plan) -> list[str]:
         if rounds < one.rounds:
             lines.append(f"{one.what} of {one.block} bytes: {rounds} of {one.rounds} reboots of each way")
     lines += [f"limit of the disk: {name}" for name in FULL.limits if name not in plan.limits]
+    if plan.folios != FULL.folios:
+        lines.append("files on XFS")
     if plan.peers != FULL.peers:
         lines.append("peers: QEMU's own disk, cache=writeback and cache=none")
     return lines

@@ -8,7 +8,7 @@ import pandas as pd
 from rekindle_lab import style
 from rekindle_lab.stats import median
 
-from .analysis import rate, ways, where
+from .analysis import rate, through_reboots, ways, where
 
 COLOURS = {"warm-cache": "#0072B2", "cold": "#D55E00", "writeback": "#009E73", "none": "#999999"}
 AT = (-2, -1, 1, 2)
@@ -21,15 +21,15 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
 
 
 def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
-    rows = frame[frame["case"].isin(["files", "peers"]) & (frame["what"] != "memory")]
-    kinds = list(dict.fromkeys(zip(rows["limit"], rows["what"], rows["block"], strict=True)))
+    rows = through_reboots(frame)
+    kinds = list(dict.fromkeys(zip(rows["limit"], rows["on"], rows["what"], rows["block"], strict=True)))
     if not kinds:
         return None
     figure, all_axes = plt.subplots(
         1, len(kinds), figsize=(2.6 * len(kinds) + 1, 3.4), squeeze=False, layout="constrained", sharey=False
     )
-    for axes, (limit, what, block) in zip(all_axes[0], kinds, strict=True):
-        of = where(rows, limit=limit, what=what, block=block)
+    for axes, (limit, on, what, block) in zip(all_axes[0], kinds, strict=True):
+        of = where(rows, limit=limit, on=on, what=what, block=block)
         for way in ways(of):
             known = [(at, rate(where(of, how=way, at=at))) for at in AT]
             points = [(AT.index(at), median(values)) for at, values in known if values]
@@ -37,7 +37,7 @@ def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
         axes.axvline(1.5, color="#888888", linestyle=":")
         axes.set_xticks(range(len(AT)), [f"{at:+d}" for at in AT])
         axes.set_ylim(0)
-        axes.set_title(f"{what}, {int(block)} bytes\n({limit})", fontsize=9)
+        axes.set_title(f"{what}, {int(block)} bytes\n({on}, {limit})", fontsize=9)
     all_axes[0][0].set_ylabel("MB/s (medians)")
     handles = {label: h for axes in all_axes[0] for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)

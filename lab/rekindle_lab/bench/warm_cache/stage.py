@@ -7,55 +7,67 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rekindle_lab import guests, netns
 from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
-from rekindle_lab.guests import Guest
+from rekindle_lab.guests import QEMUS_OWN, Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
-from rekindle_lab.slow import Slow, can_be_slow, slow_disk
+from rekindle_lab.slow import Slow, can_be_slow, run, slow_disk
 from rekindle_lab.stores import forget
 
 from .plan import LIMITS
 
 IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
+DATA_BYTES = 1600 << 20
+"""Of the disk with XFS; the file on it has 1 GiB."""
 
 
 @dataclass(frozen=True)
 class CacheGuest(Guest):
     """A guest with the files, the database and the web server of this topic."""
 
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "5m"
+
     cache: str = "server"
     """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of one that was started by hand."""
+    bytes_per_s: int | None = None
+    """What its definition holds the disk to."""
+    data: bool = False
+    """Whether the file lies on a disk of its own, with XFS: its pages are cached in large pieces (folios)."""
+
+    @property
+    def file(self) -> str:
+        """What is read and written."""
+        return "/mnt/file" if self.data else "/srv/file"
+
+    @property
+    def data_disk(self) -> Path:
+        """The disk with XFS."""
+        return self.disk_dir / f"{self.name}-data.raw"
 
     @property
     def disk(self) -> Path | None:
         """Its own copy of the image's disk; one of a server by hand is that server's."""
         return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
 
-    def definition(self, qemu: str) -> str:
-        """Its VM definition in TOML, for this QEMU binary."""
-        append = f"root=/dev/vda rw console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
-        lines = [
-            f"name = {json.dumps(self.name)}",
-            f'memory = "{self.memory_mib}M"',
-            f"qemu = {json.dumps(qemu)}",
-            'shutdown_timeout = "5m"',
-        ]
-        if self.disk is None:
-            chardev = f"socket,id=byhand,path={self.cache},reconnect=1"
-            lines.append(
-                f'qemu_args = ["-chardev", {json.dumps(chardev)}, "-device", "vhost-user-blk-pci,chardev=byhand"]'
-            )
-        lines += ["[ram]", f"dir = {json.dumps(str(self.ram_dir))}", "[boot]"]
-        lines += [f"kernel = {json.dumps(str(self.image.folder / 'vmlinuz'))}"]
-        lines += [f"initrd = {json.dumps(str(self.image.folder / 'initrd'))}", f"append = {json.dumps(append)}"]
+    def qemu_args(self) -> list[str]:
+        """The disk of a server that was started by hand."""
         if self.disk is not None:
-            how = "server = true" if self.cache == "server" else f'cache = "{self.cache}"'
-            lines += ["[[disk]]", f"path = {json.dumps(str(self.disk))}", how]
-        lines += ["[[net]]", 'kind = "tap"', f"netns = {json.dumps(self.netns)}"]
-        return "\n".join([*lines, f"address = {json.dumps(self.host_address)}", ""])
+            return []
+        chardev = f"socket,id=byhand,path={self.cache},reconnect=1"
+        return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
+
+    def disk_lines(self) -> list[str]:
+        """Who has its disk, and what the server holds it to."""
+        if self.disk is None:
+            return []
+        how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
+        rate = [] if self.bytes_per_s is None else [f'bps = "{self.bytes_per_s}B"']
+        paths = [self.disk, self.data_disk] if self.data else [self.disk]
+        return [line for path in paths for line in ("[[disk]]", f"path = {json.dumps(str(path))}", *how, *rate)]
 
     def write(self, folder: Path, qemu: str) -> Path:
         """Write the definition, and copy the disk, of which the host caches nothing then."""
@@ -64,7 +76,16 @@ class CacheGuest(Guest):
         if self.disk is not None:
             guests.copy_sparse(self.image.folder / "disk.raw", self.disk)
             forget(self.disk)
+        if self.data:
+            with self.data_disk.open("wb") as file:
+                file.truncate(DATA_BYTES)
+            run("mkfs.xfs", "-q", self.data_disk)
         return path
+
+    def mount(self) -> None:
+        """Mount the disk with XFS, if it has one."""
+        if self.data:
+            self.ssh("modprobe xfs && mount /dev/vdb /mnt")
 
     def ssh(self, command: str) -> str:
         """Run a command in it, and give what it says."""
@@ -100,19 +121,33 @@ class Stage(bench.Stage):
             raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk is held to a rate")
         self.slow.hold(LIMITS[limit] if limit else None)
 
+    def from_attic(self, guest: CacheGuest) -> int:
+        """Bytes that its disks' servers have given it out of its former memory; none after a cold reboot."""
+        of_all = 0
+        for disk in ("disk0", "disk1") if guest.data else ("disk0",):
+            control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
+            status = self.rekindle.call("disk", "status", str(control))
+            became = status["attic"][1] if status["attic"] else status["emptied"]
+            of_all += became["served"] * 4096 if became else 0
+        return of_all
+
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
         """Reboot the guest and wait until it is well again."""
         told = self.rekindle.call("reboot", "os", guest.name, "--how", how)
         guest.wait_ready()
+        guest.mount()
         return told
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, a network namespace, a disk. `disk`: a folder on a real one."""
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True) -> Iterator[Stage]:
+    """Set the stage: folders, a tmpfs for guest RAM, a network namespace, a disk.
+
+    `disk`: a folder on a real one. `slow`: with one that the kernel holds to a rate, where it can.
+    """
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        slow = stack.enter_context(slow_disk(at.disk_dir / "slow", 12288)) if can_be_slow() else None
+        held = stack.enter_context(slow_disk(at.disk_dir / "slow", 12288)) if slow and can_be_slow() else None
         rekindle = Rekindle(binary, at.work / "run")
-        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, slow=slow)
+        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, slow=held)

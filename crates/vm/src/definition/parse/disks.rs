@@ -59,12 +59,22 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             cache: cache.unwrap_or(if server { DiskCache::None } else { DiskCache::Writeback }),
             serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
             server,
+            redo: redo(&section, server),
             attic_keep: attic_keep(&section, server),
             bps: bytes_per_second(&section),
             iops: section.number("iops", 1, u32::MAX).map(|found| found.value),
         }
     };
     top.sections("disk").into_iter().enumerate().map(disk).collect()
+}
+
+fn redo(section: &Section<'_>, server: bool) -> Option<PathBuf> {
+    let folder = files::path(section, "redo", Wanted::Folder)?;
+    if !server {
+        let why = "`redo` is for a disk that Rekindle's server has: QEMU writes no redo log";
+        section.document().conflict(folder.at, why);
+    }
+    Some(folder.value)
 }
 
 fn attic_keep(section: &Section<'_>, server: bool) -> Option<Span> {
@@ -94,7 +104,7 @@ fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {
 
 /// Whether a server of Rekindle's can have it.
 fn can_be_served(format: Option<DiskFormat>, cache: Option<DiskCache>) -> bool {
-    format != Some(DiskFormat::Qcow2) && cache.is_none_or(|cache| served_with(cache))
+    format != Some(DiskFormat::Qcow2) && cache.is_none_or(served_with)
 }
 
 fn served_with(cache: DiskCache) -> bool {

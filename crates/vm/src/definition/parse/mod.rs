@@ -42,7 +42,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("ram", &["dir", "prealloc"]),
     ("boot", &["kernel", "initrd", "append"]),
     ("devices", &["vga", "agent", "rng", "vmgenid"]),
-    ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server", "attic_keep", "bps", "iops"]),
+    ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server", "redo", "attic_keep", "bps", "iops"]),
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
 

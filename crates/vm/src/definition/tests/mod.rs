@@ -137,6 +137,7 @@ fn a_disk_and_a_net_get_every_default() {
         cache: if server { DiskCache::None } else { DiskCache::Writeback },
         serial: None,
         server,
+        redo: None,
         attic_keep: None,
         bps: None,
         iops: None,
@@ -393,6 +394,8 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
                 cache,
                 serial,
                 server,
+
+                redo: bps.filter(|_| server).map(|_| disk_dir.clone()),
                 attic_keep: iops.filter(|_| server).map(|n| Span::from_millis(n.into())),
                 bps: bps.map(Bytes::new),
                 iops,

@@ -5,12 +5,12 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
-FILES = 4000
 PATIENCE_S = 1.0
 """A server that says nothing for so long is asked anew."""
 WAIT_S = 600.0
@@ -27,11 +27,14 @@ class Answer:
 
 
 class Client:
-    """Asks from `__enter__` on until `__exit__`; `answers` grows meanwhile."""
+    """Asks from `__enter__` on until `__exit__`; `answers` grows meanwhile.
 
-    def __init__(self, namespace: str, address: str) -> None:
+    All `paths` in an order of chance, again and again; the same order in every run.
+    """
+
+    def __init__(self, namespace: str, address: str, paths: Sequence[str]) -> None:
         self.answers: list[Answer] = []
-        self._namespace, self._address = namespace, address
+        self._namespace, self._address, self._paths = namespace, address, paths
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -43,21 +46,21 @@ class Client:
 
     def _run(self) -> None:
         order = random.Random(1)
-        names: list[int] = []
+        paths: list[str] = []
         while not self._over.is_set():
             try:
                 connection = self._connect()
                 while not self._over.is_set():
-                    if not names:
-                        names = order.sample(range(FILES), FILES)
+                    if not paths:
+                        paths = order.sample(self._paths, len(self._paths))
                     begin = time.monotonic()
-                    connection.request("GET", f"/many/{names[-1]:04}")
+                    connection.request("GET", paths[-1])
                     answer = connection.getresponse()
                     size = len(answer.read())
                     now = time.monotonic()
                     if answer.status != 200:
                         raise OSError(f"status {answer.status}")
-                    names.pop()
+                    paths.pop()
                     self.answers.append(Answer(now, now - begin, size))
                 connection.close()
             except (OSError, http.client.HTTPException):

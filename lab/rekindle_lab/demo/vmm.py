@@ -1,6 +1,6 @@
 """Draw what the demo saw: throughput over time for each way to reboot, and a table.
 
-    python -m rekindle_lab.demo --out demo.png warm.json saved.json cold.json
+    python -m rekindle_lab.demo.vmm --out demo.png warm.json saved.json cold.json
 
 Each file is `{"how": NAME, "reboot": JSON of the reboot, "probe": JSON of the probe's report}`.
 """

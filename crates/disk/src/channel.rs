@@ -1,0 +1,112 @@
+//! The channel back to a front end: a socket that it hands over (`VHOST_USER_SET_BACKEND_REQ_FD`), on which the server says something unasked.
+//!
+//! What there is to say is that the disk has become longer. The `vhost` crate takes that socket out of the front end's message and
+//! knows nothing of this to send on it. So the message is looked at before it is taken: a look gives a descriptor of one's own.
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+/// Bytes of a message's header: request, flags, length of what follows.
+const HEADER: usize = 12;
+/// `VHOST_USER_SET_BACKEND_REQ_FD`.
+const SET_BACKEND_REQ_FD: u32 = 21;
+/// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
+const CONFIG_CHANGE: u32 = 2;
+/// Of every message.
+const VERSION: u32 = 1;
+
+/// Wait for the next message of a front end, without taking it: the channel that it hands over, if it is that one.
+///
+/// # Errors
+/// The system's.
+pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    let request = |header: &[u8; HEADER]| header.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes));
+    let mut header = [0; HEADER];
+    if look(stream, &mut header, &mut RecvAncillaryBuffer::default())? < HEADER
+        || request(&header) != Some(SET_BACKEND_REQ_FD)
+    {
+        return Ok(None);
+    }
+    // It is there: this does not wait.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    look(stream, &mut header, &mut ancillary)?;
+    let descriptors = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    Ok(descriptors.flatten().next())
+}
+
+fn look(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAncillaryBuffer<'_>) -> io::Result<usize> {
+    loop {
+        let mut parts = [IoSliceMut::new(header)];
+        match recvmsg(stream, &mut parts, ancillary, RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
+            received => return Ok(received?.bytes),
+        }
+    }
+}
+
+/// Say that the configuration space is another one: the front end asks for it then. Waits for nothing.
+///
+/// # Errors
+/// The system's; the front end has gone, or reads nothing.
+pub fn config_changed(channel: &OwnedFd) -> io::Result<()> {
+    let message = [CONFIG_CHANGE, VERSION, 0].map(u32::to_ne_bytes).concat();
+    send(channel, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
+    use std::io::{IoSlice, Read, Write};
+    use std::os::fd::AsFd;
+
+    fn put(stream: &UnixStream, request: u32, descriptor: Option<&UnixStream>) {
+        let message = [request, VERSION, 0].map(u32::to_ne_bytes).concat();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let descriptors: Vec<_> = descriptor.iter().map(|stream| stream.as_fd()).collect();
+        if !descriptors.is_empty() {
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        }
+        sendmsg(stream, &[IoSlice::new(&message)], &mut ancillary, SendFlags::empty()).unwrap();
+    }
+
+    #[test]
+    fn a_channel_is_seen_and_its_message_stays() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (channel, mut other) = UnixStream::pair().unwrap();
+        // Another message with a descriptor, then that one.
+        put(&theirs, 5, Some(&channel));
+        assert!(offered(&ours).unwrap().is_none());
+        let mut header = [0; HEADER];
+        (&ours).read_exact(&mut header).unwrap();
+        put(&theirs, SET_BACKEND_REQ_FD, Some(&channel));
+        let found = offered(&ours).unwrap().unwrap();
+        (&ours).read_exact(&mut header).unwrap();
+        assert_eq!(header[..4], SET_BACKEND_REQ_FD.to_ne_bytes());
+        drop(channel);
+        config_changed(&found).unwrap();
+        other.read_exact(&mut header).unwrap();
+        assert_eq!(header, *[2u32, 1, 0].map(u32::to_ne_bytes).concat());
+        // One without, part of one, and none.
+        put(&theirs, SET_BACKEND_REQ_FD, None);
+        assert!(offered(&ours).unwrap().is_none());
+        (&ours).read_exact(&mut header).unwrap();
+        (&theirs).write_all(&header[..5]).unwrap();
+        assert!(offered(&ours).unwrap().is_none());
+        drop(theirs);
+        (&ours).read_exact(&mut header[..5]).unwrap();
+        assert!(offered(&ours).unwrap().is_none());
+        drop(other);
+        assert!(config_changed(&found).is_err());
+    }
+}

@@ -1,0 +1,239 @@
+//! The parts of a request on their way to the disk and back, and its answer.
+
+use super::{Part, Place, Work, along, cut};
+use crate::block::{BLOCK, touched, whole};
+use crate::engine::{DEPTH, Engine, Token};
+use crate::request::{Range, Status};
+use rekindle_kernel::uring::{Buffer, Operation};
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes that are under way at a time, at most; one part always goes.
+const MOST_BYTES: usize = 64 << 20;
+/// Bytes that are copied and digested before the next are.
+const PIECE: usize = 32 << 10;
+/// Places in the ring that are kept for who waits for kicks.
+const KEPT: usize = 40;
+
+impl Engine {
+    /// Begin parts, as far as there is room and the rate allows.
+    pub(in crate::engine) fn begin_waiting(&mut self) {
+        self.due = None;
+        self.release_if_due();
+        while let Some(&(number, part)) = self.waiting.front() {
+            let room = (DEPTH as usize).saturating_sub(self.ring.under_way()) > KEPT;
+            let Some(job) = self.jobs.get_mut(number) else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let Some(work) = job.parts.get(part as usize).copied() else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let moves = matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting);
+            let is_full = moves && self.moving > 0 && self.moving + work.bytes as usize > MOST_BYTES;
+            if !room || is_full {
+                break;
+            }
+            if !job.admitted && moves {
+                let bytes = job.parts.iter().map(|part| part.bytes).sum();
+                if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
+                    self.due = Some(Instant::now() + wait);
+                    break;
+                }
+                job.admitted = true;
+            }
+            self.waiting.pop_front();
+            self.begin_part(number, part, work);
+        }
+    }
+
+    fn begin_part(&mut self, number: usize, part: u32, whole: Part) {
+        let Part { work, at, bytes, offset, place } = whole;
+        if self.logged.is_some() && !matches!(work, Work::Read | Work::Sync) {
+            return self.append(number, part, whole);
+        }
+        let len = bytes as usize;
+        let segment = match place {
+            Place::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
+            _ => None,
+        };
+        match (work, place) {
+            (Work::Read, Place::Zeroes) => {
+                let mut buffer = self.buffer(len);
+                buffer.fill(0);
+                self.moving += len;
+                return self.part_ended(number, part, Ok(len), Some(buffer));
+            }
+            // It was merged meanwhile, and the image synced.
+            (Work::Sync, Place::Segment { .. }) if segment.is_none() => return self.part_done(number, Status::Ok),
+            _ => {}
+        }
+        let operation = match work {
+            Work::Sync => Operation::Sync,
+            Work::Discard | Work::Zero { hole: true } => {
+                Operation::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
+            }
+            Work::Zero { hole: false } => {
+                Operation::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
+            }
+            Work::Read => {
+                let at = match place {
+                    Place::Segment { at, .. } if segment.is_some() => at,
+                    _ => at,
+                };
+                Operation::Read { at, len, buffer: self.buffer(len) }
+            }
+            Work::ZeroByWriting => {
+                let mut buffer = self.buffer(len);
+                buffer.fill(0);
+                Operation::Write { at, len, buffer }
+            }
+            Work::Write => {
+                let mut buffer = self.buffer(len);
+                let Some(job) = self.jobs.get(number) else { return };
+                if buffer.get_mut(..len).and_then(|data| job.gather(offset, data)).is_none() {
+                    return self.part_done(number, Status::Failed);
+                }
+                Operation::Write { at, len, buffer }
+            }
+        };
+        if let Operation::Read { len, .. } | Operation::Write { len, .. } = &operation {
+            self.moving += len;
+        }
+        let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
+        if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
+            // There is room: it was looked for.
+            self.part_done(number, Status::Failed);
+        }
+    }
+
+    pub(in crate::engine) fn part_ended(
+        &mut self,
+        number: usize,
+        part: u32,
+        result: io::Result<usize>,
+        buffer: Option<Buffer>,
+    ) {
+        let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
+        if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
+            self.moving = self.moving.saturating_sub(work.bytes as usize);
+        }
+        if let (Place::Entry(placed), Some(data)) = (work.place, &buffer) {
+            let status = self.appended((number, part), &placed, result, data);
+            self.put_back(buffer);
+            if let Some(status) = status {
+                self.part_done(number, status);
+            }
+            return;
+        }
+        if work.work == Work::Sync {
+            self.flushed(work.place, result.is_ok());
+        }
+        let status = match result {
+            Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
+                tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
+                Status::Failed
+            }
+            Ok(_) => self.moved(number, work, buffer.as_deref()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
+                self.waiting.push_back((number, part));
+                self.put_back(buffer);
+                return;
+            }
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => Status::Ok,
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && matches!(work.work, Work::Zero { .. }) => {
+                return self.zero_by_writing(number, part, work);
+            }
+            Err(e) => {
+                tracing::warn!(
+                    "{}: {:?} of {} bytes at {}: {e}",
+                    self.image.path.display(),
+                    work.work,
+                    work.bytes,
+                    work.at
+                );
+                Status::Failed
+            }
+        };
+        self.put_back(buffer);
+        self.part_done(number, status);
+    }
+
+    /// A file system that cannot make zeroes is given them.
+    fn zero_by_writing(&mut self, number: usize, part: u32, work: Part) {
+        let Some(job) = self.jobs.get_mut(number) else { return };
+        let mut parts = cut(Work::ZeroByWriting, Range { at: work.at, bytes: work.bytes }, 0).into_iter();
+        let (Some(place), Some(first)) = (job.parts.get_mut(part as usize), parts.next()) else { return };
+        *place = first;
+        self.waiting.push_back((number, part));
+        for more in parts {
+            job.parts.push(more);
+            job.left += 1;
+            self.waiting.push_back((number, job.parts.len() as u32 - 1));
+        }
+    }
+
+    /// What was moved is passed on, and noted.
+    pub(in crate::engine) fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
+        let (Some(job), Some(bytes)) = (self.jobs.get(number), buffer) else { return Status::Ok };
+        let len = part.bytes as usize;
+        let (mut map, mut is_ours) = (None, false);
+        if let Some((known, memory)) = &mut self.map
+            && matches!(part.work, Work::Read | Work::Write)
+        {
+            is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
+            map = Some(known);
+        }
+        let begin = whole(part.at, part.bytes).next().map_or(0, |(_, offset)| offset as u64);
+        let mut blocks = whole(part.at, part.bytes).zip(job.frames(part.offset + begin)).peekable();
+        self.has_moved += len;
+        // Piece by piece, so that what is copied is digested while it is at hand.
+        for piece in (0..len).step_by(PIECE) {
+            let end = (piece + PIECE).min(len);
+            if part.work == Work::Read {
+                let write = |at, from: usize, len| job.memory.write(at, bytes.get(piece + from..piece + from + len)?);
+                if along(&job.request.data, part.offset + piece as u64, end - piece, write).is_none() {
+                    return Status::Failed;
+                }
+            }
+            let Some(map) = &mut map else { continue };
+            while let Some(((block, offset), frame)) = blocks.next_if(|((_, offset), _)| offset + BLOCK <= end) {
+                let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
+                match (frame, content) {
+                    (Some(frame), Some(content)) if is_ours => map.moved(block, frame, self.digester.of(content)),
+                    _ if part.work == Work::Write => map.changed(block),
+                    _ => {}
+                }
+            }
+        }
+        Status::Ok
+    }
+
+    pub(in crate::engine) fn part_done(&mut self, number: usize, status: Status) {
+        let Some(job) = self.jobs.get_mut(number) else { return };
+        if status != Status::Ok {
+            job.status = status;
+        }
+        job.left = job.left.saturating_sub(1);
+        if job.left == 0 {
+            self.finish(number);
+        }
+    }
+
+    /// Answer.
+    pub(super) fn finish(&mut self, number: usize) {
+        let Some(job) = self.jobs.try_remove(number) else { return };
+        if job.status != Status::Ok
+            && let Some((map, _)) = &mut self.map
+        {
+            // What a write that failed has left there is not known.
+            job.parts.iter().flat_map(|part| touched(part.at, part.bytes)).for_each(|block| map.changed(block));
+        }
+        let written = if job.status == Status::Ok { job.request.written } else { 1 };
+        let answered = job.memory.write(job.request.status, &[job.status as u8]);
+        self.tell(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
+        self.has_room = true;
+    }
+}

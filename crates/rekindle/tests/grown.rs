@@ -1,0 +1,89 @@
+//! A disk that becomes longer under its guest.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::guest::Guest;
+use common::protector::{Protector, crash, restore, store};
+use common::served::{BLOCK, BLOCKS, digest, image, read, section, server};
+use common::{DEADLINE, Done, Lab, qemu_new, qemu_old, wait_for};
+use std::fs::OpenOptions;
+use std::path::Path;
+
+fn set_length(image: &Path, blocks: u64) {
+    OpenOptions::new().write(true).open(image).unwrap().set_len(blocks * BLOCK).unwrap();
+}
+
+fn resize(guest: &Guest<'_>) -> Done {
+    let control = guest.file("disk-disk0.control");
+    guest.lab.rekindle(["--json", "disk", "resize", control.to_str().unwrap()])
+}
+
+/// The image becomes so long, and the guest sees it without having been rebooted.
+fn grow(guest: &Guest<'_>, image: &Path, blocks: u64) {
+    let boot = guest.boot_id();
+    let reply = guest.try_ask(&format!("read vda {} 1", blocks - 1)).unwrap();
+    assert!(!reply.starts_with("ok"), "it does not know of that block yet: {reply}");
+    set_length(image, blocks);
+    assert_eq!(resize(guest).ok().json()["bytes"], blocks * BLOCK);
+    wait_for("the guest to see it", DEADLINE, || {
+        guest.try_ask(&format!("read vda {} 1", blocks - 1)).ok().filter(|reply| reply.starts_with("ok"))
+    });
+    guest.ask(&format!("write vda {} 8 5", blocks - 8));
+    assert_eq!(guest.boot_id(), boot);
+}
+
+#[test]
+fn a_disk_that_has_grown_is_so_in_its_guest_and_one_that_is_shorter_is_refused() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let old = qemu_old();
+    let guest = lab.vm("grown").section(&section(&path, "")).boot(&["--qemu", old.to_str().unwrap()]);
+    grow(&guest, &path, BLOCKS + 64);
+    assert_eq!(read(&guest, BLOCKS, 64), digest(&path, BLOCKS, 64));
+    // Another QEMU, and another server.
+    guest.warm(&["--qemu", qemu_new().to_str().unwrap()]);
+    grow(&guest, &path, BLOCKS + 128);
+    server(&guest).expect("a server").kill().unwrap();
+    guest.rekindle(&["recover"]).ok();
+    grow(&guest, &path, BLOCKS + 192);
+    // Shorter: by name, and the guest goes on with what there is.
+    set_length(&path, BLOCKS);
+    resize(&guest).status(1).says(&[
+        path.to_str().unwrap(),
+        "was",
+        "a guest that knows the longer one would lose data",
+    ]);
+    set_length(&path, BLOCKS + 192);
+    assert_eq!(resize(&guest).ok().json()["bytes"], (BLOCKS + 192) * BLOCK);
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, BLOCKS), digest(&path, 0, BLOCKS));
+    guest.assert_sound();
+}
+
+#[test]
+fn a_disk_with_epochs_grows_too_and_goes_back() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("grown").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "grown");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
+    protector.next_checkpoint();
+    grow(&guest, &path, BLOCKS + 64);
+    protector.next_checkpoint();
+    let newest = read(&guest, BLOCKS, 64);
+    let server = server(&guest).expect("a server");
+    server.kill().unwrap();
+    crash(&guest);
+    protector.kill();
+    assert!(server.wait_end(DEADLINE).unwrap());
+    restore(&guest, &store, &[]);
+    wait_for("the command of the checkpoint to end", DEADLINE, || {
+        guest.try_ask("write vda 0 1 1").ok().filter(|answer| !answer.contains("busy"))
+    });
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, BLOCKS, 64), newest, "what was written beyond the former end");
+    grow(&guest, &path, BLOCKS + 128);
+    guest.assert_sound();
+}

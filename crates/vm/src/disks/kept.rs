@@ -1,0 +1,127 @@
+//! What of a guest that has ended is kept for the next one: the attics of its disks.
+//!
+//! All disks of a VM have their blocks in one memory, and each server knows only of its own. So it is done in two steps: each says which
+//! frames it needs, and only when all have, each is told who else needs some. From then on a frame goes back to the host when no server needs it.
+//! Killed in between, nothing has been given back yet, and the same is done again.
+
+use super::{control, served};
+use crate::rundir::RunDir;
+use rekindle_disk::block::BLOCK;
+use rekindle_disk::control::{Ask, Control};
+use rekindle_qemu::command::{Disk, Hardware};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How long a server may take to see that its QEMU has gone.
+const GONE: Duration = Duration::from_secs(10);
+
+/// What of a guest that has ended is kept for the next one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Bytes of its disks that the guest had in its memory. Which of them are still what is on the disk is found out when they are wanted.
+    pub bytes: u64,
+    /// The same of each disk of which there is anything.
+    pub disks: BTreeMap<String, u64>,
+}
+
+/// A server whose guest has ended.
+struct Idle<'a> {
+    disk: &'a Disk,
+    control: Control,
+}
+
+/// One that keeps something.
+struct Keeping<'a> {
+    idle: Idle<'a>,
+    claim: PathBuf,
+    blocks: u64,
+}
+
+/// Let the servers go of the memory of a guest that has ended. With `keep` they keep what of it is a cache of their disks, for the next
+/// one; gives what that is, if there is anything.
+#[must_use]
+pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
+    let mut servers = Vec::new();
+    for disk in served(hardware) {
+        let connected = Control::connect(&control(rundir, &disk.id));
+        match connected.and_then(|mut control| control.wait_gone(GONE).map(|_| control)) {
+            Ok(control) => servers.push(Idle { disk, control }),
+            // It is started again, and has nothing then.
+            Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
+        }
+    }
+    if !keep {
+        servers.into_iter().for_each(Idle::drop);
+        return None;
+    }
+    let are_several = served(hardware).count() > 1;
+    let kept: Vec<_> = servers.into_iter().filter_map(|server| server.keep(rundir, are_several)).collect();
+    let mut kept = of_one_memory(kept);
+    if are_several {
+        let claims: Vec<PathBuf> = kept.iter().map(|keeping| keeping.claim.clone()).collect();
+        kept = kept.into_iter().filter_map(|keeping| keeping.share(&claims)).collect();
+    }
+    let disks: BTreeMap<_, _> =
+        kept.into_iter().map(|keeping| (keeping.idle.disk.id.clone(), keeping.blocks * BLOCK as u64)).collect();
+    let bytes = disks.values().sum();
+    (bytes > 0).then_some(Kept { bytes, disks })
+}
+
+/// Those whose attics are in the memory in which most is; the others let go of it. One whose queues did not run in the guest's
+/// last life has one of an earlier life.
+fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
+    let mut memories: BTreeMap<Option<u64>, (u64, Vec<Keeping<'_>>)> = BTreeMap::new();
+    for mut keeping in kept {
+        let memory = keeping.idle.control.status().ok().and_then(|status| status.attic_memory);
+        let (blocks, all) = memories.entry(memory).or_default();
+        *blocks += keeping.blocks;
+        all.push(keeping);
+    }
+    let most = memories.iter().max_by_key(|(_, (blocks, _))| *blocks).map(|(memory, _)| *memory);
+    let (most, others): (Vec<_>, Vec<_>) = memories.into_iter().partition(|(memory, _)| Some(*memory) == most);
+    others.into_iter().flat_map(|(_, (_, all))| all).for_each(|keeping| keeping.idle.drop());
+    most.into_iter().flat_map(|(_, (_, all))| all).collect()
+}
+
+impl<'a> Idle<'a> {
+    fn drop(mut self) {
+        if let Err(e) = self.control.ask::<()>(&Ask::Drop {}) {
+            tracing::debug!("disk {}: {e}", self.disk.id);
+        }
+    }
+
+    /// Keep what it has. `is_claimed`: others have some in the same memory.
+    fn keep(mut self, rundir: &RunDir, is_claimed: bool) -> Option<Keeping<'a>> {
+        let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
+        match self.control.ask::<u64>(&Ask::Keep { claim: is_claimed.then(|| claim.clone()) }) {
+            Ok(0) => {
+                self.drop();
+                None
+            }
+            Ok(blocks) => Some(Keeping { idle: self, claim, blocks }),
+            Err(e) => {
+                tracing::warn!("what the guest had of disk {} is not kept: {e}", self.disk.id);
+                self.drop();
+                None
+            }
+        }
+    }
+}
+
+impl Keeping<'_> {
+    /// Tell it what all need.
+    fn share(mut self, claims: &[PathBuf]) -> Option<Self> {
+        let others = claims.iter().filter(|claim| **claim != self.claim).cloned().collect();
+        match self.idle.control.ask::<()>(&Ask::Share { claims: others }) {
+            Ok(()) => Some(self),
+            Err(e) => {
+                // The others see that it needs nothing any more.
+                tracing::warn!("what the guest had of disk {} is not kept: {e}", self.idle.disk.id);
+                self.idle.drop();
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Which epochs of its disks a restored guest went on from, for servers that take the place of those which the restore started.
+//!
+//! What is newer than the checkpoint is given up when the guest writes for the first time (`docs/disk-epochs.md`). A server that begins before that
+//! must not take it for the guest's.
+
+use super::{DisksError, Epochs, control, served};
+use crate::rundir::{RunDir, write_json};
+use rekindle_disk::control::Control;
+use rekindle_disk::redo::keeper::At;
+use rekindle_qemu::command::{Disk, Hardware};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// Where the guest of a checkpoint has gone on: a server that takes the place of another one is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Since {
+    /// The checkpoint's disk.
+    #[serde(flatten)]
+    pub at: At,
+    /// What the guest writes is of this epoch, and later ones.
+    pub first: u64,
+}
+
+fn path(rundir: &RunDir, disk: &Disk) -> PathBuf {
+    rundir.file(&format!("disk-{}.since", disk.id))
+}
+
+/// Of a disk whose guest has gone on from a checkpoint.
+pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksError> {
+    let failed =
+        |source| DisksError::Io { id: disk.id.clone(), doing: "reading since which epoch its guest runs", source };
+    match fs::read(path(rundir, disk)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        text => serde_json::from_slice(&text.map_err(failed)?).map(Some).map_err(|e| failed(e.into())),
+    }
+}
+
+/// Note it, before the guest runs.
+pub(super) fn note(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
+    served(hardware).filter_map(|disk| Some((disk, epochs.get(&disk.id)?))).try_for_each(|(disk, at)| {
+        let refused = |source| DisksError::Refused { id: disk.id.clone(), source };
+        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
+        let Some(told) = status.map_err(refused)?.redo else { return Ok(()) };
+        let failed =
+            |source| DisksError::Io { id: disk.id.clone(), doing: "noting since which epoch its guest runs", source };
+        write_json(&path(rundir, disk), &Since { at: *at, first: told.epoch }).map_err(failed)
+    })
+}

@@ -1,0 +1,197 @@
+"""A web server through a cold and through a warm-cache reboot of its guest: measured, drawn side by side, and a table.
+
+    python -m rekindle_lab.demo.web --rekindle BINARY --qemu QEMU --out web.png
+
+The guest is `debian`. Rekindle's server has its disk, and holds it to a rate that the VM's definition says (`bps`), so
+this is the same on every machine. What comes out of the guest's former memory does not count for that rate.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib.pyplot as plt
+import numpy as np
+import typer
+from matplotlib.axes import Axes
+
+from rekindle_lab import style
+from rekindle_lab.bench.report import table
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.bench.stage import taken_down_on_signals
+from rekindle_lab.bench.warm_cache.stage import CacheGuest, Stage, stage
+from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.web import Answer, Client
+
+COLD, WARM = "cold", "warm-cache"
+FILES = 200
+PATHS = [f"/files/{n:03}.bin" for n in range(FILES)]
+"""All that the web server has: 50 MB."""
+BYTES_PER_S = 5_000_000
+"""What the disk is held to: slow, as everything is that an emulated processor does."""
+MEMORY_MIB = 1024
+BEFORE_S = 5.0
+"""So long the server is watched before a reboot."""
+AFTER = 3 * FILES
+"""So many files are to come after it."""
+STEP_S = 0.5
+"""The picture shows throughput in steps of this."""
+
+
+@dataclass
+class Row:
+    """One file that came, in the raw data."""
+
+    how: str
+    at_ms: int
+    """When: since the command to reboot."""
+    bytes: int
+    us: int
+    """How long it took."""
+
+
+@dataclass(frozen=True)
+class Reboot:
+    """One reboot, as the client of the web server saw it. Times in s since the command."""
+
+    how: str
+    answers: list[Answer]
+    well: float
+    """When all services of the guest answered again."""
+    end: float
+    """Until when it was watched."""
+    attic: int
+    """Bytes of its disk that the guest was given out of its former memory."""
+
+    def after(self) -> list[Answer]:
+        """What came since the guest is well again."""
+        return [answer for answer in self.answers if answer.at >= self.well]
+
+    def served(self) -> float:
+        """When as many files had come as there are, since the guest is well again."""
+        return self.after()[FILES - 1].at
+
+    def rate_before(self) -> float:
+        """MB/s before the reboot."""
+        return sum(one.bytes for one in self.answers if -BEFORE_S <= one.at < 0) / BEFORE_S / 1e6
+
+    def rate_after(self) -> float:
+        """MB/s from then on when the guest is well again until `served`."""
+        return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
+
+
+def through(on: Stage, guest: CacheGuest, client: Client, how: str) -> Reboot:
+    """Reboot the guest while its web server is used."""
+    time.sleep(BEFORE_S)
+    told = time.monotonic()
+    on.reboot(guest, how)
+    well = time.monotonic() - told
+    client.wait(AFTER)
+    end = time.monotonic() - told
+    answers = [Answer(one.at - told, one.took_s, one.bytes) for one in client.answers]
+    seen = [one for one in answers if -BEFORE_S <= one.at <= end]
+    return Reboot(how, seen, well, end, on.from_attic(guest))
+
+
+def measure(on: Stage) -> list[Reboot]:
+    """A guest, a client, and both reboots."""
+    image = on.image("debian")
+    guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
+    reboots = []
+    with on.ours(guest):
+        # It would begin while the web server works already.
+        guest.ssh("systemctl disable --now postgresql@15-main")
+        with Client(guest.netns, guest.address, PATHS) as client:
+            for how in (COLD, WARM):
+                client.wait(FILES)  # so that the guest has all in its cache
+                reboots.append(through(on, guest, client, how))
+                for one in reboots[-1].answers:
+                    on.rows.append(Row(how, round(one.at * 1e3), one.bytes, round(one.took_s * 1e6)))
+                on.say(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
+    return reboots
+
+
+def _panel(axes: Axes, reboot: Reboot, begin: float, end: float) -> None:
+    edges = np.arange(begin, end + STEP_S, STEP_S)
+    sizes = [one.bytes for one in reboot.answers]
+    moved, _ = np.histogram([one.at for one in reboot.answers], bins=edges, weights=sizes)
+    colour = style.COLOURS["cold" if reboot.how == COLD else "warm"]
+    axes.stairs(moved / STEP_S / 1e6, edges, color=colour, fill=True, alpha=0.25, linewidth=0)
+    axes.stairs(moved / STEP_S / 1e6, edges, color=colour, linewidth=1.4, baseline=None)
+    axes.axvspan(0, reboot.well, color="#000000", alpha=0.08, linewidth=0)
+    axes.axvline(reboot.served(), color=colour, linestyle=":")
+    if reboot.end < end:
+        axes.axvspan(reboot.end, end, facecolor="none", edgecolor="#DDDDDD", hatch="///", linewidth=0)
+    axes.set_xlim(begin, end)
+    axes.set_title(f"{reboot.how}: all {FILES} files served after {style.duration(reboot.served() * 1e3)}")
+    axes.set_xlabel("time since the command to reboot (s)")
+
+
+def draw(reboots: Sequence[Reboot], path: Path) -> None:
+    """A panel for each reboot, side by side, with the same axes."""
+    style.apply()
+    figure, all_axes = plt.subplots(
+        1, len(reboots), figsize=(5.2 * len(reboots), 3.8), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, reboot in zip(all_axes[0], reboots, strict=True):
+        _panel(axes, reboot, -BEFORE_S, max(one.end for one in reboots))
+    all_axes[0][0].set_ylabel("MB/s")
+    all_axes[0][0].set_ylim(0)
+    figure.suptitle(
+        f"A web server while its guest is rebooted; its disk is held to {BYTES_PER_S / 1e6:g} MB/s",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+    )
+    figure.text(
+        0.01, -0.04, "grey: until all services answer; dotted: as many files served as there are; hatched: not watched"
+    )
+    style.save(figure, path)
+
+
+def summary(reboots: Sequence[Reboot]) -> str:
+    """The table for people."""
+    return table(
+        [
+            {
+                "how": reboot.how,
+                "services answer after": style.duration(reboot.well * 1e3),
+                f"{FILES} files served after": style.duration(reboot.served() * 1e3),
+                "MB/s before": round(reboot.rate_before(), 1),
+                "MB/s of these files": round(reboot.rate_after(), 1),
+                "MB from former memory": round(reboot.attic / 1e6, 1),
+            }
+            for reboot in reboots
+        ]
+    )
+
+
+def main(
+    rekindle: Annotated[Path, typer.Option(help="The binary.")],
+    qemu: Annotated[str, typer.Option(help="The QEMU.")],
+    out: Annotated[Path, typer.Option(help="The PNG to write; raw data and disks go beside it.")],
+) -> None:
+    """Watch a web server through both reboots, draw its throughput, and print a table."""
+    taken_down_on_signals("demo")
+    root = Path(__file__).resolve().parents[3]
+    rows = RowFile(out.with_suffix(".csv"), Row)
+    try:
+        with stage(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
+            reboots = measure(on)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (OSError, RekindleError, RuntimeError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    finally:
+        rows.close()
+    draw(reboots, out)
+    print(f"The guest's disk is held to {BYTES_PER_S / 1e6:g} MB/s by its server (`bps` in the definition).")
+    print(summary(reboots))
+
+
+if __name__ == "__main__":
+    typer.run(main)
