@@ -2,6 +2,7 @@
 
 import typer
 
+from rekindle_lab.aging.command import app as aging
 from rekindle_lab.analysis.command import command as analyse
 from rekindle_lab.experiment.command import command as experiment
 from rekindle_lab.models.command import command as model
@@ -26,6 +27,7 @@ app.command("experiment")(experiment)
 app.command("analyse")(analyse)
 app.command("report")(report)
 app.command("model")(model)
+app.add_typer(aging, name="aging")
 app.command("plan")(plan)
 
 if __name__ == "__main__":

@@ -249,6 +249,13 @@ def test_zero_variance_is_named_and_left_to_the_permutation_test():
     assert clear.effects.pairs[0].hedges_g is None
 
 
+def test_two_runs_a_level_are_too_few_to_compare_variances():
+    found = judge_response("x_s", [1.0, 9.0, 1.2, 9.7], list("abab"))
+    assert [check.name for check in found.equal_variances] == ["Bartlett", "F of variances"]
+    assert found.test == "welch" and "fewer than 3 runs" in found.notes[0]
+    assert tables.welch(found, 0.05)
+
+
 def test_three_levels_have_pairs():
     samples = three_groups()
     values = np.concatenate(samples)

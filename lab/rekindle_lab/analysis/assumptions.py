@@ -13,6 +13,8 @@ from rekindle_lab.stats import SEED
 SHAPIRO_MOST = 5000
 """Shapiro and Wilk's p is not accurate for more values."""
 ORDER_RESAMPLES = 1999
+LEAST = 3
+"""Values a level that tests of variances need."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,21 @@ class Check:
 def equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
     """The tests that the paper names: O'Brien, Brown-Forsythe, Levene, Bartlett, and for two groups F of variances.
 
-    Every sample must vary.
+    Every sample must vary. The first three go by deviations from the middle, which say nothing of two values: they are
+    left out if a level has no more.
     """
     checks = []
+    if min(sample.size for sample in samples) < LEAST:
+        return _by_variances(samples)
     transformed = stats.obrientransform(*samples)
     checks.append(Check("O'Brien", *map(float, stats.f_oneway(*transformed))))
     checks.append(Check("Brown-Forsythe", *map(float, stats.levene(*samples, center="median"))))
     checks.append(Check("Levene", *map(float, stats.levene(*samples, center="mean"))))
-    checks.append(Check("Bartlett", *map(float, stats.bartlett(*samples))))
+    return checks + _by_variances(samples)
+
+
+def _by_variances(samples: Sequence[np.ndarray]) -> list[Check]:
+    checks = [Check("Bartlett", *map(float, stats.bartlett(*samples)))]
     if len(samples) == 2:
         checks.append(Check("F of variances", *variance_ratio(Group.of(samples[0]), Group.of(samples[1]))))
     return checks

@@ -87,11 +87,16 @@ def judge_response(
         table = one_way(list(groups.values())) if blocks is None else blocked(array, levels, blocks)
         unequal = welch(list(groups.values()))
         rejecting = [check.name for check in checks if check.p < alpha]
-        test, p = ("welch", unequal.p) if rejecting else ("anova", table.factor.p)
-        if rejecting:
+        few = min(group.n for group in groups.values()) < assumptions.LEAST
+        test, p = ("welch", unequal.p) if rejecting or few else ("anova", table.factor.p)
+        if few:
+            notes.append(
+                f"a level has fewer than {assumptions.LEAST} runs, too few to compare variances: Welch's test decides"
+            )
+        elif rejecting:
             notes.append(f"variances differ ({', '.join(rejecting)}): Welch's test decides")
-            if blocks is not None:
-                notes.append("Welch's test leaves blocks out; the permutation test keeps to them")
+        if test == "welch" and blocks is not None:
+            notes.append("Welch's test leaves blocks out; the permutation test keeps to them")
     residual = assumptions.residuals(array, levels)
     varied = bool(np.ptp(residual) > 0)
     normal = assumptions.normal(residual) if varied and residual.size >= 3 else None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from rekindle_lab import style
 from rekindle_lab.analysis.anova import pooled_intervals
@@ -41,5 +42,6 @@ def draw(runs: Runs, response: Response, path: Path) -> None:
     left.set_title("by level, mean with 95 % interval" if response.anova else "by level, mean")
     right.set_title("in the order of the runs")
     right.set_xlabel("run")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend(fontsize=8, loc="best")
     style.save(figure, path)

@@ -1,0 +1,157 @@
+"""`rekindle-lab aging`."""
+
+import json
+import math
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle_lab.aging import exhaustion, sampler
+from rekindle_lab.aging.exhaustion import Finding
+from rekindle_lab.aging.quiet import KINDS, false_alarms
+from rekindle_lab.aging.samples import METRICS, SamplesError, read
+from rekindle_lab.bench.report import table
+from rekindle_lab.say import fail
+
+app = typer.Typer(no_args_is_help=True, help="What wears out on a host and its guests, and when.")
+
+
+def _pairs(given: list[str] | None, what: str) -> dict[str, str]:
+    found = {}
+    for one in given or []:
+        name, sign, value = one.partition("=")
+        if not sign or not name or not value:
+            raise fail("aging", f"{what} {one}: it must be NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def left(seconds: float | None) -> str:
+    """A time to exhaustion for people."""
+    if seconds is None:
+        return ""
+    return "never" if math.isinf(seconds) else f"{seconds / 86_400:.3g} d"
+
+
+def row(finding: Finding) -> dict[str, Any]:
+    """A finding for people."""
+    found = finding.trend
+    a_day = 86_400
+    return {
+        "what": finding.series.name,
+        "hours": round(finding.series.hours, 1),
+        "a day": f"{found.slope * a_day:+.4g} ({found.slope_low * a_day:+.4g} to {found.slope_high * a_day:+.4g})"
+        if found
+        else "",
+        "P-value": f"{finding.p:.3g}" if found else "",
+        "left": left(finding.left_s),
+        "95 %": f"{left(finding.left_low_s)} to {left(finding.left_high_s)}" if finding.left_low_s is not None else "",
+        "": "ALARM" if finding.alarm else finding.why,
+    }
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    """A finding for machines; a time that is infinite is `null`, as is one that is not known."""
+
+    def finite(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    found = finding.trend
+    return {
+        "host": finding.series.host,
+        "guest": finding.series.guest,
+        "metric": finding.series.metric,
+        "limit": finding.series.limit,
+        "hours": finding.series.hours,
+        "p": finding.p,
+        "slope_per_s": found.slope if found else None,
+        "slope_ci95_per_s": [found.slope_low, found.slope_high] if found else None,
+        "autocorrelation_inflation": found.inflation if found else None,
+        "left_s": finite(finding.left_s),
+        "left_ci95_s": [finite(finding.left_low_s), finite(finding.left_high_s)],
+        "alarm": finding.alarm,
+        "why": finding.why,
+    }
+
+
+@app.command("trend")
+def trend(
+    samples: Annotated[Path, typer.Argument(help="JSON lines, as `aging sample` writes them.")],
+    limit: Annotated[list[str] | None, typer.Option(help="METRIC=VALUE: where it ends, in its unit.")] = None,
+    alpha: Annotated[float, typer.Option(help="Of an alarm, for all series of a host together.")] = exhaustion.ALPHA,
+    horizon_d: Annotated[float, typer.Option(help="Alarm if used up within so many days.")] = exhaustion.HORIZON_D,
+    json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Trends, and the time until something is used up.
+
+    Exit status 0: no alarm; 1: at least one; 2: wrong input.
+    """
+    limits = {}
+    for name, value in _pairs(limit, "--limit").items():
+        if name not in METRICS:
+            raise fail("aging", f"--limit: no metric '{name}'; there are: {', '.join(METRICS)}")
+        try:
+            limits[name] = float(value)
+        except ValueError as error:
+            raise fail("aging", f"--limit {name}={value}: not a number") from error
+    try:
+        series = read(samples, limits)
+    except SamplesError as error:
+        raise fail("aging", error) from error
+    by_host = defaultdict(list)
+    for one in series:
+        by_host[one.host].append(one)
+    findings = [finding for one in by_host.values() for finding in exhaustion.judge(one, alpha, horizon_d)]
+    if json_out:
+        print(json.dumps({"findings": [as_json(finding) for finding in findings]}))
+    else:
+        print(table([row(finding) for finding in findings], "Trends (per day, with 95 % intervals)"))
+    raise typer.Exit(1 if any(finding.alarm for finding in findings) else 0)
+
+
+@app.command("quiet")
+def quiet(
+    host_weeks: Annotated[int, typer.Option(min=1, help="So many made-up hosts of each kind, a week each.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the made-up traces.")] = 1,
+    json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """How often it gives an alarm where nothing wears out: per host and week, on made-up quiet traces."""
+    found = [false_alarms(kind, host_weeks, seed=seed) for kind in KINDS]
+    if json_out:
+        print(json.dumps([one.__dict__ for one in found]))
+    else:
+        rows = [{**one.__dict__, "high": f"{one.high:.3g}"} for one in found]
+        print(table(rows, "False alarms per host-week (high: upper end of the 95 % interval)"))
+
+
+@app.command("sample")
+def sample(
+    out: Annotated[Path, typer.Argument(help="The file that samples are appended to.")],
+    every_s: Annotated[float, typer.Option(min=0.1, help="So often.")] = 60.0,
+    count: Annotated[int | None, typer.Option(min=1, help="So many times. [default: until interrupted]")] = None,
+    rekindle: Annotated[Path | None, typer.Option(help="The binary; with it the guests that run are sampled.")] = None,
+    guest: Annotated[list[str] | None, typer.Option(help="NAME=PID of a QEMU that Rekindle does not know.")] = None,
+    url: Annotated[list[str] | None, typer.Option(help="NAME=URL of a guest's service, asked each time.")] = None,
+) -> None:
+    """Write samples of this host and its guests' QEMU processes."""
+    try:
+        own = {name: int(pid) for name, pid in _pairs(guest, "--guest").items()}
+    except ValueError as error:
+        raise fail("aging", f"--guest: {error}") from error
+
+    def guests() -> dict[str, int]:
+        if rekindle is None:
+            return own
+        done = subprocess.run([rekindle, "ls", "--json"], capture_output=True, text=True, check=True)
+        known = {vm["name"]: vm["pid"] for vm in json.loads(done.stdout) if vm["pid"]}
+        return known | own
+
+    try:
+        sampler.write(out, guests, _pairs(url, "--url"), every_s, count)
+    except KeyboardInterrupt:
+        return
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        raise fail("aging", error, 1) from error

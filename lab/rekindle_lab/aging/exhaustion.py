@@ -1,0 +1,79 @@
+"""When something will be used up, and whether that is worth an alarm."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rekindle_lab.aging.samples import METRICS, Series, thin
+from rekindle_lab.aging.trend import LEAST, Trend, trend
+
+ALPHA = 0.01
+"""An alarm's p, corrected for the number of series, is below this."""
+HORIZON_D = 28.0
+"""And it may be used up within so many days."""
+LEAST_H = 24.0
+"""And it was watched for so long: a day's ups and downs are no aging."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a series says. Times to exhaustion are seconds from its last sample; infinite if it does not go there."""
+
+    series: Series
+    trend: Trend | None
+    p: float
+    """Corrected for the number of series judged (Holm)."""
+    worsens: bool
+    """The slope has the bad sign."""
+    left_s: float | None
+    """`None` without a limit."""
+    left_low_s: float | None
+    left_high_s: float | None
+    alarm: bool
+    why: str
+
+
+def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
+    """Seconds until the limit is reached at a slope."""
+    room = (limit - trend_.level) * bad
+    if room <= 0:
+        return 0.0
+    return room / (slope * bad) if slope * bad > 0 else math.inf
+
+
+def judge(series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:
+    """Judge all series of a host together."""
+    trends = [_trend(one) for one in series]
+    order = sorted((found.p, index) for index, found in enumerate(trends) if found is not None)
+    corrected: dict[int, float] = {}
+    highest = 0.0
+    for rank, (p, index) in enumerate(order):
+        highest = max(highest, min(1.0, p * (len(order) - rank)))
+        corrected[index] = highest
+    return [
+        _finding(one, found, corrected.get(index, 1.0), alpha, horizon_d)
+        for index, (one, found) in enumerate(zip(series, trends, strict=True))
+    ]
+
+
+def _trend(series: Series) -> Trend | None:
+    if series.hours < LEAST_H:
+        return None
+    seconds, values = thin(series)
+    return trend(seconds, values) if values.size >= LEAST else None
+
+
+def _finding(series: Series, found: Trend | None, p: float, alpha: float, horizon_d: float) -> Finding:
+    if found is None:
+        why = f"too short: {series.hours:.1f} h, {series.values.size} samples; a trend needs {LEAST_H:g} h and {LEAST}"
+        return Finding(series, None, 1.0, False, None, None, None, False, why)
+    bad = METRICS[series.metric]
+    worsens = found.slope * bad > 0
+    if series.limit is None:
+        return Finding(series, found, p, worsens, None, None, None, worsens and p < alpha, "no limit is known")
+    fast, slow = (found.slope_high, found.slope_low) if bad > 0 else (found.slope_low, found.slope_high)
+    left, low, high = (left_s(found, series.limit, slope, bad) for slope in (found.slope, fast, slow))
+    clear = worsens and p < alpha
+    soon = low <= horizon_d * 86_400
+    why = "clear, and soon" if clear and soon else "clear, but far off" if clear else "no clear trend"
+    return Finding(series, found, p, worsens, left, low, high, clear and soon, why)

@@ -1,0 +1,132 @@
+"""Samples as JSON lines, and series of one metric between two reboots."""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+METRICS = {
+    "free_memory_kib": -1,
+    "slab_kib": 1,
+    "swap_used_kib": 1,
+    "open_files": 1,
+    "resident_kib": 1,
+    "response_time_ms": 1,
+}
+"""What is looked at, and which direction is the bad one."""
+LIMITS = {"free_memory_kib": 0.0}
+"""Where a metric ends by itself; others have their limit in the samples (`open_files_limit`), or are given one."""
+
+
+class SamplesError(ValueError):
+    """Samples that cannot be used. The text has rows and columns."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one host or guest, between two boots. `seconds` counts from 1970 and grows."""
+
+    host: str
+    guest: str | None
+    metric: str
+    boot: str
+    seconds: np.ndarray
+    values: np.ndarray
+    limit: float | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.host}{f'/{self.guest}' if self.guest else ''} {self.metric}"
+
+    @property
+    def hours(self) -> float:
+        """From the first sample to the last."""
+        return float(self.seconds[-1] - self.seconds[0]) / 3600
+
+
+def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
+    """All series of a file, each the longest unbroken one: since the last boot of its host or guest."""
+    problems: list[str] = []
+    found: dict[tuple[str, str | None, str], list[tuple[str, float, float, float | None]]] = defaultdict(list)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SamplesError(f"{path}: {error}") from error
+    for row, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            _sample(row, line, found, problems)
+    if not found and not problems:
+        problems.append("the file has no samples")
+    made = [] if problems else [_series(key, rows, limits or {}, problems) for key, rows in found.items()]
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise SamplesError(f"{path}: {len(problems)} problems\n{shown}{more}")
+    return made
+
+
+def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str]) -> None:
+    try:
+        sample = json.loads(line)
+        if not isinstance(sample, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        problems.append(f"row {row}, column -: not JSON ({error})")
+        return
+    before = len(problems)
+    for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
+        if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
+            problems.append(f"row {row}, column {key}: {sample.get(key)!r} is not what it must be")
+    if len(problems) == before and sample["format"] != FORMAT:
+        problems.append(f"row {row}, column format: {sample['format']}; this program reads {FORMAT}")
+    for metric in METRICS:
+        for column in (metric, f"{metric}_limit"):
+            value = sample.get(column)
+            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if column in sample and not good:
+                problems.append(f"row {row}, column {column}: {value!r} is not a finite number")
+    if len(problems) > before:
+        return
+    for metric in METRICS:
+        if metric in sample:
+            key = (sample["host"], sample.get("guest"), metric)
+            limit = sample.get(f"{metric}_limit")
+            found[key].append((sample["boot"], float(sample["unix_s"]), float(sample[metric]), limit))
+
+
+def _series(
+    key: tuple[str, str | None, str],
+    rows: list[tuple[str, float, float, float | None]],
+    limits: dict[str, float],
+    problems: list[str],
+) -> Series:
+    host, guest, metric = key
+    rows = sorted(rows, key=lambda row: row[1])
+    boot = rows[-1][0]
+    mine = [row for row in rows if row[0] == boot]
+    seconds = np.array([row[1] for row in mine])
+    if (np.diff(seconds) == 0).any():
+        at = seconds[int(np.flatnonzero(np.diff(seconds) == 0)[0])]
+        problems.append(f"row -, column unix_s: {host} {guest or ''} has two samples of {metric} at {at:.0f}")
+    told = [row[3] for row in mine if row[3] is not None]
+    limit = limits.get(metric, told[-1] if told else LIMITS.get(metric))
+    return Series(host, guest, metric, boot, seconds, np.array([row[2] for row in mine]), limit)
+
+
+def thin(series: Series, most: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Medians of at most so many equal stretches of time: their middles in seconds, and values."""
+    seconds, values = series.seconds, series.values
+    if seconds.size <= most:
+        return seconds, values
+    place = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * most).clip(max=most - 1).astype(int)
+    kept = np.unique(place)
+    return (
+        np.array([np.median(seconds[place == one]) for one in kept]),
+        np.array([np.median(values[place == one]) for one in kept]),
+    )

@@ -1,0 +1,235 @@
+"""Trends: what wears out is seen with its time, what is quiet is left alone."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from rekindle_lab.aging import quiet, sampler
+from rekindle_lab.aging.exhaustion import judge
+from rekindle_lab.aging.samples import SamplesError, Series, read, thin
+from rekindle_lab.aging.trend import trend
+from rekindle_lab.cli import app
+
+DAY_S = 86_400
+
+
+def series(values, metric="free_memory_kib", limit=0.0, step_s=3600.0):
+    values = np.asarray(values, dtype=float)
+    return Series("h", None, metric, "b", 1.8e9 + step_s * np.arange(values.size), values, limit)
+
+
+def test_the_count_and_slope_are_the_textbooks():
+    seconds = np.arange(12.0)
+    values = np.array([1.0, 3, 2, 5, 4, 6, 8, 7, 9, 11, 10, 12])
+    found = trend(seconds, values)
+    assert found.slope == pytest.approx(stats.theilslopes(values, seconds).slope)
+    tau = stats.kendalltau(seconds, values)
+    n = 12
+    z = (tau.statistic * n * (n - 1) / 2 - 1) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    assert found.inflation == 1.0
+    assert found.p == pytest.approx(2 * stats.t.sf(z, n - 2))
+    assert found.slope_low < found.slope < found.slope_high
+
+
+def test_the_slopes_interval_is_that_of_scipy_where_nothing_hangs_together():
+    generator = np.random.default_rng(3)
+    seconds = np.arange(40.0)
+    values = 0.02 * seconds + generator.normal(size=40)
+    found = trend(seconds, values)
+    other = stats.theilslopes(values, seconds, 0.95)
+    assert found.inflation == pytest.approx(1.0, abs=0.4)
+    assert (found.slope_low, found.slope_high) == (
+        pytest.approx(other.low_slope, abs=0.01),
+        pytest.approx(other.high_slope, abs=0.01),
+    )
+
+
+@pytest.mark.parametrize(("kind", "most"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)])
+def test_no_trend_is_seen_about_as_rarely_as_it_says_and_far_more_rarely_than_uncorrected(kind, most):
+    generator = np.random.default_rng(6)
+    rounds, n = 150, 150
+    seconds = np.arange(float(n))
+    corrected = plain = 0
+    for _ in range(rounds):
+        values = quiet.KINDS[kind](generator, n)
+        corrected += trend(seconds, values).p < 0.05
+        plain += stats.kendalltau(seconds, values).pvalue < 0.05
+    assert corrected / rounds <= most
+    if kind == "persistent-0.9":
+        assert plain / rounds > 0.4
+
+
+def test_the_slopes_interval_covers_it():
+    generator = np.random.default_rng(8)
+    seconds = np.arange(120.0)
+    hits = 0
+    for _ in range(80):
+        found = trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
+        hits += found.slope_low <= 0.05 <= found.slope_high
+    assert hits >= 70
+
+
+@pytest.mark.parametrize("kind", list(quiet.KINDS))
+def test_quiet_hosts_give_few_false_alarms(kind):
+    found = quiet.false_alarms(kind, 3)
+    assert found.alarms <= 1, found
+
+
+def test_a_leak_is_seen_with_its_time():
+    generator = np.random.default_rng(4)
+    hours = np.arange(24 * 14)
+    # 1 GiB lost evenly in 40 days; a day's load on it, and noise that hangs together.
+    values = 2**20 * (1 - hours / (24 * 40)) + 20_000 * quiet.daily(generator, hours.size)
+    (found,) = judge([series(values)])
+    assert found.alarm
+    left = 40 - 14
+    assert found.left_low_s / DAY_S < left < found.left_high_s / DAY_S
+    assert found.left_s / DAY_S == pytest.approx(left, rel=0.15)
+
+
+def test_a_rise_towards_a_limit_and_away_from_it():
+    noise = np.random.default_rng(5).normal(size=200)
+    rising = 1000 + 10 * np.arange(200) + noise
+    (found,) = judge([series(rising, "open_files", 5000)])
+    assert found.alarm and found.left_s == pytest.approx((5000 - 2990) / 10 * 3600, rel=0.02)
+    (found,) = judge([series(rising, "free_memory_kib")])
+    assert not found.alarm and not found.worsens and np.isinf(found.left_s)
+    (found,) = judge([series(rising, "open_files", 10_000_000)])
+    assert not found.alarm and found.why == "clear, but far off"
+    (found,) = judge([series(rising, "open_files", 900)])
+    assert found.alarm and found.left_s == 0
+    (found,) = judge([series(rising, "response_time_ms", None)])
+    assert found.alarm and found.left_s is None and found.why == "no limit is known"
+
+
+def test_a_short_series_is_told_to_be_short():
+    (found,) = judge([series(np.arange(20))])
+    assert found.trend is None and not found.alarm
+    assert found.why == "too short: 19.0 h, 20 samples; a trend needs 24 h and 10"
+
+
+def test_a_constant_series_has_no_trend():
+    (found,) = judge([series(np.full(100, 7.0))])
+    assert (found.p, found.alarm, found.trend.slope) == (1.0, False, 0.0)
+
+
+def test_thinning_keeps_the_trend():
+    long = series(np.arange(5000.0), step_s=60)
+    seconds, values = thin(long)
+    assert 150 < values.size <= 200
+    assert trend(seconds, values).slope == pytest.approx(1 / 60)
+
+
+def sample(unix_s, **more):
+    return {"format": 1, "host": "h", "guest": None, "boot": "b1", "unix_s": unix_s, "free_memory_kib": 1000.0} | more
+
+
+def write(path, samples):
+    path.write_text("".join(json.dumps(one) + "\n" for one in samples))
+    return path
+
+
+def test_series_begin_at_the_last_boot(tmp_path):
+    rows = [sample(n) for n in range(5)] + [sample(10 + n, boot="b2", free_memory_kib=n) for n in range(3)]
+    rows += [sample(n, guest="web", open_files=n, open_files_limit=99) for n in range(4)]
+    found = {one.name: one for one in read(write(tmp_path / "s", rows))}
+    assert list(found) == ["h free_memory_kib", "h/web free_memory_kib", "h/web open_files"]
+    assert list(found["h free_memory_kib"].values) == [0, 1, 2]
+    assert found["h free_memory_kib"].limit == 0
+    assert found["h/web open_files"].limit == 99
+    (given,) = [one for one in read(tmp_path / "s", {"open_files": 50}) if one.metric == "open_files"]
+    assert given.limit == 50
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"free_memory_kib": float("nan")}, "row 2, column free_memory_kib: nan is not a finite number"),
+        ({"free_memory_kib": "1"}, "row 2, column free_memory_kib: '1' is not a finite number"),
+        ({"unix_s": None}, "row 2, column unix_s: None is not what it must be"),
+        ({"format": 2}, "row 2, column format: 2; this program reads 1"),
+        ({"unix_s": 1}, "h  has two samples of free_memory_kib at 1"),
+    ],
+)
+def test_bad_samples_are_named(tmp_path, bad, said):
+    with pytest.raises(SamplesError) as caught:
+        read(write(tmp_path / "s", [sample(1), sample(2) | bad]))
+    assert said in str(caught.value)
+
+
+def test_lines_that_are_none_and_an_empty_file(tmp_path):
+    (tmp_path / "s").write_text("{\n")
+    with pytest.raises(SamplesError, match="row 1, column -: not JSON"):
+        read(tmp_path / "s")
+    (tmp_path / "s").write_text("")
+    with pytest.raises(SamplesError, match="the file has no samples"):
+        read(tmp_path / "s")
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_the_sampler_writes_what_the_reader_reads(tmp_path):
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    out = tmp_path / "samples.jsonl"
+    url = f"web=http://127.0.0.1:{server.server_port}/"
+    arguments = ["aging", "sample", str(out), "--every-s", "0.1", "--count", "3", "--guest", f"web={os.getpid()}"]
+    result = CliRunner().invoke(app, [*arguments, "--url", url])
+    server.shutdown()
+    assert result.exit_code == 0, result.output
+    found = {(one.guest, one.metric): one for one in read(out)}
+    assert found[None, "free_memory_kib"].values.size == 3
+    assert found["web", "response_time_ms"].values.min() > 0
+    assert found["web", "resident_kib"].values.min() > 1000
+    assert found["web", "open_files"].limit > 0
+    assert {one.host for one in found.values()} == {socket.gethostname()}
+
+
+def test_a_guest_that_ended_is_left_out():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert [one["guest"] for one in sampler.take({"gone": ended.pid}, {})] == [None]
+
+
+def test_a_service_that_is_away_is_no_slow_one():
+    (one, *_) = [s for s in sampler.take({"web": os.getpid()}, {"web": "http://127.0.0.1:9/"}) if s["guest"]]
+    assert "response_time_ms" not in one
+
+
+def test_command_line(tmp_path):
+    values = 1e6 - 1000 * np.arange(14 * 24) + np.random.default_rng(1).normal(0, 5000, 14 * 24)
+    rows = [sample(3600.0 * n, free_memory_kib=float(value)) for n, value in enumerate(values)]
+    path = write(tmp_path / "s", rows)
+    result = CliRunner().invoke(app, ["aging", "trend", str(path)])
+    assert result.exit_code == 1
+    assert "ALARM" in result.output and "h free_memory_kib" in result.output
+    document = json.loads(CliRunner().invoke(app, ["aging", "trend", str(path), "--json"]).output)
+    (found,) = document["findings"]
+    assert found["alarm"] and found["left_ci95_s"][0] < found["left_s"] < found["left_ci95_s"][1]
+    result = CliRunner().invoke(app, ["aging", "trend", str(path), "--horizon-d", "1"])
+    assert result.exit_code == 0 and "clear, but far off" in result.output
+    result = CliRunner().invoke(app, ["aging", "trend", str(path), "--limit", "memory=1"])
+    assert result.exit_code == 2 and "no metric 'memory'" in result.output
+
+
+def test_the_command_line_states_false_alarms():
+    result = CliRunner().invoke(app, ["aging", "quiet", "--host-weeks", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [one["kind"] for one in json.loads(result.output)] == list(quiet.KINDS)
