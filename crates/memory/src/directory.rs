@@ -327,14 +327,11 @@ impl RamDirectory {
     /// Where a file's pages are the memory itself (DAX), all of it is taken at once: in large pieces, which huge pages can map.
     fn fill_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
         let failed = |e: rustix::io::Errno| RamError::Directory { path: self.path.clone(), source: e.into() };
-        let file = OpenOptions::new()
-            .write(true)
-            .open(path)
-            .map_err(|source| RamError::Directory { path: self.path.clone(), source })?;
-        let attributes = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS).map_err(failed)?.stx_attributes;
-        if !attributes.contains(StatxAttributes::DAX) {
+        let failed_at = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        if !is_direct(path).map_err(failed_at)? {
             return Ok(());
         }
+        let file = OpenOptions::new().write(true).open(path).map_err(failed_at)?;
         fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
     }
 
@@ -411,6 +408,16 @@ pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
     let directory = File::open(path)?;
     let stat = fstatfs(&directory)?;
     Ok((stat.f_type == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
+}
+
+/// Whether the pages of the file at `path` are the memory itself (DAX).
+///
+/// # Errors
+/// When it cannot be looked at.
+pub fn is_direct(path: &Path) -> io::Result<bool> {
+    let file = File::open(path)?;
+    let known = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+    Ok(known.stx_attributes.contains(StatxAttributes::DAX))
 }
 
 fn free_bytes(stat: &StatFs) -> u64 {

@@ -7,6 +7,7 @@ use crate::policy::Policy;
 use crate::progress::{Commit, Progress};
 use crate::session::{Begin, Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
+use rekindle_memory::directory::is_direct;
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
@@ -16,6 +17,7 @@ use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -112,6 +114,17 @@ pub enum ProtectError {
         /// The disk.
         disk: String,
     },
+    /// Its memory cannot be tracked without harm.
+    #[error(
+        "{name}: its RAM is memory that outlives the host's kernel (DAX: {}), and Linux 6.12 hung when such a guest's pages were \
+         tracked after a reboot of the host; put `ram.dir` on a tmpfs to have it protected", path.display()
+    )]
+    DirectMemory {
+        /// The VM.
+        name: String,
+        /// The file of its RAM.
+        path: PathBuf,
+    },
     /// Tracking or QEMU fails again and again.
     #[error("{name} cannot be protected")]
     Session {
@@ -172,6 +185,11 @@ pub fn protect(
     tell: &mut dyn FnMut(&Event),
 ) -> Result<Summary, ProtectError> {
     let target = Target::of(host, name)?;
+    let hardware = &target.state().hardware;
+    let mut files = hardware.ram_files().into_iter().filter(|_| hardware.foreign.is_none());
+    if let Some((path, _)) = files.find(|(path, _)| is_direct(path).unwrap_or(false)) {
+        return Err(ProtectError::DirectMemory { name: name.into(), path });
+    }
     let mut options = Options::new(target.identity(), &format!("protect {name}"));
     options.keep = settings.keep;
     options.identity.clone_from(&settings.identity);
