@@ -15,7 +15,7 @@ use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker
 use rekindle_qemu::stopped::Stopped;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -25,10 +25,16 @@ fn victim() {
     victim::act();
 }
 
-/// The checkpoint from which pages come.
+/// The checkpoint from which pages come. On a busy machine it waits for the checkpoints that are to be taken meanwhile: it gets slower
+/// the further it is ahead of them.
 struct Checkpoint {
     slow: Duration,
+    given: u32,
+    beside: Arc<AtomicU32>,
 }
+
+/// Pages that may come for each checkpoint that was taken.
+const PACE: u32 = 400;
 
 fn fill_page(page: u64, buffer: &mut [u8]) -> Content {
     if page.is_multiple_of(3) {
@@ -44,7 +50,9 @@ impl PageSource for Checkpoint {
     type Error = io::Error;
 
     fn page(&mut self, _: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
-        thread::sleep(self.slow);
+        self.given += 1;
+        let is_ahead = self.given > PACE * (1 + self.beside.load(Ordering::SeqCst));
+        thread::sleep(if is_ahead { Duration::from_millis(1) } else { self.slow });
         Ok(fill_page(page, buffer))
     }
 
@@ -116,10 +124,11 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
             fill_page(page as u64, bytes);
         }
         let mut copy = image.clone();
-        let mut source = Checkpoint { slow: Duration::from_micros(60) };
+        let beside = Arc::new(AtomicU32::new(0));
+        let mut source = Checkpoint { slow: Duration::from_micros(60), given: 0, beside: Arc::clone(&beside) };
         let mut pager = Pager::begin(injector, &victim.ram, all, &mut source, None).unwrap();
         let (end, filled, handed) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-        let (mut beside, mut after, mut told) = (0, 0, 0);
+        let (mut after, mut told) = (0, 0);
         thread::scope(|scope| {
             let (mut pager, mut source, end, filled, handed) = (&mut pager, &mut source, &end, &filled, &handed);
             let last = move || {
@@ -157,7 +166,7 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
                         tracker.everything().unwrap()
                     }
                     Now::Filling(tracker) => {
-                        beside += u32::from(!filled.load(Ordering::SeqCst));
+                        beside.fetch_add(u32::from(!filled.load(Ordering::SeqCst)), Ordering::SeqCst);
                         tracker.collect(&mut stopped).unwrap()
                     }
                     Now::Own(own) => {
@@ -191,6 +200,7 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
             victim.go_on();
             own.detach().unwrap();
         });
+        let beside = beside.load(Ordering::SeqCst);
         assert!(beside > 5, "{kind:?}: {beside} checkpoints while pages came");
         assert!(told > 0, "{kind:?}");
         assert_eq!(victim::descriptors(victim.process), before, "{kind:?}");
@@ -203,7 +213,8 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
 fn what_has_not_come_is_neither_told_nor_read_and_a_read_page_is_not_a_written_one() {
     let mut reader = Victim::mixer(Kind::Shared, 3000, false);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Checkpoint { slow: Duration::ZERO };
+    let mut source =
+        Checkpoint { slow: Duration::ZERO, given: 0, beside: Arc::new(AtomicU32::new(u32::MAX / PACE - 1)) };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     let end = AtomicBool::new(false);
     // Everything comes, and nobody writes.

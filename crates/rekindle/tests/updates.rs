@@ -59,7 +59,13 @@ fn directory() -> tempfile::TempDir {
 /// Run a shell's words in the guest.
 #[track_caller]
 fn sh(guest: &Guest<'_>, words: &str) -> String {
-    let port = guest.only_qemu().directory.join("agent.sock");
+    // A phase that is being saved stops it for a moment.
+    let running = || {
+        let mut all = guest.qemus();
+        assert_eq!(all.len(), 1, "exactly one QEMU was expected");
+        (all[0].run_state().as_deref() == Some("running")).then(|| all.remove(0))
+    };
+    let port = wait_for("its QEMU to run", DEADLINE, running).directory.join("agent.sock");
     let ran =
         wait_for("the agent to run something", DEADLINE, || agent::run(&port, "/bin/sh", &["-c", words], ANSWER).ok());
     assert_eq!(ran.status, Some(0), "{words}: {ran:?}");
