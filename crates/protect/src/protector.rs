@@ -186,9 +186,13 @@ pub fn protect(
 ) -> Result<Summary, ProtectError> {
     let target = Target::of(host, name)?;
     let hardware = &target.state().hardware;
-    let mut files = hardware.ram_files().into_iter().filter(|_| hardware.foreign.is_none());
-    if let Some((path, _)) = files.find(|(path, _)| is_direct(path).unwrap_or(false)) {
-        return Err(ProtectError::DirectMemory { name: name.into(), path });
+    for (path, _) in hardware.ram_files().into_iter().filter(|_| hardware.foreign.is_none()) {
+        match is_direct(&path) {
+            Ok(false) => {}
+            Ok(true) => return Err(ProtectError::DirectMemory { name: name.into(), path }),
+            // A guest whose memory cannot be looked at is not tracked either.
+            Err(source) => return Err(TargetError::RunDir { path, source }.into()),
+        }
     }
     let mut options = Options::new(target.identity(), &format!("protect {name}"));
     options.keep = settings.keep;
