@@ -16,8 +16,7 @@ fn set_length(image: &Path, blocks: u64) {
 }
 
 fn resize(guest: &Guest<'_>) -> Done {
-    let control = guest.file("disk-disk0.control");
-    guest.lab.rekindle(["--json", "disk", "resize", control.to_str().unwrap()])
+    guest.rekindle(&["--json", "disk", "resize"])
 }
 
 /// The image becomes so long, and the guest sees it without having been rebooted.
@@ -60,6 +59,23 @@ fn a_disk_that_has_grown_is_so_in_its_guest_and_one_that_is_shorter_is_refused()
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, BLOCKS), digest(&path, 0, BLOCKS));
     guest.assert_sound();
+}
+
+#[test]
+fn a_disk_is_named_by_its_vm_or_by_the_socket_of_its_server() {
+    let lab = Lab::new();
+    let (one, other) = (image(&lab, "one.raw"), image(&lab, "other.raw"));
+    let status = |disk: &str| lab.rekindle(["--json", "disk", "status", disk]);
+    let guest = lab.vm("named").section(&section(&one, "")).section(&section(&other, "")).boot(&[]);
+    assert_eq!(status("named/disk1").ok().json()["bytes"], BLOCKS * BLOCK);
+    let socket = guest.file("disk-disk1.control");
+    assert_eq!(status(socket.to_str().unwrap()).ok().json()["bytes"], BLOCKS * BLOCK);
+    status("named").status(1).says(&["which disk", "named/disk0, named/disk1"]);
+    status("named/disk2").status(1).says(&["which disk", "named/disk0, named/disk1"]);
+    status("nobody").status(1).says(&["nobody"]);
+    guest.rekindle(&["stop"]).ok();
+    let none = lab.vm("none").boot(&[]);
+    none.rekindle(&["disk", "status"]).status(1).says(&["no disk of none has a server"]);
 }
 
 #[test]

@@ -117,8 +117,9 @@ pub struct DiskRate {
 
 #[derive(Debug, Args)]
 pub struct DiskAt {
-    /// The server's control socket.
-    pub control: PathBuf,
+    /// The disk of a VM, NAME/ID (NAME where only one has a server), or the path of the server's control socket.
+    #[arg(value_name = "NAME[/ID]|CONTROL")]
+    pub disk: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -2,7 +2,7 @@
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
-use anyhow::Result;
+use anyhow::{Result, bail};
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
@@ -12,6 +12,11 @@ use rekindle_disk::redo::keeper::Place;
 use rekindle_disk::redo::left::{beside, merge_all};
 use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{Service, serve};
+use rekindle_vm::disks;
+use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -30,28 +35,28 @@ const MERGE: Duration = Duration::from_secs(3600);
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     match disk {
         Disk::Serve(arguments) => return serve_disk(output, arguments),
-        Disk::Status(DiskAt { control }) => {
-            let status = Control::connect(&control)?.status()?;
+        Disk::Status(at) => {
+            let status = control(&at)?.status()?;
             output.result(&status, draw(&status))?;
         }
-        Disk::Limit(DiskLimit { at: DiskAt { control }, rate }) => {
+        Disk::Limit(DiskLimit { at, rate }) => {
             let Limits { bps, iops } = limits(&rate);
-            Control::connect(&control)?.ask::<()>(&Ask::Limit { bps, iops })?;
+            control(&at)?.ask::<()>(&Ask::Limit { bps, iops })?;
             output.result(&json!({"bps": bps, "iops": iops}), "done")?;
         }
-        Disk::Resize(DiskAt { control }) => {
-            let length: u64 = Control::connect(&control)?.ask(&Ask::Resize {})?;
+        Disk::Resize(at) => {
+            let length: u64 = control(&at)?.ask(&Ask::Resize {})?;
             output.result(&json!({"bytes": length}), format!("{} now", bytes(length)))?;
         }
-        Disk::Keep(DiskAt { control }) => {
-            let blocks: u64 = Control::connect(&control)?.ask(&Ask::Keep { claim: None })?;
+        Disk::Keep(at) => {
+            let blocks: u64 = control(&at)?.ask(&Ask::Keep { claim: None })?;
             output.result(
                 &json!({"blocks": blocks}),
                 format!("{} may be served to the next guest", bytes(blocks * 4096)),
             )?;
         }
-        Disk::Drop(DiskAt { control }) => {
-            Control::connect(&control)?.ask::<()>(&Ask::Drop {})?;
+        Disk::Drop(at) => {
+            control(&at)?.ask::<()>(&Ask::Drop {})?;
             output.result(&json!({}), "done")?;
         }
         Disk::Merge(DiskMerge { image, redo, buffered }) => {
@@ -68,12 +73,32 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             };
             output.result(&json!({"epochs": merged}), text)?;
         }
-        Disk::End(DiskAt { control }) => {
-            Control::connect(&control)?.ask::<()>(&Ask::End {})?;
+        Disk::End(at) => {
+            control(&at)?.ask::<()>(&Ask::End {})?;
             output.result(&json!({}), "done")?;
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The server of a disk, named by its VM or by its socket.
+fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
+    let is_name = !disk.is_absolute() && !disk.starts_with(".") && !disk.starts_with("..") && !disk.exists();
+    let Some(text) = disk.to_str().filter(|_| is_name) else { return Ok(Control::connect(disk)?) };
+    let (name, id) = text.split_once('/').map_or((text, None), |(name, id)| (name, Some(id)));
+    let rundir = RunDir::new(&Host::open()?.root, name);
+    let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
+    let served: Vec<_> = disks::served(&state.hardware).map(|disk| disk.id.as_str()).collect();
+    let found = match (id, served.as_slice()) {
+        (Some(id), _) => served.iter().find(|disk| **disk == id).copied(),
+        (None, [one]) => Some(*one),
+        (None, _) => None,
+    };
+    match found {
+        Some(id) => Ok(Control::connect(&disks::control(&rundir, id))?),
+        None if served.is_empty() => bail!("no disk of {name} has a server"),
+        None => bail!("which disk of {name}? These have servers: {name}/{}", served.join(&format!(", {name}/"))),
+    }
 }
 
 fn limits(rate: &DiskRate) -> Limits {
