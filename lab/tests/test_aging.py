@@ -1,19 +1,13 @@
 """Trends: what wears out is seen with its time, what is quiet is left alone."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import numpy as np
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from rekindle_lab.aging import quiet, sampler
+from rekindle_lab.aging import quiet
 from rekindle_lab.aging.exhaustion import judge
 from rekindle_lab.aging.samples import SamplesError, Series, read, thin
 from rekindle_lab.aging.trend import trend
@@ -175,42 +169,20 @@ def test_lines_that_are_none_and_an_empty_file(tmp_path):
         read(tmp_path / "s")
 
 
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"ok")
-
-    def log_message(self, *arguments):
-        pass
-
-
-def test_the_sampler_writes_what_the_reader_reads(tmp_path):
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    Thread(target=server.serve_forever, daemon=True).start()
-    out = tmp_path / "samples.jsonl"
-    url = f"web=http://127.0.0.1:{server.server_port}/"
-    arguments = ["aging", "sample", str(out), "--every-s", "0.1", "--count", "3", "--guest", f"web={os.getpid()}"]
-    result = CliRunner().invoke(app, [*arguments, "--url", url])
-    server.shutdown()
-    assert result.exit_code == 0, result.output
-    found = {(one.guest, one.metric): one for one in read(out)}
-    assert found[None, "free_memory_kib"].values.size == 3
-    assert found["web", "response_time_ms"].values.min() > 0
-    assert found["web", "resident_kib"].values.min() > 1000
-    assert found["web", "open_files"].limit > 0
-    assert {one.host for one in found.values()} == {socket.gethostname()}
-
-
-def test_a_guest_that_ended_is_left_out():
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert [one["guest"] for one in sampler.take({"gone": ended.pid}, {})] == [None]
-
-
-def test_a_service_that_is_away_is_no_slow_one():
-    (one, *_) = [s for s in sampler.take({"web": os.getpid()}, {"web": "http://127.0.0.1:9/"}) if s["guest"]]
-    assert "response_time_ms" not in one
+def test_the_inside_of_a_guest_is_a_series_of_its_own_boot(tmp_path):
+    # As `rekindle monitor` writes it: the QEMU is another one after the second look, the guest's boot is not.
+    rows = []
+    for n in range(4):
+        rows += [
+            sample(n, guest="web", boot=f"b/{n // 2}", resident_kib=1000 + n),
+            sample(
+                n, guest="web", boot="inner", guest_free_memory_kib=500 - n, guest_slab_kib=n, guest_slab_kib_limit=9
+            ),
+        ]
+    found = {one.metric: one for one in read(write(tmp_path / "s", rows))}
+    assert found["resident_kib"].values.tolist() == [1002, 1003]
+    assert found["guest_free_memory_kib"].values.tolist() == [500, 499, 498, 497]
+    assert (found["guest_free_memory_kib"].limit, found["guest_slab_kib"].limit) == (0.0, 9)
 
 
 def test_command_line(tmp_path):

@@ -43,6 +43,7 @@ fn main() -> ExitCode {
         Command::Store(Store::Import(arguments)) => commands::store::import(&output, &arguments),
         Command::Store(Store::Serve(arguments)) => commands::store::serve(&output, &arguments),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
+        Command::Monitor(arguments) => commands::monitor::monitor(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),

@@ -36,6 +36,14 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     guest.wait_ready();
     let after = guest.boot_id();
     assert_ne!(after, boot);
+    // A monitor sees inside of it, and that it is another boot.
+    wait_for("its agent to tell what is inside", DEADLINE, || {
+        let said = guest.rekindle(&["monitor", "--count", "1"]).ok().stdout;
+        let samples = said.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let inside = samples.into_iter().find(|sample| sample["guest_free_memory_kib"].is_u64())?;
+        assert_eq!((inside["boot"].as_str(), inside["guest"].as_str()), (Some(&*after), Some(&*guest.name)));
+        inside["guest_open_files"].is_u64().then_some(())
+    });
     assert_eq!(guest.only_qemu().process, qemu);
     assert_eq!(sh(&guest, "cat /proc/cmdline").out.trim(), line.trim());
     let console = std::fs::read_to_string(guest.file("console.log")).unwrap();

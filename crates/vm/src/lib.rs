@@ -9,6 +9,7 @@
 //! | [`journal`] | the operation in hand, so that a crash can be finished or undone |
 //! | [`state`] | what runs |
 //! | [`timeline`] | what happened when |
+//! | [`samples`] | what host and guests have left, over time |
 //! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
 //! | [`disks`] | the servers of its disks |
 //! | [`phases`] | whether its disks are still what the guest of a phase knew |
@@ -34,6 +35,7 @@ pub mod network;
 pub mod phases;
 pub mod place;
 pub mod rundir;
+pub mod samples;
 pub mod shutdown;
 pub mod state;
 pub mod timeline;

@@ -2,14 +2,13 @@
 
 import json
 import math
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rekindle_lab.aging import exhaustion, sampler
+from rekindle_lab.aging import exhaustion
 from rekindle_lab.aging.exhaustion import Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
@@ -79,7 +78,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
 
 @app.command("trend")
 def trend(
-    samples: Annotated[Path, typer.Argument(help="JSON lines, as `aging sample` writes them.")],
+    samples: Annotated[Path, typer.Argument(help="JSON lines, as `rekindle monitor` writes them.")],
     limit: Annotated[list[str] | None, typer.Option(help="METRIC=VALUE: where it ends, in its unit.")] = None,
     alpha: Annotated[float, typer.Option(help="Of an alarm, for all series of a host together.")] = exhaustion.ALPHA,
     horizon_d: Annotated[float, typer.Option(help="Alarm if used up within so many days.")] = exhaustion.HORIZON_D,
@@ -125,33 +124,3 @@ def quiet(
     else:
         rows = [{**one.__dict__, "high": f"{one.high:.3g}"} for one in found]
         print(table(rows, "False alarms per host-week (high: upper end of the 95 % interval)"))
-
-
-@app.command("sample")
-def sample(
-    out: Annotated[Path, typer.Argument(help="The file that samples are appended to.")],
-    every_s: Annotated[float, typer.Option(min=0.1, help="So often.")] = 60.0,
-    count: Annotated[int | None, typer.Option(min=1, help="So many times. [default: until interrupted]")] = None,
-    rekindle: Annotated[Path | None, typer.Option(help="The binary; with it the guests that run are sampled.")] = None,
-    guest: Annotated[list[str] | None, typer.Option(help="NAME=PID of a QEMU that Rekindle does not know.")] = None,
-    url: Annotated[list[str] | None, typer.Option(help="NAME=URL of a guest's service, asked each time.")] = None,
-) -> None:
-    """Write samples of this host and its guests' QEMU processes."""
-    try:
-        own = {name: int(pid) for name, pid in _pairs(guest, "--guest").items()}
-    except ValueError as error:
-        raise fail("aging", f"--guest: {error}") from error
-
-    def guests() -> dict[str, int]:
-        if rekindle is None:
-            return own
-        done = subprocess.run([rekindle, "ls", "--json"], capture_output=True, text=True, check=True)
-        known = {vm["name"]: vm["pid"] for vm in json.loads(done.stdout) if vm["pid"]}
-        return known | own
-
-    try:
-        sampler.write(out, guests, _pairs(url, "--url"), every_s, count)
-    except KeyboardInterrupt:
-        return
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-        raise fail("aging", error, 1) from error

@@ -17,9 +17,13 @@ METRICS = {
     "open_files": 1,
     "resident_kib": 1,
     "response_time_ms": 1,
+    "guest_free_memory_kib": -1,
+    "guest_slab_kib": 1,
+    "guest_swap_used_kib": 1,
+    "guest_open_files": 1,
 }
 """What is looked at, and which direction is the bad one."""
-LIMITS = {"free_memory_kib": 0.0}
+LIMITS = {"free_memory_kib": 0.0, "guest_free_memory_kib": 0.0}
 """Where a metric ends by itself; others have their limit in the samples (`open_files_limit`), or are given one."""
 
 

@@ -13,7 +13,7 @@ pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
 pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
-pub use tools::{Completions, Doctor, Man, Probe};
+pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Run, Show, Stop};
 
 use clap::{Parser, Subcommand};
@@ -119,6 +119,12 @@ pub enum Command {
     Disk(Disk),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
+    /// Write what the host and its guests have left, time after time, for `rekindle-lab aging`.
+    ///
+    /// Needs: nothing. What is inside a guest is told by its qemu-guest-agent, where there is one.
+    /// On success: the file has a line for each look, all of them whole.
+    /// On failure: it has what was written before.
+    Monitor(Monitor),
     /// Tell what this host lacks, and the mend.
     Doctor(Doctor),
     /// Write shell completions to standard output.

@@ -1,7 +1,7 @@
 //! Watching a service, looking at the host, and what comes from the declarations here.
 
 use clap::Args;
-use rekindle_vm::definition::Span;
+use rekindle_vm::definition::{Name, Span};
 use std::path::PathBuf;
 
 #[derive(Debug, Args)]
@@ -29,6 +29,30 @@ pub struct Probe {
     /// With --json: also one line per interval and gap as they come.
     #[arg(long)]
     pub follow: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Monitor {
+    /// The VMs [default: all that there are at each time].
+    pub names: Vec<Name>,
+    /// Append to this file [default: standard output].
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Time between looks.
+    #[arg(long, default_value = "60s", value_name = "TIME")]
+    pub every: Span,
+    /// How many looks [default: until interrupted].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+    /// A service of a VM, whose response time is taken: http://, tcp:// or echo://, as for `probe`.
+    #[arg(long = "service", value_name = "NAME=URL")]
+    pub services: Vec<String>,
+    /// A service that gives no answer for this long has none.
+    #[arg(long, default_value = "10s", value_name = "TIME")]
+    pub timeout: Span,
+    /// Ask services from inside this network namespace.
+    #[arg(long, value_name = "NAME")]
+    pub netns: Option<String>,
 }
 
 #[derive(Debug, Args)]

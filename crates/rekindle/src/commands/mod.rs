@@ -10,6 +10,7 @@ pub mod disk;
 pub mod doctor;
 pub mod generate;
 pub mod host;
+pub mod monitor;
 pub mod probe;
 pub mod protect;
 pub mod reboot;

@@ -1,0 +1,104 @@
+//! `rekindle monitor`.
+
+use super::interrupts;
+use crate::cli::Monitor;
+use crate::output::{Output, Usage};
+use anyhow::Result;
+use rekindle_probe::{Target, check};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::samples::{Looker, Sample, SampleFile};
+use serde_json::Number;
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long it takes an interrupt to be seen.
+const LOOK: Duration = Duration::from_millis(50);
+
+pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let services = services(&arguments.services)?;
+    for name in arguments.names.iter().map(|name| name.as_str()).chain(services.keys().map(String::as_str)) {
+        if !RunDir::new(&host.root, name).exists() {
+            return Err(LifeError::Unknown { name: name.into() }.into());
+        }
+    }
+    let mut file = arguments.out.as_deref().map(SampleFile::open).transpose()?;
+    let looker = Looker::new()?;
+    let interrupted = interrupts()?;
+    let (every, timeout) = (arguments.every.as_duration(), arguments.timeout.as_duration());
+    let (mut due, mut times) = (Instant::now(), 0);
+    while !interrupted.load(Ordering::Relaxed) {
+        let names = match arguments.names.as_slice() {
+            [] => RunDir::list(&host.root)?,
+            names => names.iter().map(|name| name.as_str().to_owned()).collect(),
+        };
+        let samples = round(&host, &looker, &names, &services, timeout, arguments.netns.as_deref())?;
+        match &mut file {
+            Some(file) => file.append(&samples)?,
+            None => samples.iter().try_for_each(|sample| output.line(&serde_json::to_string(sample)?))?,
+        }
+        times += 1;
+        if arguments.count.is_some_and(|count| times >= count) {
+            break;
+        }
+        // A round that took longer than its time is not made up for.
+        due = (due + every).max(Instant::now());
+        wait(due, &interrupted);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn services(given: &[String]) -> Result<BTreeMap<String, Target>> {
+    let each = given.iter().map(|one| {
+        let (name, url) = one.split_once('=').ok_or_else(|| Usage(format!("--service {one}: it must be NAME=URL")))?;
+        let target = url.parse().map_err(|e: rekindle_probe::UrlError| Usage(e.to_string()))?;
+        Ok((name.to_owned(), target))
+    });
+    each.collect()
+}
+
+/// One look at all, side by side: a guest whose agent is silent holds up no other.
+fn round(
+    host: &Host,
+    looker: &Looker,
+    names: &[String],
+    services: &BTreeMap<String, Target>,
+    timeout: Duration,
+    netns: Option<&str>,
+) -> Result<Vec<Sample>> {
+    let mut samples = vec![looker.host()?];
+    let look = |name: &String| {
+        let mut found = looker.vm(&RunDir::new(&host.root, name)).unwrap_or_else(|e| {
+            tracing::warn!("{name}: {e}");
+            Vec::new()
+        });
+        // A service that is away is no slow one.
+        let answer = services.get(name).and_then(|target| check(target, timeout, netns).ok());
+        if let (Some(first), Some(took)) = (found.first_mut(), answer) {
+            let ms = Number::from_f64((took.as_secs_f64() * 1e6).round() / 1e3);
+            first.metrics.extend(ms.map(|ms| ("response_time_ms".to_owned(), ms)));
+        }
+        found
+    };
+    let look = &look;
+    thread::scope(|scope| {
+        let threads: Vec<_> = names.iter().map(|name| scope.spawn(move || look(name))).collect();
+        samples.extend(threads.into_iter().filter_map(|thread| thread.join().ok()).flatten());
+    });
+    Ok(samples)
+}
+
+fn wait(until: Instant, interrupted: &AtomicBool) {
+    while !interrupted.load(Ordering::Relaxed) {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        thread::sleep(left.min(LOOK));
+    }
+}

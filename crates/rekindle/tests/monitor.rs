@@ -1,0 +1,68 @@
+//! `rekindle monitor`: what a host and its guests have left.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{DEADLINE, Lab, wait_for};
+use rekindle_kernel::process::Process;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+fn samples(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_host_and_its_guests_are_looked_at_until_it_is_told_to_end() {
+    let lab = Lab::new();
+    let guest = lab.vm("aging").boot(&[]);
+    let out = lab.path("samples.jsonl");
+    fs::write(&out, "{\"cut off").unwrap();
+    let path = out.to_str().unwrap().to_owned();
+    let service = format!("aging=tcp://{}:7", guest.ip());
+    let mut command = lab.command(["monitor", "--out", &path, "--every", "50ms", "--service", &service]);
+    command.args(["--netns", &lab.namespace]);
+    let mut monitor = command.spawn().unwrap();
+    wait_for("three looks at the guest", DEADLINE, || {
+        (samples(&out).iter().filter(|sample| sample["guest"] == "aging").count() >= 3).then_some(())
+    });
+    lab.rekindle(["monitor", "--out", &path, "--count", "1"]).status(1).says(&["another `rekindle monitor`", &path]);
+
+    let before = guest.only_qemu().process.pid;
+    guest.warm(&[]);
+    let after = guest.only_qemu().process.pid;
+    let boot_of = |pid: u32| move |sample: &Value| sample["boot"].as_str().unwrap().ends_with(&format!("/{pid}"));
+    wait_for("the new QEMU to be seen", DEADLINE, || samples(&out).iter().any(boot_of(after)).then_some(()));
+    guest.rekindle(&["stop", "--now"]).ok();
+    let all = samples(&out).len();
+    wait_for("looks at the host alone", DEADLINE, || {
+        let later: Vec<_> = samples(&out).into_iter().skip(all + 1).collect();
+        (later.len() >= 2 && later.iter().all(|sample| sample["guest"].is_null())).then_some(())
+    });
+    Process::of(monitor.id()).unwrap().terminate().unwrap();
+    assert!(monitor.wait().unwrap().success(), "it ends in order");
+
+    let found = samples(&out);
+    assert!(found.iter().all(|sample| sample["format"] == 1 && sample["unix_s"].is_f64()));
+    let (host, guests): (Vec<_>, Vec<_>) = found.iter().partition(|sample| sample["guest"].is_null());
+    assert!(host.iter().all(|sample| sample["free_memory_kib"].is_u64() && sample["open_files"].is_u64()));
+    assert!(guests.iter().any(|sample| boot_of(before)(sample)));
+    assert!(guests.iter().all(|sample| sample["resident_kib"].as_u64().unwrap() > 10_000));
+    assert!(guests.iter().any(|sample| sample["response_time_ms"].as_f64().is_some_and(|ms| ms > 0.0)));
+}
+
+#[test]
+fn what_cannot_be_looked_at_is_named() {
+    let lab = Lab::new();
+    lab.rekindle(["monitor", "nobody", "--count", "1"]).status(1).says(&["nobody"]);
+    lab.rekindle(["monitor", "--service", "nobody=tcp://10.0.0.1:1", "--count", "1"]).status(1).says(&["nobody"]);
+    lab.rekindle(["monitor", "--service", "web", "--count", "1"]).status(2).says(&["NAME=URL"]);
+    lab.rekindle(["monitor", "--service", "web=ftp://x", "--count", "1"]).status(2).says(&["ftp"]);
+    let none = lab.path("none/samples").to_str().unwrap().to_owned();
+    lab.rekindle(["monitor", "--out", &none, "--count", "1"]).status(1).says(&[&none]);
+    let line = lab.rekindle(["monitor", "--count", "1"]).ok().stdout;
+    assert!(serde_json::from_str::<Value>(line.trim()).unwrap()["guest"].is_null(), "{line}");
+}

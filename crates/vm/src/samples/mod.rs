@@ -1,0 +1,219 @@
+//! What a host and its guests have left, over time: `docs/aging-samples.md`.
+
+mod file;
+
+pub use file::{SampleFile, SampleFileError};
+
+use crate::lock;
+use crate::rundir::RunDir;
+use crate::state::State;
+use rekindle_qemu::agent;
+use rekindle_qemu::vmm::Vmm;
+use serde::Serialize;
+use serde_json::Number;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// The form of a sample.
+pub const FORMAT: u32 = 1;
+/// So long a guest's agent may take.
+const AGENT: Duration = Duration::from_secs(3);
+const BOOT: &str = "sys/kernel/random/boot_id";
+const FILES: &str = "sys/fs/file-nr";
+const MEMORY: &str = "meminfo";
+/// Of what a guest's agent tells of its inside.
+const INSIDE: &str = "guest_";
+
+/// Values by their names, which have the units.
+pub type Metrics = BTreeMap<String, Number>;
+
+/// One look at a host, at a guest's QEMU or into a guest.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sample {
+    format: u32,
+    host: String,
+    guest: Option<String>,
+    unix_s: Number,
+    /// Another one after each new start of what is looked at.
+    pub boot: String,
+    /// What was found.
+    #[serde(flatten)]
+    pub metrics: Metrics,
+}
+
+/// Looks, and signs what is found.
+#[derive(Debug)]
+pub struct Looker {
+    host: String,
+    /// The host's boot.
+    boot: String,
+}
+
+impl Looker {
+    /// Of this host.
+    ///
+    /// # Errors
+    /// `/proc` is not as expected.
+    pub fn new() -> io::Result<Self> {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Ok(Self { host, boot: read(BOOT)?.trim().into() })
+    }
+
+    /// At the host.
+    ///
+    /// # Errors
+    /// `/proc` is not as expected.
+    pub fn host(&self) -> io::Result<Sample> {
+        let mut metrics = memory(&read(MEMORY)?)?;
+        metrics.extend(files(&read(FILES)?)?);
+        Ok(self.sample(None, self.boot.clone(), metrics))
+    }
+
+    /// At a VM: its QEMU, and, where an agent answers and nothing is at work on the VM, inside it. Nothing of what does not run.
+    ///
+    /// # Errors
+    /// The VM's state cannot be read.
+    pub fn vm(&self, rundir: &RunDir) -> io::Result<Vec<Sample>> {
+        let state = State::read(rundir).map_err(io::Error::other)?;
+        let Some((state, vmm)) = state.and_then(|state| state.vmm.clone().map(|vmm| (state, vmm))) else {
+            return Ok(Vec::new());
+        };
+        // It may end at any moment.
+        let Ok(metrics) = qemu(&vmm) else { return Ok(Vec::new()) };
+        let name = rundir.name();
+        let mut samples = vec![self.sample(Some(name), format!("{}/{}", self.boot, vmm.pid), metrics)];
+        if state.hardware.agent && state.attached.is_none() && lock::holder(rundir).is_none() {
+            match inside(&vmm.directory().agent()) {
+                Ok((boot, metrics)) => samples.push(self.sample(Some(name), boot, metrics)),
+                Err(e) => tracing::debug!("{name}: its agent tells nothing: {e}"),
+            }
+        }
+        Ok(samples)
+    }
+
+    fn sample(&self, guest: Option<&str>, boot: String, metrics: Metrics) -> Sample {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let unix_s = Number::from_f64((now.as_secs_f64() * 1e3).round() / 1e3).unwrap_or_else(|| 0.into());
+        Sample { format: FORMAT, host: self.host.clone(), guest: guest.map(Into::into), unix_s, boot, metrics }
+    }
+}
+
+fn read(name: &str) -> io::Result<String> {
+    fs::read_to_string(Path::new("/proc").join(name))
+}
+
+fn qemu(vmm: &Vmm) -> io::Result<Metrics> {
+    if !vmm.is_alive() {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    let own = |name: &str| read(&format!("{}/{name}", vmm.pid));
+    let resident = kib(&own("status")?, "VmRSS").ok_or_else(|| missing("VmRSS"))?;
+    let opened = fs::read_dir(format!("/proc/{}/fd", vmm.pid))?.count();
+    let mut metrics = Metrics::new();
+    put(&mut metrics, "resident_kib", resident);
+    put(&mut metrics, "open_files", opened as u64);
+    let limits = own("limits")?;
+    let most = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
+    if let Some(most) = most.and_then(|most| most.parse().ok()) {
+        put(&mut metrics, "open_files_limit", most);
+    }
+    Ok(metrics)
+}
+
+/// What the agent behind `socket` reads in its guest: the guest's boot, and the same as of a host.
+fn inside(socket: &Path) -> io::Result<(String, Metrics)> {
+    let paths = [BOOT, FILES, MEMORY].map(|name| format!("/proc/{name}"));
+    let ran = agent::run(socket, "/bin/cat", &paths.each_ref().map(String::as_str), AGENT).map_err(io::Error::other)?;
+    told(&ran.out)
+}
+
+fn told(text: &str) -> io::Result<(String, Metrics)> {
+    let mut lines = text.splitn(3, '\n');
+    let mut next = |what| lines.next().filter(|line| !line.trim().is_empty()).ok_or_else(|| missing(what));
+    let (boot, of_files, of_memory) = (next(BOOT)?, next(FILES)?, next(MEMORY)?);
+    let mut found = files(of_files)?;
+    found.extend(memory(of_memory)?);
+    let named = |(name, value): (String, Number)| (format!("{INSIDE}{name}"), value);
+    Ok((boot.trim().into(), found.into_iter().map(named).collect()))
+}
+
+/// Of `/proc/meminfo`. What is free has the caches in it.
+fn memory(text: &str) -> io::Result<Metrics> {
+    let kib = |name| kib(text, name).ok_or_else(|| missing(name));
+    let mut metrics = Metrics::new();
+    put(&mut metrics, "free_memory_kib", kib("MemAvailable")?);
+    put(&mut metrics, "slab_kib", kib("Slab")?);
+    put(&mut metrics, "slab_kib_limit", kib("MemTotal")?);
+    let swap = kib("SwapTotal")?;
+    if swap > 0 {
+        put(&mut metrics, "swap_used_kib", swap.saturating_sub(kib("SwapFree")?));
+        put(&mut metrics, "swap_used_kib_limit", swap);
+    }
+    Ok(metrics)
+}
+
+/// Of `/proc/sys/fs/file-nr`.
+fn files(text: &str) -> io::Result<Metrics> {
+    let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let &[opened, free, most] = numbers.as_slice() else { return Err(missing(FILES)) };
+    let mut metrics = Metrics::new();
+    put(&mut metrics, "open_files", opened.saturating_sub(free));
+    put(&mut metrics, "open_files_limit", most);
+    Ok(metrics)
+}
+
+fn kib(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+fn put(metrics: &mut Metrics, name: &str, value: u64) {
+    metrics.insert(name.into(), value.into());
+}
+
+fn missing(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("there is no {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMINFO: &str = "MemTotal:        2000 kB\nMemFree:          100 kB\nMemAvailable:    900 kB\nSlab:  70 kB\n";
+
+    #[test]
+    fn a_host_without_swap_has_none_used() {
+        let text = format!("{MEMINFO}SwapTotal: 0 kB\nSwapFree: 0 kB\n");
+        let found = memory(&text).unwrap();
+        let names: Vec<_> = found.keys().map(String::as_str).collect();
+        assert_eq!(names, ["free_memory_kib", "slab_kib", "slab_kib_limit"]);
+        assert_eq!(found["free_memory_kib"], 900.into());
+        let text = format!("{MEMINFO}SwapTotal: 50 kB\nSwapFree: 20 kB\n");
+        assert_eq!(memory(&text).unwrap()["swap_used_kib"], 30.into());
+        assert_eq!(memory("MemTotal: 1 kB\n").unwrap_err().to_string(), "there is no MemAvailable");
+    }
+
+    #[test]
+    fn a_guest_tells_its_boot_and_what_is_inside() {
+        let text = format!("5ad1\n300\t12\t9000\n{MEMINFO}SwapTotal: 0 kB\nSwapFree: 0 kB\n");
+        let (boot, found) = told(&text).unwrap();
+        assert_eq!(boot, "5ad1");
+        assert_eq!(found["guest_open_files"], 288.into());
+        assert_eq!(found["guest_slab_kib"], 70.into());
+        assert!(told("5ad1\n300\t12\t9000\n").is_err(), "cut off");
+        assert!(told("").is_err());
+    }
+
+    #[test]
+    fn this_host_has_memory_and_files() {
+        let looker = Looker::new().unwrap();
+        let sample = looker.host().unwrap();
+        assert!(sample.metrics["free_memory_kib"].as_u64().unwrap() > 0);
+        let text = serde_json::to_value(&sample).unwrap();
+        assert_eq!((&text["format"], &text["guest"]), (&1.into(), &serde_json::Value::Null));
+        assert!(text["open_files"].as_u64().unwrap() > 0 && text["unix_s"].as_f64().unwrap() > 1.7e9);
+    }
+}
