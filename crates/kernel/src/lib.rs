@@ -5,8 +5,8 @@
 //! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
-//! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), memory for
-//! much data ([`large`]), who runs first ([`sched`]), and the kernel that comes next ([`kexec`]).
+//! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), files that are
+//! mapped here ([`mapping`]), memory for much data ([`large`]), who runs first ([`sched`]), and the kernel that comes next ([`kexec`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.
@@ -19,6 +19,7 @@ pub mod inject;
 mod ioctl;
 pub mod kexec;
 pub mod large;
+pub mod mapping;
 pub mod maps;
 pub mod memory;
 pub mod netns;

@@ -6,6 +6,7 @@ use super::logged::Logged;
 use crate::attic::Attic;
 use crate::image::Image;
 use crate::limit::Throttle;
+use crate::memory::Memory;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -98,7 +99,9 @@ impl Engine {
             return Ok(0);
         }
         let attic = self.attic.insert(Attic::new(&memory, map, self.digester, claim).map_err(failed)?);
-        Ok(attic.len())
+        let kept = attic.len();
+        Memory::unmap_beside(memory);
+        Ok(kept)
     }
 
     fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {

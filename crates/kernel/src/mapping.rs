@@ -1,0 +1,73 @@
+//! A file that this process has mapped.
+
+use std::io;
+use vm_memory::bitmap::Bitmap;
+use vm_memory::mmap::MmapRegion;
+
+/// So much is let go of at a time: less than a millisecond's work.
+const PIECE: usize = 4 << 20;
+
+/// Take what is mapped of a shared file out of this process, piece by piece, before it is unmapped: whoever maps something meanwhile waits for
+/// one piece only. The file keeps what it has, and the mapping can be used on.
+///
+/// # Errors
+/// `InvalidInput` for a private mapping, which would lose what it has; the system's.
+pub fn let_go<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
+    if region.flags() & libc::MAP_SHARED == 0 {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a private mapping would lose its pages"));
+    }
+    let advise = |at: usize, bytes: usize, advice| {
+        // SAFETY: within the region, which is borrowed, so that it stays mapped. Pages of a shared mapping are the file's: they are not lost, and
+        // come again when they are touched.
+        let done = unsafe { libc::madvise(region.as_ptr().wrapping_add(at).cast(), bytes, advice) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // The kernel need not note of each page that it was used; that is half of the work.
+    advise(0, region.size(), libc::MADV_RANDOM)?;
+    (0..region.size()).step_by(PIECE).try_for_each(|at| advise(at, PIECE.min(region.size() - at), libc::MADV_DONTNEED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{PAGE_SIZE, PageMap};
+    use crate::process::Process;
+    use std::os::unix::fs::FileExt;
+    use vm_memory::mmap::MmapRegionBuilder;
+    use vm_memory::{Bytes, FileOffset, VolatileMemory};
+
+    #[test]
+    fn the_file_keeps_its_pages_and_the_process_has_none_of_them() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        let bytes = 2 * PIECE + PAGE_SIZE;
+        file.set_len(bytes as u64).unwrap();
+        let region = MmapRegion::<()>::from_file(FileOffset::new(file.try_clone().unwrap(), 0), bytes).unwrap();
+        for at in (0..bytes).step_by(PAGE_SIZE) {
+            region.as_volatile_slice().write_obj(at as u64 | 1, at).unwrap();
+        }
+        let populated = || {
+            let map = PageMap::open(Process::current().unwrap()).unwrap();
+            let runs = map.populated(region.as_ptr() as u64, bytes as u64).unwrap();
+            runs.iter().map(|run| run.end - run.start).sum::<u64>()
+        };
+        assert_eq!(populated(), bytes as u64);
+        let_go(&region).unwrap();
+        assert_eq!(populated(), 0);
+        let mut found = [0; 8];
+        file.read_exact_at(&mut found, (bytes - PAGE_SIZE) as u64).unwrap();
+        assert_eq!(u64::from_ne_bytes(found), (bytes - PAGE_SIZE) as u64 | 1);
+        assert_eq!(region.as_volatile_slice().read_obj::<u64>(PIECE).unwrap(), PIECE as u64 | 1);
+    }
+
+    #[test]
+    fn a_private_mapping_keeps_what_it_has() {
+        let region = MmapRegionBuilder::<()>::new(PAGE_SIZE)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
+            .build()
+            .unwrap();
+        region.as_volatile_slice().write_obj(7u8, 0).unwrap();
+        assert_eq!(let_go(&region).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(region.as_volatile_slice().read_obj::<u8>(0).unwrap(), 7);
+    }
+}
