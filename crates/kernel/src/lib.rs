@@ -2,7 +2,7 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`]) or are to be brought ([`userfault`]), system calls
+//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`], [`softdirty`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
 //! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
 //! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), files that are
@@ -27,6 +27,7 @@ pub mod packet;
 pub mod pagemap;
 pub mod process;
 pub mod sched;
+pub mod softdirty;
 pub mod spawn;
 pub mod tap;
 #[cfg(test)]

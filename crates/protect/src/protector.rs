@@ -116,8 +116,8 @@ pub enum ProtectError {
     },
     /// Its memory cannot be tracked without harm.
     #[error(
-        "{name}: its RAM is memory that outlives the host's kernel (DAX: {}), and Linux 6.12 hung when such a guest's pages were \
-         tracked after a reboot of the host; put `ram.dir` on a tmpfs to have it protected", path.display()
+        "{name}: its RAM is memory that outlives the host's kernel (DAX: {}), and Linux does not resolve page faults there while \
+         they are tracked: its processors would hang in the kernel; put `ram.dir` on a tmpfs to have it protected", path.display()
     )]
     DirectMemory {
         /// The VM.

@@ -406,6 +406,59 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     ticks_once(&guest.file("console.log"));
 }
 
+/// At the end of a shutdown nobody looks after a suspend that was cut off but the same unit once more, and no guest may be lost by it.
+#[test]
+fn a_planned_suspend_that_was_killed_is_taken_up_by_the_next() {
+    let lab = lab();
+    let guests = [lab.vm("first").boot(&[]), lab.vm("second").boot(&[])];
+    let boots: Vec<_> = guests.iter().map(Guest::boot_id).collect();
+    let points = WALK.iter().map(|(point, _)| *point).filter(|point| point.starts_with("host.suspend."));
+    for (number, point) in points.enumerate() {
+        let vms: Vec<_> = guests.iter().map(|guest| (guest.name.clone(), "warm")).collect();
+        let plan = serde_json::json!({"token": format!("plan-{number}"), "how": "warm", "vms": vms, "kernel": null});
+        fs::write(lab.run_root().join(".host-plan.json"), plan.to_string()).unwrap();
+        let mut command = lab.command(["host", "suspend", "--planned"]);
+        command.env("REKINDLE_FAULT", format!("{point}:kill"));
+        assert_eq!(lab.finish(command).code, None, "{point}");
+        lab.rekindle(["host", "suspend", "--planned"]).ok();
+        assert!(guests.iter().all(|guest| guest.qemus().is_empty()), "{point}: {}", lab.scene());
+        // Once more is one time too many, and does nothing.
+        lab.rekindle(["host", "suspend", "--planned"]).ok();
+        forget_the_boot(&lab);
+        another_boot(&lab);
+        let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
+        for (guest, boot) in guests.iter().zip(&boots) {
+            assert_eq!(outcome(&resumed, &guest.name)["outcome"], "resumed", "{point}: {resumed:#}");
+            assert_eq!(guest.boot_id(), *boot, "{point}");
+            guest.assert_sound();
+        }
+        assert_nothing_kept(&lab);
+    }
+}
+
+/// And a resume that was cut off, in a host that lives, is taken up by the next one: what was let go already is not let go twice.
+#[test]
+fn a_resume_that_was_killed_is_taken_up_by_the_next() {
+    let lab = lab();
+    let guest = lab.vm("again").boot(&[]);
+    guest.touch("16M");
+    let boot = guest.boot_id();
+    for point in ["placed", "loaded", "struck", "resumed"] {
+        lab.rekindle(["host", "suspend"]).ok();
+        forget_the_boot(&lab);
+        another_boot(&lab);
+        let mut command = lab.command(["host", "resume"]);
+        command.env("REKINDLE_FAULT", format!("host.resume.{point}:kill"));
+        assert_eq!(lab.finish(command).code, None, "{point}");
+        let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
+        assert_eq!(outcome(&resumed, "again")["outcome"], "resumed", "{point}: {resumed:#}");
+        assert_eq!(guest.boot_id(), boot, "{point}");
+        guest.verify();
+        guest.assert_sound();
+        assert_nothing_kept(&lab);
+    }
+}
+
 /// The host dies with its QEMUs while it resumes: what was not let go yet is resumed by the next boot, what was is not run twice.
 #[test]
 fn a_host_that_dies_while_it_resumes() {

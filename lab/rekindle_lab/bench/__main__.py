@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import faults, protect, restore, vmm, warm_cache
+from rekindle_lab.bench import faults, host, protect, restore, vmm, warm_cache
 from rekindle_lab.bench.stage import taken_down_on_signals
 
-TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache, "faults": faults}
+TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache, "faults": faults, "host": host}
 
 
 def find_root(start: Path) -> Path | None:

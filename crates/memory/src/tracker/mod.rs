@@ -10,6 +10,10 @@
 //!   record is the same, so the synchronous kind tracks for the next checkpoint too. Its descriptor is ours alone: if we
 //!   die, the kernel lets every writer go on.
 //!
+//! **DAX.** Where no page is, write protection of shared memory puts a marker into the page table. A fault of a DAX file finds it in its
+//! place, leaves it, and is tried again, for ever, in the kernel (Linux 6.12): the processor of a guest never comes back. So
+//! RAM in such files is tracked by [`SoftDirty`] bits, which put nothing there.
+//!
 //! **Stopped guests.** A page that was pinned for a disk read before it was protected is written past the protection. So
 //! arming and re-arming ask for a [`Stopped`]; looking does not.
 //!
@@ -29,11 +33,13 @@ mod asynchronous;
 mod filling;
 mod flight;
 mod registered;
+mod soft_dirty;
 mod synchronous;
 
 pub use asynchronous::Asynchronous;
 pub use filling::Filling;
 pub use registered::{leftovers, sweep, trial};
+pub use soft_dirty::SoftDirty;
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 
 use crate::pages;
@@ -89,6 +95,24 @@ pub enum TrackError {
     Proof {
         /// The block.
         id: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no such block.
+    #[error("QEMU has no RAM block {id}")]
+    NoBlock {
+        /// The block.
+        id: String,
+    },
+    /// This kernel keeps no soft-dirty bits.
+    #[error("this kernel keeps no soft-dirty bits: it was built without CONFIG_MEM_SOFT_DIRTY")]
+    NoSoftDirty,
+    /// Soft-dirty bits cannot be cleared.
+    #[error("cannot clear the soft-dirty bits of process {pid}: run as root")]
+    Clear {
+        /// QEMU.
+        pid: u32,
         /// Why.
         #[source]
         source: io::Error,

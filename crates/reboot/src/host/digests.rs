@@ -1,35 +1,56 @@
 //! Digests of a guest's RAM that cost little of the time for which it is stopped.
 //!
-//! All pages are digested while the guest runs, and those that it wrote meanwhile once more when it is stopped: which those are
-//! its page tables tell. Where they do not tell all (a disk's server writes through a mapping of its own; Linux before 6.7), or tell
-//! somebody else (`rekindle protect`), everything is digested with the guest stopped. A page that was missed all the same has another digest later, and its
-//! guest counts as lost: the error is on the safe side.
+//! All pages are digested while the guest runs, those that it wrote meanwhile again while it runs, until few are left, and these when it is
+//! stopped. Which they are its page tables tell: by soft-dirty bits where the RAM is in a file with DAX, as it is on a host that is rebooted
+//! under its guests, else by a userfaultfd's write protection. Where neither tells all (a disk's server writes through a mapping of its own;
+//! a kernel without), or tells somebody else (`rekindle protect`), everything is digested with the guest stopped. A page that was missed all
+//! the same has another digest later, and its guest counts as lost: the error is on the safe side.
 
 use crate::vmm::{RebootError, stop};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::digest;
+use rekindle_memory::directory::is_direct;
+use rekindle_memory::pages;
 use rekindle_memory::ram::GuestRam;
-use rekindle_memory::tracker::{Asynchronous, Tracker, leftovers};
+use rekindle_memory::tracker::{Asynchronous, SoftDirty, Tracker, leftovers};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use serde_json::Value;
-use std::path::PathBuf;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// So little may be left for when the guest is stopped: a hundredth of a second's work.
+const LITTLE: u64 = 16 << 20;
+/// How often it is tried to come there.
+const ROUNDS: usize = 4;
 
 /// Digests of the pages of a guest that runs, with a record of what it writes since.
 pub(super) struct Ahead {
-    tracker: Asynchronous,
-    /// The main RAM among the blocks that are tracked.
-    index: usize,
+    record: Record,
     path: PathBuf,
     pages: Vec<u64>,
 }
 
+/// Which pages were written since the last look.
+enum Record {
+    SoftDirty(SoftDirty),
+    /// With the place of the main RAM among the blocks that are tracked.
+    Protected(Box<Asynchronous>, usize),
+}
+
+/// Pages, in bytes from the beginning of the RAM.
+#[derive(Default)]
+struct Changed {
+    written: Vec<Range<u64>>,
+    zero: Vec<Range<u64>>,
+}
+
 impl Ahead {
-    /// Begin, with the guest stopped for the milliseconds that it takes to arm. The caller holds its run state.
+    /// Digest the RAM of a guest, which is stopped for milliseconds now and then. The caller holds its run state.
     ///
     /// `None`: it is not possible here, which is told in the log; the guest is as it was.
     ///
@@ -46,51 +67,104 @@ impl Ahead {
         if protected || hardware.disks.iter().any(|disk| disk.server) {
             return Ok(None);
         }
-        stop(qmp, running)?;
-        let begun = Self::arm(vmm, qmp, hardware);
-        if running {
-            qmp.execute::<Value>("cont", ())?;
-        }
-        let mut ahead = match begun {
-            Ok(ahead) => ahead,
+        let path = &hardware.ram.path;
+        let digested = |e| RebootError::File { path: path.clone(), source: e };
+        let record = match with_guest_stopped(qmp, running, |qmp| Record::begin(vmm, qmp, path))? {
+            Ok(record) => record,
             Err(why) => {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
                 return Ok(None);
             }
         };
-        let path = &hardware.ram.path;
-        ahead.pages = digest::file_pages(path).map_err(|source| RebootError::File { path: path.clone(), source })?;
+        let mut ahead = Self { record, path: path.clone(), pages: Vec::new() };
+        match digest::file_pages(path) {
+            Ok(pages) => ahead.pages = pages,
+            Err(e) => {
+                ahead.give_up();
+                return Err(digested(e));
+            }
+        }
+        for _ in 0..ROUNDS {
+            let round = with_guest_stopped(qmp, running, |qmp| ahead.record.collect(qmp))?;
+            let bytes = round.as_ref().map_or(0, |changed| pages::bytes(&changed.written));
+            if let Err(why) = round.and_then(|changed| ahead.take(&changed)) {
+                tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
+                ahead.give_up();
+                return Ok(None);
+            }
+            if bytes <= LITTLE {
+                break;
+            }
+        }
         Ok(Some(ahead))
-    }
-
-    fn arm(vmm: &Vmm, qmp: &mut Qmp, hardware: &Hardware) -> Result<Self, String> {
-        let text = |e: &dyn std::error::Error| e.to_string();
-        let ram = Arc::new(GuestRam::of(qmp, vmm.process()).map_err(|e| text(&e))?);
-        let index = ram.blocks().iter().position(|block| block.told.id == MAIN_RAM).ok_or("it has no main RAM")?;
-        let injector = Injector::new(vmm.process()).map_err(|e| text(&e))?;
-        let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
-        let tracker = Asynchronous::attach(injector, ram, &mut stopped, None).map_err(|e| text(&e))?;
-        Ok(Self { tracker, index, path: hardware.ram.path.clone(), pages: Vec::new() })
     }
 
     /// The digests as they are now, with the guest stopped.
     pub(super) fn finish(mut self, qmp: &mut Qmp) -> Result<Vec<u64>, String> {
-        let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
-        let dirty = self.tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-        let of_ram = |runs: &Vec<Vec<_>>| runs.get(self.index).cloned().unwrap_or_default();
-        digest::zero_pages(&mut self.pages, &of_ram(&dirty.zero));
-        digest::file_pages_again(&self.path, &mut self.pages, &of_ram(&dirty.written)).map_err(|e| e.to_string())?;
+        let taken = self.record.collect(qmp).and_then(|changed| self.take(&changed));
         let pages = std::mem::take(&mut self.pages);
-        if let Err(e) = self.tracker.detach() {
-            tracing::debug!("{}: {e}", self.path.display());
-        }
-        Ok(pages)
+        self.record.end(&self.path);
+        taken.map(|()| pages)
+    }
+
+    fn take(&mut self, changed: &Changed) -> Result<(), String> {
+        digest::zero_pages(&mut self.pages, &changed.zero);
+        digest::file_pages_again(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
     }
 
     /// The guest goes on where it is: leave no trace in its QEMU.
     pub(super) fn give_up(self) {
-        if let Err(e) = self.tracker.detach() {
-            tracing::warn!("{}: the record of what its guest writes stays in QEMU: {e}", self.path.display());
+        self.record.end(&self.path);
+    }
+}
+
+impl Record {
+    fn begin(vmm: &Vmm, qmp: &mut Qmp, path: &Path) -> Result<Self, String> {
+        let text = |e: &dyn std::error::Error| e.to_string();
+        let ram = Arc::new(GuestRam::of(qmp, vmm.process()).map_err(|e| text(&e))?);
+        let direct = is_direct(path).map_err(|e| text(&e))?;
+        if direct {
+            let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
+            return Ok(Self::SoftDirty(SoftDirty::attach(&ram, MAIN_RAM, &mut stopped).map_err(|e| text(&e))?));
+        }
+        let index = ram.blocks().iter().position(|block| block.told.id == MAIN_RAM).ok_or("it has no main RAM")?;
+        let injector = Injector::new(vmm.process()).map_err(|e| text(&e))?;
+        let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
+        let tracker = Asynchronous::attach(injector, ram, &mut stopped, None).map_err(|e| text(&e))?;
+        Ok(Self::Protected(Box::new(tracker), index))
+    }
+
+    /// What was written since the last time; the guest is stopped.
+    fn collect(&mut self, qmp: &mut Qmp) -> Result<Changed, String> {
+        let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
+        match self {
+            Self::SoftDirty(tracker) => {
+                let written = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
+                Ok(Changed { written, zero: Vec::new() })
+            }
+            Self::Protected(tracker, index) => {
+                let dirty = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
+                let of_ram = |runs: &Vec<Vec<_>>| runs.get(*index).cloned().unwrap_or_default();
+                Ok(Changed { written: of_ram(&dirty.written), zero: of_ram(&dirty.zero) })
+            }
         }
     }
+
+    fn end(self, path: &Path) {
+        if let Self::Protected(tracker, _) = self
+            && let Err(e) = tracker.detach()
+        {
+            tracing::warn!("{}: the record of what its guest writes stays in QEMU: {e}", path.display());
+        }
+    }
+}
+
+/// Do something with the guest stopped; it goes on after it, if it ran.
+fn with_guest_stopped<T>(qmp: &mut Qmp, running: bool, work: impl FnOnce(&mut Qmp) -> T) -> Result<T, RebootError> {
+    stop(qmp, running)?;
+    let done = work(qmp);
+    if running {
+        qmp.execute::<Value>("cont", ())?;
+    }
+    Ok(done)
 }

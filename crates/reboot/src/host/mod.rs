@@ -10,10 +10,12 @@
 //! | [`suspend()`] | all guests, or none, out of their QEMUs |
 //! | [`resume()`] | those that were suspended, into new ones |
 //! | [`record`] | what is known of suspended guests, on a disk and beside their RAM |
+//! | `digests`, `files` | what makes both short: digests of RAM taken ahead, a QEMU's files read ahead |
 //! | `survived` | whether RAM is what it was |
 
 mod digests;
 mod error;
+mod files;
 mod one;
 pub mod plan;
 pub mod record;
@@ -25,7 +27,7 @@ mod suspend;
 pub use error::HostError;
 pub(crate) use resume::recover;
 pub use resume::{Outcome, Resumed, give_up, resume};
-pub use suspend::{Fallback, Suspended, suspend};
+pub use suspend::{Fallback, Suspended, suspend, take_up};
 
 /// How a guest is carried over a reboot of the host: as over one of its VMM.
 pub use crate::vmm::How;

@@ -2,6 +2,7 @@
 
 use super::How;
 use super::digests::Ahead;
+use super::files::mapped;
 use super::record::{Entry, Kept, beside, files_beside};
 use super::survived::write_pages;
 use crate::vmm::handover::{Keeper, disk_times};
@@ -51,6 +52,7 @@ pub(super) struct Ready {
     qmp: Option<Qmp>,
     cpu: cpu::Features,
     ahead: Option<Ahead>,
+    files: Vec<PathBuf>,
 }
 
 /// Look at VM `name` as its suspend will; nothing is changed.
@@ -94,7 +96,8 @@ impl Ready {
             Ok(journal) => {
                 fault::point("host.suspend.journalled", Some(&change.old), None);
                 let qmp = (how != How::Cold).then_some(qmp);
-                Ok(Self { change, journal, qmp, cpu, ahead })
+                let files = mapped(&change.old);
+                Ok(Self { change, journal, qmp, cpu, ahead, files })
             }
             Err(e) => {
                 give_up(ahead);
@@ -117,7 +120,7 @@ impl Ready {
     /// *On failure:* the guest goes on, if its QEMU lives.
     pub(super) fn save(mut self, host: &Host, token: &str, fell_back: Option<String>) -> Result<Saved, RebootError> {
         let done = self.save_it(host);
-        let Self { mut change, mut journal, cpu, ahead, .. } = self;
+        let Self { mut change, mut journal, cpu, ahead, files, .. } = self;
         match done {
             Ok((saved, pages, stop_us)) => {
                 let entry = Entry {
@@ -133,6 +136,7 @@ impl Ready {
                     fell_back,
                     struck: false,
                     steps: Vec::new(),
+                    files,
                 };
                 journal.operation.saved = entry.saved.clone();
                 // Of a guest that was shut down there is nothing that could be gone on with.

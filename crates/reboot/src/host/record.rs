@@ -88,6 +88,9 @@ pub struct Entry {
     pub struck: bool,
     /// The steps of its suspend.
     pub steps: Vec<Span>,
+    /// What its QEMU is started from, to be read ahead.
+    #[serde(default)]
+    pub files: Vec<PathBuf>,
 }
 
 impl Entry {
@@ -107,6 +110,7 @@ impl Entry {
             fell_back: Some(why),
             struck: false,
             steps: Vec::new(),
+            files: Vec::new(),
         }
     }
 }

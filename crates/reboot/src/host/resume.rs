@@ -35,6 +35,8 @@ const BRIDGES: Duration = Duration::from_secs(60);
 const KVM: Duration = Duration::from_secs(10);
 /// How long a guest's agent may take to answer.
 const AGENT: Duration = Duration::from_secs(2);
+/// Why a guest is lost that may have run already.
+const STRUCK: &str = "the host went down just when it was let go on";
 /// How long QEMU may take to tell that an agent listens.
 const PORT: Duration = Duration::from_millis(100);
 
@@ -159,7 +161,7 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
         state.definition.qemu = qemu;
         state.write(&rundir).map_err(failed)?;
         // What its suspend took went with the run directory of that boot.
-        if let Err(e) = timeline::append(&rundir, &entry.steps) {
+        if let Err(e) = timeline::append(&rundir, &steps(record, entry)) {
             tracing::debug!("{name}: {e}");
         }
     }
@@ -168,6 +170,17 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
         return Err(LifeError::Running { name: name.clone(), pid: vmm.pid }.into());
     }
     let journal = match left {
+        // Somebody who resumed it was cut off just when it was let go: only what he has written down tells whether it runs.
+        Some(journal) if entry.struck => {
+            let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_PATIENCE).map_err(LifeError::from)?;
+            let recovered = recover(host, &held, journal)?;
+            let why = matches!(recovered, Recovered::Booted).then(|| STRUCK.to_owned());
+            // What lies beside the RAM may only be taken away by who holds the record.
+            record.sweep(&rundir, &entry.state);
+            drop((run_state, held));
+            watch_it(&rundir)?;
+            return Ok((recovered, why, host_us()));
+        }
         Some(journal) => journal,
         None => {
             let generation = held.state.generation + 1;
@@ -181,12 +194,35 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
     let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_PATIENCE).map_err(LifeError::from)?;
     let gone = from_entry(host, record, &held, journal, entry, trust)?;
     drop((run_state, held));
-    if let Some(state) = State::read(&rundir).map_err(failed)?
-        && let Err(e) = watch::start(&rundir, &state.definition)
-    {
-        tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
-    }
+    watch_it(&rundir)?;
     Ok(gone)
+}
+
+/// Somebody waits for a VM's guest to reboot itself.
+fn watch_it(rundir: &RunDir) -> Result<(), RebootError> {
+    let state = State::read(rundir).map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
+    if let Some(state) = state
+        && let Err(e) = watch::start(rundir, &state.definition)
+    {
+        tracing::warn!("{}: nobody waits for its guest to reboot itself: {e}", rundir.name());
+    }
+    Ok(())
+}
+
+/// The steps of a guest's suspend, with the one that it has in common with all: from when it was saved until the record counted.
+fn steps(record: &Record, entry: &Entry) -> Vec<timeline::Entry> {
+    let mut steps = entry.steps.clone();
+    if let (Some(last), Some(head)) = (entry.steps.last(), &record.head) {
+        let begun = last.start_host_us + last.us;
+        steps.push(timeline::Entry {
+            step: "sync and commit".into(),
+            start_host_us: begun,
+            start_mono_ns: last.start_mono_ns + last.us * 1000,
+            us: head.committed_us.saturating_sub(begun),
+            ..last.clone()
+        });
+    }
+    steps
 }
 
 /// Finish or undo what a suspend or a resume of the host has left of one VM.
@@ -241,6 +277,7 @@ fn from_entry(
     switch::end_generation(rundir, generation)?;
     missing_disks(entry)?;
     network::wait_for_bridges(&entry.state.definition, BRIDGES)?;
+    recorder.step("wait for its bridges");
     // Opened once: another thread that just starts a QEMU keeps a copy of what is open for a moment, and a tap can be had once.
     let taps = network::create(host, &entry.state)?;
     fault::point("host.resume.placed", None, None);
@@ -345,7 +382,7 @@ fn lost_why(entry: &Entry, trust: Trust) -> Option<String> {
         return None;
     }
     if entry.struck {
-        return Some("the host went down just when it was let go on".into());
+        return Some(STRUCK.into());
     }
     if handover::disk_times(&entry.state.hardware) != entry.disks {
         return Some("its disks were written while it was suspended".into());

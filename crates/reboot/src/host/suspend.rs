@@ -6,11 +6,12 @@ use super::survived::boot_id;
 use super::{HostError, How};
 use crate::vmm::{Problem, RebootError};
 use rekindle_qemu::binary::Binary;
-use rekindle_vm::fault;
 use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, LifeError, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::host_us;
+use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::Path;
@@ -148,6 +149,47 @@ pub fn suspend(
     let ended = side_by_side_owned(saved, |one| (one.name().to_owned(), one.end()));
     let left: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
     if left.is_empty() { Ok(told) } else { Err(HostError::Ending(left)) }
+}
+
+/// Finish or undo what a suspend under `token` that was cut off has left of the VMs `names`, so that it can be tried again: at the end of a
+/// shutdown there is nobody else to see to it.
+///
+/// *On success:* `true`, and the suspend had been committed: the QEMUs that were left have ended. `false`: it had not, and the guests
+/// go on; what of one cannot be undone is told in the log.
+/// *On failure:* nothing was done, or only some of the QEMUs have ended.
+///
+/// # Errors
+/// [`HostError::Record`], [`HostError::Ending`].
+pub fn take_up(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
+    let record = Record::hold(&host.suspend_dir)?;
+    if record.head.as_ref().is_some_and(|head| head.token == token) {
+        let listed = record.names()?;
+        let entries: Vec<_> =
+            listed.iter().filter_map(|name| record.entry(name).transpose()).collect::<Result<_, _>>()?;
+        // Nobody has let one of them go since: that is for another boot, or for somebody who holds the record.
+        let ended = side_by_side_owned(entries, |entry| (entry.state.hardware.name.clone(), end_left(host, &entry)));
+        let left: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
+        return if left.is_empty() { Ok(true) } else { Err(HostError::Ending(left)) };
+    }
+    drop(record);
+    for name in names {
+        let rundir = RunDir::new(&host.root, name);
+        if matches!(life::status(&rundir), Ok(Status::NeedsRecovery))
+            && let Err(error) = crate::vmm::recover(host, name)
+        {
+            tracing::warn!("{name}: {}", why(&error));
+        }
+    }
+    Ok(false)
+}
+
+/// The QEMU of a guest that is suspended goes, and the servers of its disks, if they are still there.
+fn end_left(host: &Host, entry: &Entry) -> Result<(), RebootError> {
+    let rundir = RunDir::new(&host.root, &entry.state.hardware.name);
+    if let Some(old) = entry.state.vmm.as_ref().filter(|old| !entry.struck && old.is_alive()) {
+        old.kill().map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
+    }
+    Ok(disks::end(&rundir, &entry.state.hardware).map_err(LifeError::from)?)
 }
 
 fn get_ready(host: &Host, name: &str, how: How) -> Result<Ready, RebootError> {

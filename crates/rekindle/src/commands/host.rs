@@ -100,6 +100,10 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     let (plan, fallback) = if arguments.planned {
         // A shutdown that is none of ours.
         let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
+        let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
+        if host::take_up(&host, &names, &plan.token)? {
+            return Ok(ExitCode::SUCCESS);
+        }
         let vms = plan::still_running(&host, &plan);
         (Plan { vms, ..plan }, Fallback::Cold)
     } else {

@@ -3,6 +3,7 @@
 //! After a power failure RAM holds anything, also what looks like a file system. So nothing in it is believed unless the record of suspended
 //! guests says that it should be there: in a kernel that was entered by kexec for that record as it is, else only if it is whole.
 
+use super::super::files::read_ahead;
 use super::super::plan::run;
 use super::super::record::Record;
 use super::super::survived::Trust;
@@ -54,6 +55,7 @@ pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
     let reserve = Reserve::of(&line).ok_or_else(|| {
         setup("no RAM is reserved: this kernel's command line has no memmap=SIZE!START; see rekindle host init".into())
     })?;
+    read_ahead_for(host)?;
     DirBuilder::new().recursive(true).mode(0o700).create(at).map_err(failed(at))?;
     let device = wait_for_device(reserve)?;
     if is_mounted(&device, at).map_err(failed(at))? {
@@ -82,6 +84,17 @@ pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
         return Err(setup(format!("{} is mounted at {}, but without DAX", device.display(), at.display())));
     }
     Ok(mounted)
+}
+
+/// While this waits for its device, what guests' QEMUs are started from comes.
+fn read_ahead_for(host: &Host) -> Result<(), HostError> {
+    let record = Record::read(&host.suspend_dir)?;
+    for name in record.names()? {
+        if let Some(entry) = record.entry(&name)? {
+            read_ahead(entry.files.iter());
+        }
+    }
+    Ok(())
 }
 
 fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {

@@ -1,0 +1,90 @@
+//! Soft-dirty bits: which pages of a process were written since they were last cleared
+//! (`Documentation/admin-guide/mm/soft-dirty.rst`).
+//!
+//! The oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process at once, and everybody who uses it for
+//! a process shares it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd does: which is why it can
+//! be used for DAX files, whose faults find such a marker in their way and are tried again for ever (Linux 6.12).
+
+use crate::process::Process;
+use nix::sys::mman::{self, MapFlags, ProtFlags};
+use std::fs;
+use std::fs::File;
+use std::io;
+use std::num::NonZero;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+
+/// `CLEAR_REFS_SOFT_DIRTY` of `fs/proc/task_mmu.c`.
+const SOFT_DIRTY: &str = "4";
+/// Bit 55 of an entry of a page map.
+const BIT: u64 = 1 << 55;
+
+/// From here on no page of `process` counts as written.
+///
+/// A page that was pinned before for a device to write into is written without being told: call this with nothing of the kind under way.
+///
+/// # Errors
+/// `NotFound` when it has ended; the system's. On a kernel without these bits it succeeds and does nothing: see [`works`].
+pub fn clear(process: Process) -> io::Result<()> {
+    // Held while the file is written, so that the number stays this process's.
+    let _pidfd = process.pidfd()?;
+    fs::write(format!("/proc/{}/clear_refs", process.pid), SOFT_DIRTY)
+}
+
+/// Whether this kernel has these bits (`CONFIG_MEM_SOFT_DIRTY`): found out by writing a page.
+#[must_use]
+pub fn works() -> bool {
+    static WORKS: OnceLock<bool> = OnceLock::new();
+    *WORKS.get_or_init(|| try_it().unwrap_or(false))
+}
+
+/// Try it on memory of our own.
+fn try_it() -> io::Result<bool> {
+    const PAGE: usize = crate::memory::PAGE_SIZE;
+    let size = const { NonZero::new(PAGE).unwrap() };
+    // SAFETY: a fresh mapping wherever the kernel likes, which nothing else knows.
+    let page = unsafe {
+        mman::mmap_anonymous(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
+    }?;
+    // SAFETY: the first byte of our own writable mapping.
+    unsafe { page.cast::<u8>().write_volatile(1) };
+    let mut entry = [0; 8];
+    let read = File::open("/proc/self/pagemap")
+        .and_then(|map| map.read_exact_at(&mut entry, page.addr().get() as u64 / PAGE as u64 * 8));
+    // SAFETY: our own mapping, whose last use was above.
+    let _ = unsafe { mman::munmap(page, PAGE) };
+    read.map(|()| u64::from_le_bytes(entry) & BIT != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pagemap::{Categories, Query, Scanner};
+    use crate::testing::{Area, Kind};
+
+    #[test]
+    fn what_is_written_after_a_clear_is_told_and_nothing_else() {
+        if !works() {
+            eprintln!("this kernel keeps no soft-dirty bits: not run");
+            return;
+        }
+        let me = Process::current().unwrap();
+        for kind in [Kind::Private, Kind::Shared] {
+            let area = Area::new(kind, 16);
+            (0..8).for_each(|page| area.set(page, 1));
+            clear(me).unwrap();
+            area.set(3, 2);
+            area.set(12, 2);
+            let told = Scanner::open(me).unwrap().matching(area.range(), Query::all(Categories::SOFT_DIRTY)).unwrap();
+            let pages = [3, 12].map(|page| area.address(page)..area.address(page + 1));
+            assert_eq!(told, pages, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_not_cleared() {
+        let me = Process::current().unwrap();
+        let other = Process { started: me.started + 1, ..me };
+        assert_eq!(clear(other).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+}

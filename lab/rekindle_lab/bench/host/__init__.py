@@ -1,0 +1,9 @@
+"""Topic `host`: rebooting a whole host under its guests, in the emulated one of `host/`.
+
+Follows section 5 of the paper on RootHammer (figures 5 to 8); docs/host-reboot.md.
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

@@ -1,0 +1,205 @@
+"""The cases: what is rebooted, and how often. Nothing is judged here."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rekindle_lab.rekindle import RekindleError
+
+from . import direct, reboot
+from .machine import Guest, Machine, MachineError, machine
+from .plan import SMALL_MIB, Plan
+from .rows import HOWS, Row
+from .stage import Stage
+
+FAULTS = (
+    "host.suspend.journalled:kill",
+    "host.suspend.stopped:kill",
+    "host.suspend.saved:kill",
+    "host.suspend.listed:kill",
+    "host.suspend.committed:kill",
+    "host.suspend.ended:kill",
+    "host.resume.placed:kill",
+    "host.resume.loaded:kill",
+    "host.resume.loaded:kill-new",
+    "host.resume.struck:kill",
+    "host.resume.resumed:kill",
+    "host.resume.recorded:kill",
+)
+"""Every numbered point of a suspend and a resume. A QEMU whose guest runs takes it along when it is killed: that is no
+fault of a reboot, and is not among them."""
+UNIT = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
+SUSPEND_WITH = """[Service]
+ExecStop=
+ExecStop=/usr/bin/env REKINDLE_FAULT={fault} /usr/bin/rekindle host suspend --planned
+"""
+RESUME_WITH = """[Service]
+ExecStart=
+ExecStart=/usr/bin/rekindle host mount
+ExecStart=/bin/sh -c 'test -e /run/hit || {{ >/run/hit; export REKINDLE_FAULT={fault}; }}; exec rekindle host resume'
+"""
+PARTNERS = 2
+"""Guests of a reboot with a fault: all or none are suspended."""
+
+
+class Rounds:
+    """Reboots of one case that are still to be done, as far as there is time."""
+
+    def __init__(self, stage: Stage, plan: Plan, case: str) -> None:
+        """Nothing is done yet but what the stage knows of."""
+        self.stage, self.plan, self.case = stage, plan, case
+
+    def of(self, how: str, vms: int, memory_mib: int, wanted: int, where: str = "emulated") -> Iterator[int]:
+        """The numbers of those that are left."""
+        done = self.stage.done.get((self.case, how, vms, memory_mib, where), 0)
+        for number in range(done, wanted):
+            if self.plan.budget_s is not None and time.monotonic() - self.stage.began > self.plan.budget_s:
+                self.stage.left_out.append(
+                    f"{self.case}, {vms} x {memory_mib}M, {how}: no time left for round {number}"
+                )
+                return
+            self.stage.say(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {wanted}")
+            yield number
+
+
+@contextmanager
+def host(stage: Stage) -> Iterator[Machine]:
+    """An emulated host of its own."""
+    stage.hosts += 1
+    with machine(
+        stage.root, stage.rekindle.binary, stage.image("micro").folder, stage.disk_dir / f"h{stage.hosts}"
+    ) as one:
+        yield one
+
+
+def ways(stage: Stage, plan: Plan, case: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> None:
+    """Reboots of some guests in each way, in one emulated host."""
+    rounds = Rounds(stage, plan, case)
+    left = {how: list(rounds_left(stage, case, how, vms, memory_mib, wanted)) for how in HOWS}
+    if not any(left.values()):
+        return
+    with host(stage) as here, reboot.with_guests(here, vms, memory_mib) as guests:
+        for how in HOWS:
+            for number in rounds.of(how, vms, memory_mib, wanted.get(how, 0)):
+                seen = one(stage, here, guests, case, number, how)
+                if how in stage.breakdown_of(vms) and number == 0:
+                    stage.records.append(
+                        {
+                            "how": how,
+                            "vms": vms,
+                            "command_us": seen.command_us,
+                            "stages": seen.stages,
+                            "probe": seen.probes[guests[0].name],
+                        }
+                    )
+
+
+def rounds_left(stage: Stage, case: str, how: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> range:
+    """The numbers of reboots that have no rows yet."""
+    return range(stage.done.get((case, how, vms, memory_mib, "emulated"), 0), wanted.get(how, 0))
+
+
+def one(
+    stage: Stage, here: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
+) -> reboot.Rebooted:
+    """One reboot, with its rows; the guests are as before after it."""
+    seen = reboot.reboot(here, stage.rekindle, guests, how, fault=bool(fault))
+    if seen.token != (how == "warm"):
+        raise MachineError(f"the kernel was {'' if seen.token else 'not '}entered by kexec, with --how {how}")
+    for guest in guests:
+        here.ask(f"rekindle recover {guest.name} || :")
+    sessions = {guest.name: guest.echoes(b"after") for guest in guests}
+    outcomes = {guest.name: guest.outcome() for guest in guests}
+    for row in reboot.rows(case, number, guests, seen, outcomes, sessions):
+        stage.rows.append(replace(row, fault=fault))
+    for guest in guests:
+        if outcomes[guest.name] != "kept" or guest.session is None or not sessions[guest.name]:
+            guest.fill()
+    return seen
+
+
+def sizes(stage: Stage, plan: Plan) -> None:
+    """One guest, small to large."""
+    for memory_mib, wanted in plan.sizes.items():
+        ways(stage, plan, "sizes", 1, memory_mib, wanted)
+
+
+def counts(stage: Stage, plan: Plan) -> None:
+    """One small guest to several."""
+    for vms, wanted in plan.counts.items():
+        ways(stage, plan, "counts", vms, SMALL_MIB, wanted)
+
+
+def losses(stage: Stage, plan: Plan) -> None:
+    """Warm reboots in a row, with connections open over all of them."""
+    ways(stage, plan, "losses", PARTNERS, SMALL_MIB, {"warm": plan.losses})
+
+
+def faults(stage: Stage, plan: Plan) -> None:
+    """Warm reboots, each with a fault at a point that chance names: on this machine, then of an emulated host."""
+    rounds = Rounds(stage, plan, "faults")
+    numbers = list(range(stage.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "direct"), 0), plan.direct))
+    if numbers:
+        on_this_machine(stage, rounds, plan.direct)
+    done = stage.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "emulated"), 0)
+    if done >= plan.emulated:
+        return
+    with host(stage) as here, reboot.with_guests(here, PARTNERS, SMALL_MIB) as guests:
+        for number in rounds.of("warm", PARTNERS, SMALL_MIB, plan.emulated):
+            fault = random.Random(f"emulated {number}").choice(FAULTS)
+            part, text = ("suspend", SUSPEND_WITH) if ".suspend." in fault else ("resume", RESUME_WITH)
+            here.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
+            here.write(UNIT.format(part=part), text.format(fault=fault))
+            here.ask("systemctl daemon-reload")
+            one(stage, here, guests, "faults", number, "warm", fault)
+
+
+def on_this_machine(stage: Stage, rounds: Rounds, wanted: int) -> None:
+    """Guests of this machine under TCG, suspended, ended, and resumed as in another boot."""
+    suspend_dir, config = stage.work / "suspended", stage.work / "host.toml"
+    config.write_text(f'suspend_dir = "{suspend_dir}"\n')
+    rekindle = direct.Direct(stage.rekindle.binary, stage.work / "run", config)
+    aside = replace(stage, rekindle=rekindle)
+    guests = [stage.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, PARTNERS + 1)]
+    with aside.ours(guests[0]), aside.ours(guests[1]):
+        for number in rounds.of("warm", PARTNERS, SMALL_MIB, wanted, "direct"):
+            for guest in guests:
+                guest.command("touch 32M 7")
+            boots = {guest.name: guest.command("boot-id") for guest in guests}
+            fault = random.Random(f"direct {number}").choice(FAULTS)
+            names = [guest.name for guest in guests]
+            note = ""
+            try:
+                if not direct.reboot(rekindle, stage.netns, suspend_dir, names, fault, f"round{number}"):
+                    note = "it came through"
+            except RekindleError as error:
+                note = str(error)[:300]
+                stage.errors.append(f"faults {number}, {fault}: {note}")
+            for guest in guests:
+                became = direct.outcome(guest, boots[guest.name])
+                stage.rows.append(
+                    Row(
+                        "faults",
+                        "warm",
+                        PARTNERS,
+                        SMALL_MIB,
+                        number,
+                        guest.name,
+                        "direct",
+                        outcome=became,
+                        fault=fault,
+                        note=note,
+                    )
+                )
+                if became == "gone":
+                    raise RekindleError(f"{guest.name} is gone after {fault}")
+
+
+CASES: dict[str, Callable[[Stage, Plan], None]] = {
+    "counts": counts,
+    "sizes": sizes,
+    "losses": losses,
+    "faults": faults,
+}

@@ -1,0 +1,127 @@
+"""Suspends and resumes of guests on this machine with a fault, as the units of a host would do them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab.guests import Guest
+from rekindle_lab.rekindle import COMMAND_DEADLINE_S, Rekindle, RekindleError
+
+ENDING_S = 30.0
+
+
+@dataclass(frozen=True)
+class Direct(Rekindle):
+    """Rekindle as on a host whose RAM and record outlive its run directory."""
+
+    config: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of its commands."""
+        return {**super().environment, "REKINDLE_HOST_CONFIG": str(self.config)}
+
+    def unit(self, words: Sequence[str], fault: str) -> bool:
+        """A unit's command with a fault, and once more without where that fails, as the units have it.
+
+        Whether the first one failed.
+        """
+        first = self._run(words, fault)
+        if first != 0 and (again := self._run(words, "")) != 0:
+            raise RekindleError(f"rekindle {' '.join(words)}: exit status {first} with {fault}, then {again} without")
+        return first != 0
+
+    def _run(self, words: Sequence[str], fault: str) -> int:
+        environment = self.environment | ({"REKINDLE_FAULT": fault} if fault else {})
+        command = [str(self.binary), *words]
+        with (self.run_dir.parent / "units.log").open("ab") as log:
+            return subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=COMMAND_DEADLINE_S,
+                check=False,
+            ).returncode
+
+    def plan(self, names: Sequence[str], token: str) -> None:
+        """What `rekindle reboot host` writes before it has the host shut down."""
+        plan = {"token": token, "how": "warm", "vms": [[name, "warm"] for name in names], "kernel": None}
+        (self.run_dir / ".host-plan.json").write_text(json.dumps(plan))
+
+
+def reboot(rekindle: Direct, netns: str, suspend_dir: Path, names: Sequence[str], fault: str, token: str) -> bool:
+    """Suspend, take away what a reboot takes away, and resume. Whether the fault came to pass.
+
+    The record is told that it was another boot, so that every page is compared.
+    """
+    rekindle.plan(names, token)
+    failed = rekindle.unit(["host", "suspend", "--planned"], fault if ".suspend." in fault else "")
+    end_all(rekindle.run_dir)
+    shutil.rmtree(rekindle.run_dir)
+    remove_taps(netns)
+    head = suspend_dir / "host.json"
+    if head.exists():
+        head.write_text(json.dumps({**json.loads(head.read_text()), "boot_id": "of another boot"}))
+    failed |= rekindle.unit(["host", "resume"], fault if ".resume." in fault else "")
+    # What is left to do where the guest goes on already.
+    for name in names:
+        rekindle.call("recover", name, ok=range(4))
+    return failed
+
+
+def processes(run_dir: Path) -> list[int]:
+    """The processes that have something of this run directory on their command line: QEMUs, servers, watchers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(run_dir) + b"/" in line and b"qemu" in line.split(b"\0")[0]:
+                found.append(int(entry.name))
+    return found
+
+
+def end_all(run_dir: Path) -> None:
+    """What a host's end does to its QEMUs."""
+    end = time.monotonic() + ENDING_S
+    while left := processes(run_dir):
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > end:
+            raise RekindleError(f"processes {left} do not end")
+        time.sleep(0.02)
+
+
+def remove_taps(netns: str) -> None:
+    """And to the taps that it had made."""
+    said = subprocess.run(
+        ["ip", "-n", netns, "-json", "link", "show"], capture_output=True, text=True, check=True
+    ).stdout
+    for link in json.loads(said):
+        if link["ifname"] != "lo":
+            subprocess.run(["ip", "-n", netns, "link", "del", link["ifname"]], check=False, capture_output=True)
+
+
+def outcome(guest: Guest, boot_id: str) -> str:
+    """What became of a guest: see `Row.outcome`."""
+    try:
+        guest.wait_ready(60.0)
+        if guest.command("boot-id") != boot_id:
+            return "booted"
+        said = guest.command("verify")
+        return "kept" if said.startswith("ok ") and said != "ok 0" else "gone"
+    except (OSError, RuntimeError):
+        return "gone"

@@ -1,0 +1,71 @@
+"""How often, and with how many guests of which size."""
+
+from dataclasses import dataclass
+
+from rekindle_lab.guests import size
+
+SMALL_MIB = 128
+"""The guests of which there are several."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Reboots of the host, by what is rebooted and how."""
+
+    sizes: dict[int, dict[str, int]]
+    """One guest, by MiB of RAM, filled."""
+    counts: dict[int, dict[str, int]]
+    """Small guests, by their number."""
+    losses: int
+    """Warm reboots in a row, with connections open."""
+    emulated: int
+    """Warm reboots with a fault."""
+    direct: int
+    """The same of guests on this machine, whose kernel stays: suspended, their QEMUs ended, resumed."""
+    budget_s: float | None = None
+    """A reboot that would begin later than this is left out."""
+
+
+FULL = Plan(
+    sizes={
+        128: {"warm": 5, "saved": 2, "cold": 2},
+        512: {"warm": 3, "saved": 1, "cold": 1},
+        1024: {"warm": 5, "saved": 2, "cold": 1},
+    },
+    counts={
+        1: {"warm": 3, "saved": 1, "cold": 2},
+        2: {"warm": 3, "saved": 1, "cold": 2},
+        4: {"warm": 5, "saved": 2, "cold": 5},
+    },
+    losses=10,
+    emulated=10,
+    direct=40,
+)
+
+QUICK = Plan(
+    sizes={128: {"warm": 1, "saved": 0, "cold": 0}},
+    counts={4: {"warm": 1, "saved": 0, "cold": 1}},
+    losses=0,
+    emulated=0,
+    direct=6,
+    budget_s=330.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines = []
+    for what, full, own in (("guest with", FULL.sizes, plan.sizes), ("guests:", FULL.counts, plan.counts)):
+        for key, ways in full.items():
+            label = f"1 {what} {size(key)}" if full is FULL.sizes else f"{what} {key}"
+            fewer = [f"{how} {own.get(key, {}).get(how, 0)} of {n}" for how, n in ways.items()]
+            if own.get(key, {}) != ways:
+                lines.append(f"{label}: {', '.join(fewer)}")
+    for what, name in (
+        ("warm reboots in a row with connections open", "losses"),
+        ("reboots of the emulated host with a fault", "emulated"),
+        ("suspends and resumes on this machine with a fault", "direct"),
+    ):
+        if getattr(plan, name) < getattr(FULL, name):
+            lines.append(f"{what}: {getattr(plan, name)} of {getattr(FULL, name)}")
+    return lines

@@ -1,0 +1,139 @@
+"""The paper's figures 5 to 8."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from rekindle_lab import style
+from rekindle_lab.guests import size
+from rekindle_lab.stats import median, p95
+
+from .analysis import STAGES, reboots
+from .rows import HOWS
+
+NAMES = {
+    "services": "services stop",
+    "suspend": "suspend",
+    "down": "shutdown",
+    "firmware": "firmware",
+    "kernel": "kernel",
+    "userspace": "user space",
+    "resume": "resume, boot",
+}
+# Okabe and Ito's palette, and greys for what is the host's own.
+COLOURS = {
+    "services": "#DDDDDD",
+    "suspend": "#CC79A7",
+    "down": "#BBBBBB",
+    "firmware": "#E69F00",
+    "kernel": "#999999",
+    "userspace": "#777777",
+    "resume": "#56B4E9",
+}
+
+
+def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    style.apply()
+    all_of = reboots(frame[frame["where"] == "emulated"])
+    done: list[str] = []
+    for case, x, label, number in (
+        ("sizes", "memory_mib", "RAM of the guest", 5),
+        ("counts", "vms", "number of guests", 6),
+    ):
+        chosen = all_of[all_of["case"] == case]
+        if len(chosen):
+            path = folder / f"host-figure{number}.png"
+            ticks = {int(at): size(int(at)) if x == "memory_mib" else str(int(at)) for at in sorted(chosen[x].unique())}
+            tasks(chosen, x, label, ticks, path, f"Suspend and resume of all guests (the paper's figure {number})")
+            done.append(path.name)
+    counts = all_of[all_of["case"] == "counts"]
+    if len(counts):
+        figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
+        values = lines(axes, counts, "vms", "downtime_s")
+        axes.set_ylim(0, max(values, default=1.0) * 1.1)
+        axes.set_xticks(sorted({int(n) for n in counts["vms"]}))
+        axes.set_xlabel("number of guests")
+        axes.set_ylabel("downtime of the last guest (s; median, bar to p95)")
+        axes.legend()
+        figure.suptitle("What a client sees (the paper's figure 7)", x=0.01, ha="left", fontweight="bold")
+        style.save(figure, folder / "host-figure7.png")
+        done.append("host-figure7.png")
+    if records:
+        breakdown(records, folder / "host-figure8.png")
+        done.append("host-figure8.png")
+    return done
+
+
+def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
+    """For each way a line through the medians, with a bar up to the 95th percentile. Gives the values drawn."""
+    drawn: list[float] = []
+    for how in HOWS:
+        chosen = frame[(frame["how"] == how) & frame[column].notna()]
+        points = [(float(str(key)), [float(v) for v in group[column]]) for key, group in chosen.groupby(x, sort=True)]
+        if not points:
+            continue
+        middle, top = [median(values) for _, values in points], [p95(values) for _, values in points]
+        drawn += top
+        axes.errorbar(
+            [at for at, _ in points],
+            middle,
+            yerr=[[0.0] * len(points), [max(0.0, t - m) for t, m in zip(top, middle, strict=True)]],
+            label=how,
+            color=style.COLOURS[how],
+            marker=style.MARKERS[how],
+            linestyle=style.LINES[how],
+            capsize=3,
+        )
+    return drawn
+
+
+def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: Path, title: str) -> None:
+    """What is done to guests before and after the host's own reboot."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained", sharey=True)
+    drawn: list[float] = []
+    in_ms = frame.assign(before_ms=frame["before_s"] * 1e3, after_ms=frame["after_s"] * 1e3)
+    for axes, column, name in zip(panels, ("before_ms", "after_ms"), ("before: suspend", "after: resume"), strict=True):
+        drawn += lines(axes, in_ms, x, column)
+        axes.set_title(name)
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_xlabel(label)
+    style.logarithmic_ms(panels[0], [value for value in drawn if value > 0])
+    panels[0].set_ylabel("time (median; bar to p95)")
+    panels[0].legend()
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    style.save(figure, path)
+
+
+def breakdown(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Throughput over time around a reboot of each way, with what the host did meanwhile."""
+    figure, panels = plt.subplots(
+        len(records), 1, figsize=(9, 1.2 + 2.2 * len(records)), squeeze=False, layout="constrained", sharex=True
+    )
+    for axes, record in zip(panels.flat, records, strict=True):
+        probe, zero = record["probe"], record["command_us"]
+        width = probe["interval_ms"] / 1e3
+        begun = (probe["started_unix_ns"] / 1e3 - zero) / 1e6
+        at = [begun + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
+        rate = [interval["answered"] / width for interval in probe["intervals"]]
+        axes.step(at, rate, where="post", color=style.COLOURS[record["how"]])
+        top = max(rate, default=1.0) or 1.0
+        left = 0.0
+        for name in STAGES:
+            took = max(record["stages"].get(f"{name}_us", 0), 0) / 1e6
+            axes.barh(1.2 * top, took, left=left, height=0.12 * top, color=COLOURS[name], label=NAMES[name])
+            left += took
+        axes.set_ylim(0, 1.35 * top)
+        axes.set_ylabel("connections/s")
+        axes.set_title(f"{record['how']}, {record['vms']} guests")
+    panels[-1][0].set_xlabel("time since the command (s)")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(
+        "A guest's service while its host is rebooted (the paper's figure 8)", x=0.01, ha="left", fontweight="bold"
+    )
+    style.save(figure, path)

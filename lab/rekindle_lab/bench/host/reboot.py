@@ -1,0 +1,199 @@
+"""One reboot of the emulated host, with a client at each guest, and what it is made of."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle_lab.rekindle import Rekindle, gap_around
+
+from .machine import UP_S, Guest, Machine, MachineError, now_us
+from .rows import Row
+
+EVERY = "20ms"
+"""A connection each, so that a guest that is back is seen within that."""
+SETTLED_S = 1.0
+REBOOT_S = 480.0
+DONE = ("goes on with its memory", "boots again", "boots from its disks", "does not go on")
+SAVED = r"suspended, its RAM|shut down"
+
+
+@dataclass
+class Rebooted:
+    """What was seen of one reboot: times by this machine's clock, microseconds since 1970."""
+
+    how: str
+    command_us: int
+    kernel_us: int = 0
+    stages: dict[str, int] = field(default_factory=dict)
+    """Fields of `Row`."""
+    steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By VM."""
+    probes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token: bool = False
+    """The kernel was entered by kexec."""
+
+
+def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str, *, fault: bool = False) -> Rebooted:
+    """Reboot the host under `guests`, and wait until it is up and they answer, or have had time to.
+
+    With a `fault` it need not tell what became of each; to ask it takes some of its time.
+    """
+    before, _ = host.boot()
+    targets = [(f"tcp://{guest.address}:7", host.netns) for guest in guests]
+    with rekindle.probes(targets, "--timeout", "500ms", "--interval", "500ms", every=EVERY) as probes:
+        seen = Rebooted(how, now_us())
+        host.ask(f"rekindle reboot host --how {how}")
+        if fault:
+            wait_active(host, before)
+        else:
+            wait_done(host, seen.command_us, len(guests))
+        for guest in guests:
+            try:
+                guest.wait_ready()
+            except MachineError:
+                break  # what is told of it is that it is gone
+        time.sleep(SETTLED_S)
+    _, seen.kernel_us = host.wait_boot(before)
+    seen.probes = {guest.name: probe.report for guest, probe in zip(guests, probes, strict=True)}
+    look_at(host, seen, [guest.name for guest in guests])
+    return seen
+
+
+def wait_done(host: Machine, since_us: int, guests: int) -> None:
+    """Wait until the new kernel has told of each guest what became of it."""
+    end = time.monotonic() + REBOOT_S
+    while sum(at >= since_us and any(word in line for word in DONE) for at, line in list(host.seen.console)) < guests:
+        if time.monotonic() > end:
+            raise MachineError(f"nothing became of its guests within {REBOOT_S:g} s: {host.console()[-1500:]}")
+        time.sleep(0.1)
+
+
+def wait_active(host: Machine, before: str) -> None:
+    """Wait until the unit that resumes guests is through, in another boot than `before`."""
+    host.wait_boot(before, REBOOT_S)
+    end = time.monotonic() + REBOOT_S
+    while (said := host.ask("systemctl is-active rekindle-resume || :").strip()) != "active":
+        if time.monotonic() > end:
+            raise MachineError(f"rekindle-resume.service is {said} still after {REBOOT_S:g} s")
+        time.sleep(0.5)
+
+
+def look_at(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
+    """What the host itself knows of it: what its guests' steps were, and when user space began."""
+    files = " ".join(f"/run/rekindle/{name}/timeline.jsonl" for name in names)
+    told = host.ask(f"cat /proc/cmdline; systemctl show -P UserspaceTimestampMonotonic; cat {files} 2>/dev/null || :")
+    command_line, userspace, *lines = told.splitlines()
+    seen.token = "rekindle.token=" in command_line
+    entries = [json.loads(line) for line in lines if line.strip()]
+    seen.steps = {name: last_reboot([entry for entry in entries if entry["vm"] == name]) for name in names}
+    seen.stages = stages(
+        list(seen.steps.values()),
+        command=seen.command_us,
+        silent=_first_silence(seen),
+        saved=host.seen.last_line(SAVED, seen.command_us),
+        reset=host.seen.first_reset(seen.command_us),
+        kernel=seen.kernel_us,
+        userspace_us=int(userspace),
+    )
+
+
+def last_reboot(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps of the last suspend and of the resume after it, out of a VM's timeline."""
+    ours = [entry for entry in entries if entry["operation"].startswith("host ")]
+    suspends = [entry["operation"].startswith("host suspend") for entry in ours]
+    if not any(suspends):
+        return []
+    first = len(suspends) - 1 - suspends[::-1].index(True)
+    while first > 0 and suspends[first - 1]:
+        first -= 1
+    return [{key: value for key, value in entry.items() if key != "vm"} for entry in ours[first:]]
+
+
+def _first_silence(seen: Rebooted) -> int | None:
+    starts = [gap_around(report, None, None)[0] for report in seen.probes.values()]
+    return min((start for start in starts if start), default=None)
+
+
+def stages(
+    all_steps: Sequence[Sequence[dict[str, Any]]],
+    *,
+    command: int,
+    silent: int | None,
+    saved: int | None,
+    reset: int | None,
+    kernel: int,
+    userspace_us: int,
+) -> dict[str, int]:
+    """The fields of `Row` that are common to all guests of one reboot.
+
+    Times are by this machine's clock but `userspace_us`, which is since the kernel began, as the monotonic times of
+    the resume's steps are.
+    """
+    found: dict[str, int] = {"kernel_us": userspace_us}
+    suspends = [s for steps in all_steps for s in steps if s["operation"].startswith("host suspend")]
+    resumes = [s for steps in all_steps for s in steps if s["operation"] == "host resume"]
+    stopped = [s for s in suspends if s["phase"] == "suspend"]
+    if stopped:
+        first = min(s["start_mono_ns"] for s in stopped)
+        found["suspend_us"] = (max(s["start_mono_ns"] + s["us"] * 1000 for s in stopped) - first) // 1000
+    if ahead := [s["us"] for s in suspends if s["phase"] == "prepare"]:
+        found["ahead_us"] = sum(ahead)
+    ready = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["step"] == "wait for its bridges"]
+    runs = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["phase"] == "resume"]
+    if ready:
+        found["userspace_us"] = max(ready) // 1000 - userspace_us
+    if ready and runs:
+        found["resume_us"] = (max(runs) - max(ready)) // 1000
+    if silent is not None:
+        found["services_us"] = silent - command
+    if saved is not None:
+        found["down_us"] = (reset or kernel) - saved
+    if reset is not None:
+        found["firmware_us"] = kernel - reset
+    return found
+
+
+def rows(
+    case: str, number: int, guests: Sequence[Guest], seen: Rebooted, outcomes: dict[str, str], sessions: dict[str, bool]
+) -> Iterator[Row]:
+    """A row for each guest."""
+    for guest in guests:
+        start, end, length = gap_around(seen.probes[guest.name], None, None)
+        row = Row(
+            case=case,
+            how=seen.how,
+            vms=len(guests),
+            memory_mib=guest.memory_mib,
+            round=number,
+            vm=guest.name,
+            gap_us=length,
+            gap_start_host_us=start or None,
+            gap_end_host_us=end or None,
+            outcome=outcomes[guest.name],
+            wanted="booted" if seen.how == "cold" else "kept",
+            sessions=1,
+            sessions_lost=int(not sessions[guest.name]),
+            steps=seen.steps.get(guest.name, []),
+        )
+        for name, value in seen.stages.items():
+            setattr(row, name, value)
+        yield row
+
+
+@contextmanager
+def with_guests(host: Machine, number: int, memory_mib: int) -> Iterator[list[Guest]]:
+    """So many guests in it, up and filled."""
+    guests = [Guest(host, f"guest{n}", f"10.78.1.{n}", memory_mib) for n in range(1, number + 1)]
+    try:
+        for guest in guests:
+            guest.start()
+        for guest in guests:
+            guest.wait_ready(UP_S)
+            guest.fill()
+        yield guests
+    finally:
+        for guest in guests:
+            guest.end_session()

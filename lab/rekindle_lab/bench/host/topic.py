@@ -1,0 +1,65 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+import json
+import os
+from pathlib import Path
+
+from rekindle_lab import guests
+from rekindle_lab.bench import run
+from rekindle_lab.bench.report import Report
+
+from . import analysis, plots, rows
+from .cases import CASES
+from .plan import FULL, QUICK, left_out
+from .stage import Done, stage
+
+TOPIC = "host"
+RECORDS = "host-breakdown.json"
+
+
+def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
+    """Run the cases and write the raw files into `out`; gives the file of rows.
+
+    `RESUME=1` in the environment goes on with the rows that are there: a reboot takes a minute or more.
+    """
+    plan = QUICK if quick else FULL
+    raw = out / run.raw_name(TOPIC)
+    resumed = bool(os.environ.get("RESUME")) and raw.exists()
+    done = rounds(raw) if resumed else {}
+    records = run.beside(raw, RECORDS, []) if resumed else []
+    guests.build(root, "micro")  # now, so that it is not in the time of a quick run
+    try:
+        with (
+            run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan), append=resumed) as here,
+            stage(root, binary, qemu, here.rows, run.cache(), plan, done) as here.stage,
+        ):
+            here.stage.records = records
+            here.stage.run(CASES, plan, only)
+    finally:
+        (out / RECORDS).write_text(json.dumps(records) + "\n")
+    return here.rows.path
+
+
+def rounds(raw: Path) -> Done:
+    """How many reboots of each kind have all their rows in a file."""
+    frame = rows.read(raw)
+    keys = ["case", "how", "vms", "memory_mib", "where"]
+    whole = frame.groupby([*keys, "round"]).size().reset_index(name="rows")
+    whole = whole[whole["rows"] >= whole["vms"]]
+    return {
+        (str(case), str(how), int(vms), int(mib), str(where)): int(group["round"].max()) + 1
+        for (case, how, vms, mib, where), group in whole.groupby(keys)
+    }
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures, tables and plots from a file of rows and, where they are, the files that were written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out, RECORDS)
+    records = run.beside(raw, RECORDS, [])
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    tables = {
+        "Downtime of a guest, as a client sees it, and what it is made of (medians, s)": analysis.summary(frame),
+        "Faults: what became of guests": analysis.by_fault(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, records, out), tables)
