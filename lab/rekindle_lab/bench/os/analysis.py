@@ -19,6 +19,8 @@ STAGES = {
 """Of a boot that has them all, in order: from when, until when."""
 JUMP = "shut down and jump"
 """By kexec: from the last answer to the beginning of the new kernel, which nobody sees ask."""
+LEAK_DIGITS = 2
+"""To which `leak_recovered` is rounded: a kernel's other slabs differ from one boot to the next, by less."""
 REST = "kernel, user space"
 """What cannot be told apart: on micro, and after a phase."""
 
@@ -101,9 +103,10 @@ def _leak(frame: pd.DataFrame, found: Found) -> None:
         found.lacks("leak_recovered")
         return
     (_, least) = min(ways, key=lambda way: median(way[1]))
-    extra = {f"{guest}_{how}": median(values) for (guest, how), values in ways}
+    extra = {"unrounded": median(least)} | {f"{guest}_{how}": median(values) for (guest, how), values in ways}
     n, bar = min(len(values) for _, values in ways), Bar(1.0, ">=")
-    found.add(Figure("leak_recovered", median(least), "", n, p95(least), bar, found.raw, extra=extra))
+    value = round(median(least), LEAK_DIGITS)
+    found.add(Figure("leak_recovered", value, "", n, p95(least), bar, found.raw, extra=extra))
 
 
 def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str, str, pd.DataFrame]]:
