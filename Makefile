@@ -8,7 +8,7 @@ help:
 	@echo '                      with a warm cache; crash a guest and restore it'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
-	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|host'
+	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
 	@echo 'make lint | unit | guests | host | lab   parts of make test'
 

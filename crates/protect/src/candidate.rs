@@ -24,6 +24,7 @@ use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::thread;
 use std::time::Instant;
 
 /// Where a checkpoint's metadata says what a candidate is.
@@ -199,9 +200,13 @@ pub struct Loaded {
 /// # Errors
 /// [`RestoreError`].
 pub fn load(store: &StoreUrl, next: Next<'_>, recorder: &mut Recorder, began: Instant) -> Result<Loaded, RestoreError> {
-    let chosen = open(store)?;
-    let ahead = checkpoint::read(chosen)?;
-    let waiting = Waiting::start(next.rundir, next.binary, next.made, next.hardware)?;
+    // What is to be loaded is read while the QEMU starts.
+    let (ahead, waiting) = thread::scope(|scope| {
+        let ahead = scope.spawn(|| checkpoint::read(open(store)?));
+        let waiting = Waiting::start(next.rundir, next.binary, next.made, next.hardware);
+        (ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), waiting)
+    });
+    let (ahead, waiting) = (ahead?, waiting?);
     recorder.step("start the new QEMU");
     (next.started)(&waiting.vmm);
     let seat = Seat { rundir: next.rundir, hardware: next.hardware, resumed: next.resumed, settle: next.settle };

@@ -101,7 +101,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         phase: !definition.phase.is_empty(),
         rng: definition.devices.rng,
         vm_generation: definition.devices.vmgenid.then(new_generation).transpose()?,
-        panic: definition.on_crash == OnCrash::WarmCache,
+        panic: definition.on_crash != OnCrash::Leave,
         extra: definition.qemu_args.clone(),
         foreign: None,
     };

@@ -13,8 +13,12 @@ use rekindle_disk::ledger::{Moment, Void};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
 use serde::{Deserialize, Serialize};
+use std::fs;
 use std::io;
 use std::path::PathBuf;
+
+/// A file of the run directory, there if it is to be seen when the guest is healthy.
+const EXPECTED: &str = "phase.expected";
 
 /// One disk at the moment of a candidate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,12 +88,30 @@ fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> 
 /// A guest is about to boot: its disks' servers note what it touches. One that is not told has no candidates.
 ///
 /// *Needs:* that no QEMU is connected.
-pub fn begin(rundir: &RunDir, hardware: &Hardware) {
+pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
+    expect_healthy(rundir, definition);
     for disk in disks::served(hardware).filter(|_| hardware.phase) {
         if let Err(e) = ask::<()>(rundir, &disk.id, &Ask::PhaseBegin {}) {
             tracing::debug!("{e}: no phase of this boot can be kept");
         }
     }
+}
+
+/// Who saves phases is to wait, once, until the guest that boots now is healthy. Asked for at each boot, and when a guest goes on from an
+/// earlier phase; not for one that has been up for long, which has more in its memory than its boot has put there.
+pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
+    if definition.phase.healthy.is_some()
+        && let Err(e) = fs::write(rundir.file(EXPECTED), b"")
+    {
+        tracing::debug!("{EXPECTED}: {e}: no phase is kept of when it is healthy");
+    }
+}
+
+/// Whether that was asked for; from now on it is not any more, so that whoever is killed while it waits is followed by nobody who waits
+/// for a guest of unknown age.
+#[must_use]
+pub fn take_expected(rundir: &RunDir) -> bool {
+    fs::remove_file(rundir.file(EXPECTED)).is_ok()
 }
 
 /// The guest is stopped: its disks as they are now.

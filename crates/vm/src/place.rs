@@ -266,7 +266,7 @@ impl<'a> Place<'a> {
         serve()?;
         // A guest that is restored knows its disks already.
         if kind == Kind::Run {
-            phases::begin(&self.rundir, &self.state.hardware);
+            phases::begin(&self.rundir, &self.state.hardware, &self.state.definition);
         }
         let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
         Ok(Made { journal, directory, fds })

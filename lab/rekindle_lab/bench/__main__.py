@@ -18,9 +18,18 @@ from typing import Annotated
 import typer
 
 from rekindle_lab.bench import faults, host, protect, restore, vmm, warm_cache
+from rekindle_lab.bench import os as os_reboot
 from rekindle_lab.bench.stage import taken_down_on_signals
 
-TOPICS = {"vmm": vmm, "protect": protect, "restore": restore, "warm-cache": warm_cache, "faults": faults, "host": host}
+TOPICS = {
+    "vmm": vmm,
+    "protect": protect,
+    "restore": restore,
+    "warm-cache": warm_cache,
+    "faults": faults,
+    "os": os_reboot,
+    "host": host,
+}
 
 
 def find_root(start: Path) -> Path | None:

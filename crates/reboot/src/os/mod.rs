@@ -98,7 +98,7 @@ pub fn reboot(host: &Host, name: &str, request: &Request) -> Result<Rebooted, Fa
         How::Cold => boot_unless(host, name, false, |_| None),
         How::WarmCache => boot_unless(host, name, true, |_| None),
         How::Kexec => kexec::reboot(host, name, &request.kexec),
-        How::Phase => phase::reboot(host, name, request.candidate.as_deref()),
+        How::Phase => phase::reboot(host, name, request.candidate.as_deref(), |_| None),
     }
 }
 

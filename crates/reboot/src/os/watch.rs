@@ -1,10 +1,10 @@
-//! Waits beside a VM until its guest reboots itself or panics, and then reboots it with a warm cache.
+//! Waits beside a VM until its guest reboots itself or panics, and then reboots it with a warm cache, or from a phase.
 //!
 //! QEMU would reset the guest in place, and its cache with it. So it is told to stop there instead (`set-action`), and the
-//! process here does what `rekindle reboot os --how warm-cache` does. It goes on with whichever QEMU the VM has, and
+//! process here does what `rekindle reboot os --how warm-cache | phase` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
-use super::{How, boot_unless, usual};
+use super::{How, boot_unless, phase, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::detach;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -32,6 +32,8 @@ const LONG: Duration = Duration::from_secs(24 * 3600);
 const LOOK: Duration = Duration::from_millis(50);
 /// How long an operation in hand may be in the way of a reboot.
 const BUSY: Duration = Duration::from_secs(600);
+/// A guest that panics so soon after it has gone on from a phase may have its reason there: it is booted.
+const SOON: Duration = Duration::from_secs(60);
 /// How long a VM without a QEMU may be between two of them.
 const BETWEEN: Duration = Duration::from_secs(5);
 
@@ -45,7 +47,7 @@ enum Happened {
 
 /// Whether there is something to wait for.
 fn is_wanted(definition: &Definition) -> bool {
-    definition.on_reboot == OnReboot::WarmCache || definition.on_crash == OnCrash::WarmCache
+    definition.on_reboot != OnReboot::Reset || definition.on_crash != OnCrash::Leave
 }
 
 /// Start the process that waits, if the VM's definition wants it. One that is there already is enough: the second one ends.
@@ -93,6 +95,7 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
     let Some(_lock) = lock_file(&rundir, "watch.lock").map_err(failed)? else { return Ok(()) };
+    let mut gone_on: Option<Instant> = None;
     loop {
         let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
         match wait(&vmm, &definition) {
@@ -102,7 +105,10 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
                     "the guest has {}: it is booted",
                     if what == Happened::Rebooted { "rebooted itself" } else { "panicked" }
                 );
-                again(host, name, &vmm)?;
+                let is_soon = what == Happened::Panicked && gone_on.is_some_and(|at| at.elapsed() < SOON);
+                let how = if is_soon { usual(host, name) } else { how(host, name, &definition, what) };
+                again(host, name, &vmm, how)?;
+                gone_on = (how == How::Phase).then(Instant::now);
             }
             Err(e) => {
                 tracing::debug!("QEMU (process {}): {e}", vmm.pid);
@@ -155,11 +161,11 @@ pub(super) fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
 fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError> {
     let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER)?;
     let mut actions = serde_json::Map::new();
-    if definition.on_reboot == OnReboot::WarmCache {
+    if definition.on_reboot != OnReboot::Reset {
         actions.insert("reboot".into(), "shutdown".into());
         actions.insert("shutdown".into(), "pause".into());
     }
-    if definition.on_crash == OnCrash::WarmCache {
+    if definition.on_crash != OnCrash::Leave {
         actions.insert("panic".into(), "pause".into());
     }
     qmp.execute::<Value>("set-action", actions)?;
@@ -188,16 +194,28 @@ fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError
     Ok(Some(happened))
 }
 
+/// How a guest that has done that is rebooted. Where nothing can be kept it is booted all the same.
+fn how(host: &Host, name: &str, definition: &Definition, what: Happened) -> How {
+    let by_phase = match what {
+        Happened::Panicked => definition.on_crash == OnCrash::Phase,
+        Happened::Rebooted | Happened::PoweredOff => definition.on_reboot == OnReboot::Phase,
+    };
+    if by_phase { How::Phase } else { usual(host, name) }
+}
+
 /// Reboot it, when whoever is at work on it is done; not if that has booted it meanwhile.
-fn again(host: &Host, name: &str, ended: &Vmm) -> Result<(), WatchError> {
+fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), WatchError> {
     let is_another = |state: &State| {
         let other = state.vmm.as_ref() != Some(ended);
         other.then(|| Problem("it runs in another QEMU already".into()))
     };
     let deadline = Instant::now() + BUSY;
     loop {
-        // Where nothing can be kept the guest is booted all the same.
-        match boot_unless(host, name, usual(host, name) == How::WarmCache, is_another) {
+        let done = match how {
+            How::Phase => phase::reboot(host, name, None, is_another),
+            How::Cold | How::WarmCache | How::Kexec => boot_unless(host, name, how == How::WarmCache, is_another),
+        };
+        match done {
             Err(failure)
                 if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
             {
@@ -227,6 +245,7 @@ mod tests {
         let text = "name = \"x\"\n[boot]\nkernel = \"/bin/true\"\n";
         let definition = Definition::parse(text, "/", "x.toml").unwrap();
         assert!(!is_wanted(&definition));
-        assert!(is_wanted(&Definition { on_crash: OnCrash::WarmCache, ..definition }));
+        assert!(is_wanted(&Definition { on_crash: OnCrash::WarmCache, ..definition.clone() }));
+        assert!(is_wanted(&Definition { on_reboot: OnReboot::Phase, ..definition }));
     }
 }

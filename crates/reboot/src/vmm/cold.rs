@@ -51,7 +51,7 @@ pub(crate) fn boot(
     };
     fault::point("cold.renew.memory", Some(&old), None);
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
-    phases::begin(&rundir, hardware);
+    phases::begin(&rundir, hardware, &change.held.state.definition);
     change.recorder.step("renew its memory");
     let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let fds = network::reopen(hardware)?;

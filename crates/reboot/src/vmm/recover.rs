@@ -401,7 +401,7 @@ pub(crate) fn boot(
     // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
     life::renew_ram_beside(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
-    phases::begin(&held.rundir, hardware);
+    phases::begin(&held.rundir, hardware, &held.state.definition);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = taps.map_or_else(|| network::reopen(hardware), Ok)?;
     let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);

@@ -106,7 +106,7 @@ pub enum Command {
     Phases(NameOnly),
     /// Reboot a VM with a warm cache when its guest reboots itself or panics, until it is gone.
     ///
-    /// Needs: a VM with `on_reboot` or `on_crash` = "warm-cache". `rekindle run` and `recover` start one.
+    /// Needs: a VM with `on_reboot` or `on_crash` = "warm-cache" or "phase". `rekindle run` and `recover` start one.
     /// On success: the VM is gone, or another one waits already.
     /// On failure: a guest that has rebooted itself or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]

@@ -140,6 +140,8 @@ pub enum OnReboot {
     Reset,
     /// It is booted in a new QEMU, and finds what it had cached of its disk.
     WarmCache,
+    /// It goes on from the latest phase of an earlier boot that may be used, or is booted.
+    Phase,
 }
 
 /// What is done when the guest's kernel panics.
@@ -151,6 +153,8 @@ pub enum OnCrash {
     Leave,
     /// It is booted in a new QEMU, and finds what it had cached of its disk.
     WarmCache,
+    /// It goes on from the latest phase of an earlier boot that may be used, or is booted.
+    Phase,
 }
 
 /// `[ram]`: where guest RAM is kept.
@@ -192,6 +196,9 @@ pub struct Devices {
 pub struct Phase {
     /// The phases, as the guest calls them, the earliest first.
     pub save: Vec<String>,
+    /// The one of them that the guest does not announce: it has come to it when its `probe` first answers or, without one, its agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub healthy: Option<String>,
 }
 
 impl Phase {

@@ -9,6 +9,7 @@ use crate::vmm::{self, Change, Failure, Left, Problem, RebootError, cold, switch
 use rekindle_protect::candidate::{self, Loaded, Next};
 use rekindle_protect::pager;
 use rekindle_protect::restore::{Clock, RestoreError};
+use rekindle_qemu::agent;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::hardware::new_generation;
 use rekindle_vm::host::Host;
@@ -27,15 +28,23 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PAGER: Duration = Duration::from_secs(10);
 
 const OPERATION: &str = "reboot os --how phase";
+/// What a guest that has announced nothing is to do.
+const RESTORED: &str = "systemctl --no-block start rekindle-restored.target";
 
-/// Reboot the guest of VM `name` from a candidate; `only` from this one.
+/// Reboot the guest of VM `name` from a candidate; `only` from this one; unless `unless` finds something that speaks against it once
+/// nobody else is at work on the VM.
 ///
 /// *Needs:* a VM whose definition keeps phases; nothing else at work on it; with `only` that it may be used.
 /// *On success:* the guest goes on from the candidate, or boots: [`Outcome`] says which.
 /// *On failure:* as [`Failure::left`] says.
-pub(in crate::os) fn reboot(host: &Host, name: &str, only: Option<&str>) -> Result<Rebooted, Failure> {
+pub(in crate::os) fn reboot(
+    host: &Host,
+    name: &str,
+    only: Option<&str>,
+    unless: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Rebooted, Failure> {
     let rundir = rekindle_vm::rundir::RunDir::new(&host.root, name);
-    let against = |state: &State| against(host, &rundir, state, only);
+    let against = |state: &State| unless(state).or_else(|| against(host, &rundir, state, only));
     let mut change = vmm::begin_again(host, name, OPERATION, against)?;
     let mut journal =
         change.open_journal(Kind::OsPhase).map_err(|error| Failure { left: Left::AsItWas, error: error.into() })?;
@@ -144,6 +153,10 @@ fn load(
     let fds = network::reopen(&hardware)?;
     let again = Journal::left_behind(&rundir).map_err(change.file_error("operation.json"))?;
     let again = again.ok_or_else(|| change.file_error("operation.json")(std::io::ErrorKind::NotFound.into()))?;
+    let is_announced = change.held.state.definition.phase.healthy.as_ref() != Some(&good.name);
+    if is_announced {
+        phases::expect_healthy(&rundir, &change.held.state.definition);
+    }
     let (port, resumed, new) = (RefCell::new(None), RefCell::new(host_us()), RefCell::new(None));
     let old = change.old.clone();
     let state = change.held.state.clone();
@@ -154,7 +167,8 @@ fn load(
         made: Made { journal: again, directory, fds },
         started: &|vmm| {
             // Before the state comes: to the guest the port has been open all the time.
-            *port.borrow_mut() = Port::connect(vmm).map_err(|e| tracing::debug!("its port for phases: {e}")).ok();
+            let connect = || Port::connect(vmm).map_err(|e| tracing::debug!("its port for phases: {e}")).ok();
+            *port.borrow_mut() = is_announced.then(connect).flatten();
             *new.borrow_mut() = Some(vmm.clone());
             fault::point("phase.renew.spawned", Some(&old), Some(vmm));
         },
@@ -177,6 +191,13 @@ fn load(
             Ok(true) => change.recorder.step("tell the guest"),
             Ok(false) => tracing::warn!("{name}: the guest does not take the word that it was set back"),
             Err(e) => tracing::debug!("{name}: whether the guest was told cannot be seen: {e}"),
+        }
+    }
+    if !is_announced && loaded.clock != Clock::NoAgent {
+        match agent::run(&new.directory().agent(), "/bin/sh", &["-c", RESTORED], ANSWER) {
+            Ok(ran) if ran.status == Some(0) => change.recorder.step("tell the guest's agent"),
+            Ok(ran) => tracing::info!("{name}: {RESTORED}: exit status {:?}", ran.status),
+            Err(e) => tracing::info!("{name}: its agent does not run {RESTORED}: {e}"),
         }
     }
     Ok((new, loaded, resumed.into_inner()))

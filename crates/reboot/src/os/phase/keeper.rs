@@ -1,36 +1,27 @@
-//! Waits beside a VM until its guest announces a phase of its boot, and saves that as a candidate, unless there is one already that may
-//! be used.
+//! Waits beside a VM until its guest announces a phase of its boot, or is healthy, and has that saved as a candidate, unless there is one
+//! already that may be used.
 //!
 //! A process of its own, `rekindle phases NAME`, started by `run`, `recover`, `restore` and every reboot of the guest. If it has died, the guest's boot waits for a
 //! moment at each phase and goes on; what was saved is there.
 
-use super::candidates::{self, About, chain};
+use super::health::Health;
 use super::port::Port;
+use super::save::{Saved, save};
 use crate::os::watch::{self, WatchError};
-use rekindle_protect::candidate;
-use rekindle_protect::target::Target;
-use rekindle_qemu::command::Hardware;
-use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::StoreUrl;
-use rekindle_vm::definition::{Definition, uncarriable};
+use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{Held, LifeError};
 use rekindle_vm::phases;
-use rekindle_vm::rundir::{RunDir, sync_directory};
-use serde_json::Value;
-use std::fs::{self, DirBuilder};
+use rekindle_vm::rundir::RunDir;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long is waited for the guest at a time.
 const LONG: Duration = Duration::from_secs(3600);
-/// How long somebody else may be at work on the VM, or its memory be on its way: the guest waits no longer.
-const BUSY: Duration = Duration::from_secs(10);
-/// Between two looks at what cannot be waited for.
+/// Between two looks at whether it is healthy, and at what cannot be waited for.
+const BETWEEN: Duration = Duration::from_millis(100);
+/// Between two looks for the VM's next QEMU.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Start the process, if the VM's definition wants it. One that is there already is enough: the second one ends.
@@ -49,8 +40,13 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
     let Some(_lock) = watch::lock_file(&rundir, "phases.lock").map_err(failed)? else { return Ok(()) };
-    while let Some((vmm, _)) = watch::next(&rundir).map_err(failed)? {
-        if let Err(e) = listen(host, &rundir, &vmm) {
+    let mut expected = false;
+    while let Some((vmm, definition)) = watch::next(&rundir).map_err(failed)? {
+        let health = Health::of(&definition).unwrap_or_else(|e| {
+            tracing::warn!("whether the guest is healthy cannot be asked: {e}");
+            None
+        });
+        if let Err(e) = listen(host, &rundir, &vmm, health.as_ref(), &mut expected) {
             tracing::debug!("QEMU (process {}): {e}", vmm.pid);
         }
         // It ends, or is being replaced; or somebody else has its port.
@@ -59,105 +55,35 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     Ok(())
 }
 
-/// Serve one QEMU's guest until that QEMU ends.
-fn listen(host: &Host, rundir: &RunDir, vmm: &Vmm) -> io::Result<()> {
+/// Serve one QEMU's guest until that QEMU ends. `expected`: it is to be seen when it is healthy.
+fn listen(host: &Host, rundir: &RunDir, vmm: &Vmm, health: Option<&Health>, expected: &mut bool) -> io::Result<()> {
     let mut port = Port::connect(vmm)?;
+    *expected |= phases::take_expected(rundir);
     loop {
-        let Some(phase) = port.announced(LONG)? else { continue };
-        let answer = match save(host, rundir, vmm, &phase) {
-            Ok(Saved::Now { stopped_us, bytes }) => {
-                tracing::info!("phase {phase} is saved: {bytes} bytes, the guest was stopped for {stopped_us} µs");
-                "saved".to_owned()
+        let awaited = health.filter(|_| *expected);
+        let announced = port.announced(if awaited.is_some() { BETWEEN } else { LONG })?;
+        match (announced, awaited) {
+            (Some(phase), _) => port.answer(&keep(host, rundir, vmm, &phase))?,
+            (None, Some(health)) if health.is_well(vmm) => {
+                *expected = false;
+                keep(host, rundir, vmm, &health.phase);
             }
-            Ok(Saved::Before) => "kept".to_owned(),
-            Err(why) => {
-                tracing::warn!("phase {phase} is not saved: {why}");
-                format!("skipped {why}")
-            }
-        };
-        port.answer(&answer)?;
-    }
-}
-
-enum Saved {
-    Now {
-        stopped_us: u64,
-        bytes: u64,
-    },
-    /// There is one already that may be used.
-    Before,
-}
-
-/// Have a candidate of `phase`, at which the guest of `vmm` waits.
-fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Result<Saved, String> {
-    let held = hold(host, rundir)?;
-    let state = &held.state;
-    if state.vmm.as_ref() != Some(vmm) {
-        return Err("another QEMU runs the guest now".into());
-    }
-    if !state.definition.phase.save.iter().any(|name| name == phase) {
-        return Err("the VM's definition does not name it under phase.save".into());
-    }
-    if let Some(why) = uncarriable(&state.definition).first() {
-        return Err(why.clone());
-    }
-    if let Some(file) = unwatched(vmm, &state.hardware).map_err(|e| chain(&e))? {
-        return Err(format!(
-            "QEMU itself has {file} open for the guest (`qemu_args`), and nobody knows what is written to it"
-        ));
-    }
-    if candidates::find(host, rundir, state, phase).good.is_ok() {
-        return Ok(Saved::Before);
-    }
-    let deadline = Instant::now() + BUSY;
-    while rundir.fill().exists() {
-        if Instant::now() > deadline {
-            return Err("the guest's memory is still being brought".into());
-        }
-        thread::sleep(LOOK);
-    }
-    let directory = phases::directory(host, rundir, &state.definition);
-    let (place, new) = (directory.join(phase), directory.join(format!("{phase}.new")));
-    let failed = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
-    DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|e| failed(&directory, e))?;
-    // What one that was killed has left.
-    remove(&new).map_err(|e| failed(&new, e))?;
-    let target = Target::of(host, rundir.name()).map_err(|e| chain(&e))?;
-    let about = || About::now(rundir, &state.hardware).map(|about| candidates::value(&about));
-    let taken = candidate::take(&target, &StoreUrl::Directory(new.clone()), about);
-    let taken = taken.map_err(|e| {
-        let _ = remove(&new);
-        chain(&e)
-    })?;
-    // Whoever comes in between finds none.
-    let put = remove(&place).and_then(|()| fs::rename(&new, &place)).and_then(|()| sync_directory(&directory));
-    put.map_err(|e| failed(&place, e))?;
-    Ok(Saved::Now { stopped_us: taken.stopped_us, bytes: taken.bytes })
-}
-
-/// An image that QEMU has open and that is no `[[disk]]`: one of those that has no server is only read.
-fn unwatched(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, QmpError> {
-    let mut qmp = Qmp::connect(&vmm.directory().qmp(), BUSY)?;
-    let devices: Vec<Value> = qmp.execute("query-block", ())?;
-    let files = devices.iter().filter_map(|device| device.pointer("/inserted/file").and_then(Value::as_str));
-    let is_known = |file: &str| hardware.disks.iter().any(|disk| disk.readonly && disk.path == Path::new(file));
-    Ok(files.filter(|file| !is_known(file)).map(str::to_owned).next())
-}
-
-/// The VM, once nobody else is at work on it: whoever has started the guest is about to be done.
-fn hold(host: &Host, rundir: &RunDir) -> Result<Held, String> {
-    let deadline = Instant::now() + BUSY;
-    loop {
-        match Held::take(host, rundir.name(), "saving a phase") {
-            Err(LifeError::Lock(_)) if Instant::now() < deadline => thread::sleep(LOOK),
-            held => return held.map_err(|e| chain(&e)),
+            (None, _) => {}
         }
     }
 }
 
-fn remove(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-        _ => Ok(()),
+/// Have a candidate of a phase; what a guest that waits for it is answered.
+fn keep(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> String {
+    match save(host, rundir, vmm, phase) {
+        Ok(Saved::Now { stopped_us, bytes }) => {
+            tracing::info!("phase {phase} is saved: {bytes} bytes, the guest was stopped for {stopped_us} µs");
+            "saved".into()
+        }
+        Ok(Saved::Before) => "kept".into(),
+        Err(why) => {
+            tracing::warn!("phase {phase} is not saved: {why}");
+            format!("skipped {why}")
+        }
     }
 }

@@ -4,7 +4,9 @@
 //! |---|---|
 //! | [`candidates`] | the snapshots of a VM: where they are, and whether they may be used |
 //! | `port` | the port by which a guest announces phases, and is answered |
-//! | [`keeper`] | the process that waits for that, and saves |
+//! | `health` | the phase that no guest announces |
+//! | [`keeper`] | the process that waits for both |
+//! | `save` | what it has saved |
 //! | `go` | the reboot |
 //!
 //! A candidate may be used while none of the blocks that its guest had read or written has been written since: `docs/os-reboot.md` has the
@@ -12,8 +14,10 @@
 
 pub mod candidates;
 mod go;
+mod health;
 pub mod keeper;
 mod port;
+mod save;
 
 pub use candidates::Candidate;
 pub(super) use go::reboot;

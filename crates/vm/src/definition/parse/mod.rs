@@ -13,7 +13,9 @@ use super::document::{Document, Section, quoted};
 use super::error::Problem;
 use super::files::{self, Wanted};
 use super::names::check_id;
-use super::{Accel, Boot, Bytes, Definition, DefinitionErrors, Devices, Name, OnCrash, OnReboot, Ram, Span, arguments};
+use super::{
+    Accel, Boot, Bytes, Definition, DefinitionErrors, Devices, Name, OnCrash, OnReboot, Phase, Ram, Span, arguments,
+};
 
 /// Every key by its section: what the readers below may ask for, and what hints at unknown keys are taken from.
 pub(super) const SECTIONS: &[(&str, &[&str])] = &[
@@ -44,7 +46,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("ram", &["dir", "prealloc"]),
     ("boot", &["kernel", "initrd", "append"]),
     ("devices", &["vga", "agent", "rng", "vmgenid"]),
-    ("phase", &["save"]),
+    ("phase", &["save", "healthy"]),
     ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server", "redo", "attic_keep", "bps", "iops"]),
     ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
 ];
@@ -52,8 +54,13 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
 /// Why nothing can be kept over a reboot.
 const NO_CACHE: &str = "no disk has a server, which knows what the guest has cached; let a [[disk]] have one (a raw image, without `server = false`), or \
      leave this out";
-const ON_REBOOT: [(&str, OnReboot); 2] = [("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache)];
-const ON_CRASH: [(&str, OnCrash); 2] = [("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache)];
+/// Why it cannot go on from a phase.
+const NO_PHASE: &str =
+    "no phase of its boot is kept; name those that its guest announces under [phase], or leave this out";
+const ON_REBOOT: [(&str, OnReboot); 3] =
+    [("reset", OnReboot::Reset), ("warm-cache", OnReboot::WarmCache), ("phase", OnReboot::Phase)];
+const ON_CRASH: [(&str, OnCrash); 3] =
+    [("leave", OnCrash::Leave), ("warm-cache", OnCrash::WarmCache), ("phase", OnCrash::Phase)];
 const ACCELS: &[(&str, Accel)] = &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)];
 
 pub(super) fn parse(text: &str, base: &Path, file: &str) -> Result<Definition, DefinitionErrors> {
@@ -102,8 +109,10 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     }
     let nets = nets::read(&top, stem);
     let served = disks.iter().any(|disk| disk.server);
-    let on_reboot = after_end(&top, "on_reboot", ON_REBOOT, served);
-    let on_crash = after_end(&top, "on_crash", ON_CRASH, served);
+    let devices = devices(&top);
+    let phase = phase::read(&top, &disks, devices.agent);
+    let on_reboot = after_end(&top, "on_reboot", ON_REBOOT, served, &phase);
+    let on_crash = after_end(&top, "on_crash", ON_CRASH, served, &phase);
     Some(Definition {
         memory,
         vcpus: top.number("vcpus", 1, u8::MAX).map_or(1, |found| found.value),
@@ -119,8 +128,8 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
         qemu_args: qemu_args.into_iter().map(|argument| argument.value.to_owned()).collect(),
         ram,
         boot,
-        devices: devices(&top),
-        phase: phase::read(&top, &disks),
+        devices,
+        phase,
         disks,
         nets,
         name: name?,
@@ -131,13 +140,17 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
 fn after_end<T: Copy + PartialEq>(
     top: &Section<'_>,
     key: &'static str,
-    [plain, warm]: [(&str, T); 2],
+    [plain, warm, phase]: [(&str, T); 3],
     served: bool,
+    phases: &Phase,
 ) -> T {
     let usual = if served { warm.1 } else { plain.1 };
-    let found = top.choice(key, &[plain, warm]).map_or(usual, |found| found.value);
+    let found = top.choice(key, &[plain, warm, phase]).map_or(usual, |found| found.value);
     if found == warm.1 && !served {
         top.reject(key, NO_CACHE);
+    }
+    if found == phase.1 && phases.is_empty() {
+        top.reject(key, NO_PHASE);
     }
     found
 }

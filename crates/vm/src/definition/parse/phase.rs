@@ -8,7 +8,8 @@ use super::Taken;
 /// Candidates that are worth their room.
 const MOST: usize = 8;
 
-pub(super) fn read(top: &Section<'_>, disks: &[Disk]) -> Phase {
+/// `agent`: whether the VM has a port for one.
+pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
     let section = top.section("phase");
     if top.at("phase").is_none() {
         return Phase::default();
@@ -27,6 +28,17 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk]) -> Phase {
     if let Some(name) = names.get(MOST) {
         section.invalid("save", format!("{:?}", name.value), name.at, format!("one too many; leave {MOST}"));
     }
+    let healthy = section.text("healthy");
+    if let Some(healthy) = healthy {
+        if !names.iter().any(|name| name.value == healthy.value) {
+            let why = "not one of the phases under `phase.save`; name it there, too";
+            section.invalid("healthy", format!("{:?}", healthy.value), healthy.at, why);
+        }
+        if top.lacks("probe") && !agent {
+            let why = "nobody can tell when it is healthy; write probe = \"http://HOST/\" at the top, or leave out `agent = false`";
+            section.invalid("healthy", format!("{:?}", healthy.value), healthy.at, why);
+        }
+    }
     for disk in disks.iter().filter(|disk| !is_watched(disk)) {
         let id = &disk.id;
         section.document().conflict(
@@ -37,7 +49,10 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk]) -> Phase {
             ),
         );
     }
-    Phase { save: names.into_iter().map(|name| name.value.to_owned()).collect() }
+    Phase {
+        save: names.into_iter().map(|name| name.value.to_owned()).collect(),
+        healthy: healthy.map(|healthy| healthy.value.to_owned()),
+    }
 }
 
 /// Whether it can be told if a disk is what it was: its server knows, or nobody writes the file that it is.

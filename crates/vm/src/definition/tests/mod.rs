@@ -418,7 +418,11 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             qemu: if some { dir.join("bzImage") } else { "qemu-kvm".into() },
             probe: some.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
             shutdown_timeout: Span::from_millis(millis),
-            on_reboot: if disk.server && some { OnReboot::WarmCache } else { OnReboot::Reset },
+            on_reboot: match (disk.server, some, rng) {
+                (true, true, true) => OnReboot::Phase,
+                (true, true, false) => OnReboot::WarmCache,
+                _ => OnReboot::Reset,
+            },
             on_crash: if disk.server && vga { OnCrash::WarmCache } else { OnCrash::Leave },
             save_dir: some.then(|| dir.join("ram")),
             qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
@@ -427,6 +431,7 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             devices: Devices { vga, agent, rng, vmgenid },
             phase: Phase {
                 save: if disk.server && rng { vec!["kernel".into(), "services".into()] } else { Vec::new() },
+                healthy: (disk.server && rng && agent).then(|| "services".into()),
             },
             disks: vec![disk],
             nets,

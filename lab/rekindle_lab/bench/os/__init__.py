@@ -1,0 +1,9 @@
+"""Topic `os`: rebooting a guest's system in each way, by stages of its boot, with what a leak leaves behind; and peers.
+
+Follows sections 3 and 5 of Towards Fast OS Rejuvenation.
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

@@ -1,0 +1,86 @@
+"""The cases. Each leaves its rows at once; ways are taken by turns (A B C D, A B C D)."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.guests import Image
+
+from . import peers
+from .leak import Leaky, leak_image, leaky
+from .plan import GUESTS, LEAKS, Plan
+from .stage import OsGuest, Stage
+
+INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
+"""Of the guests' networks."""
+LEAK_INDEX = 40
+
+
+def both(
+    stage: Stage, stack: ExitStack, kind: str, index: int, memory_mib: int, image: Image | None = None
+) -> Callable[[str], OsGuest]:
+    """Two guests of a kind, one of which keeps phases; gives the one for a way."""
+    plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, memory_mib, image)))
+    keeps = stack.enter_context(stage.ours(stage.phase_guest(kind, index + 1, memory_mib, image)))
+    assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
+    stage.wait_saved(keeps)
+    return lambda how: keeps if how.startswith("phase-") else plain
+
+
+def reboots(kind: str) -> Callable[[Stage, Plan], None]:
+    """The case of one kind of guest."""
+
+    def case(stage: Stage, plan: Plan) -> None:
+        rounds = plan.rounds.get(kind, 0)
+        if not rounds:
+            raise NoRoomError("is not asked for that by this plan")
+        with ExitStack() as stack:
+            guest_of = both(stage, stack, kind, INDEXES[kind], plan.memory_mib)
+            for number in range(rounds):
+                for how in GUESTS[kind]:
+                    row = stage.reboot(guest_of(how), how, number)
+                    stage.rows.append(row)
+                    gap = (row.gap_us or 0) / 1e6
+                    stage.say(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
+
+    case.__doc__ = f"{kind}: every way that it has."
+    return case
+
+
+def leak(stage: Stage, plan: Plan) -> None:
+    """Kernel memory is leaked, then the guest is rebooted in each of its ways: what of it is back."""
+    if not any(plan.leaks.values()):
+        raise NoRoomError("is not asked for that by this plan")
+    made = leak_image(stage.root)
+    for kind, ways in LEAKS.items():
+        rounds = plan.leaks.get(kind, 0)
+        if not rounds:
+            continue
+        with ExitStack() as stack:
+            image = Image("micro", made) if kind == "micro" else None
+            index = LEAK_INDEX + (0 if kind == "micro" else 2)
+            guest_of = both(stage, stack, kind, index, plan.memory_mib, image)
+            for number in range(rounds):
+                for how in ways:
+                    guest: Leaky = leaky(guest_of(how), made)
+                    before = guest.memory()
+                    asked = guest.leak(plan.leak_mib)
+                    leaked = guest.memory()
+                    row = stage.reboot(guest.guest, how, number, "leak")
+                    after = guest.memory()
+                    row.leaked_bytes = asked
+                    row.slab_before_kib, row.available_before_kib = before.slab_kib, before.available_kib
+                    row.slab_leaked_kib, row.available_leaked_kib = leaked.slab_kib, leaked.available_kib
+                    row.slab_after_kib, row.available_after_kib = after.slab_kib, after.available_kib
+                    stage.rows.append(row)
+                    back = leaked.slab_kib - after.slab_kib
+                    stage.say(f"leak: {kind}: {number + 1} of {rounds}: {how}: {back} KiB of {asked >> 10} are back")
+
+
+CASES: dict[str, Callable[[Stage, Plan], None]] = {
+    "micro": reboots("micro"),
+    "leak": leak,
+    "peers": peers.peers,
+    "immutable": reboots("immutable"),
+    "debian": reboots("debian"),
+}

@@ -1,0 +1,235 @@
+"""Peers: what else brings a guest of this kernel back, on QEMU's own. By turns with ours.
+
+- `microvm`: the same kernel and RAM disk, started by QEMU's machine `microvm` (as Firecracker starts one: no boot
+  loader, few devices; its PCI bus is on, since the guests' initrds have drivers for that only). To be compared with a
+  cold reboot.
+- `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up. With a phase.
+- `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. With a phase.
+
+All get QEMU's own disks (qcow2 over the image) and RAM, and the accelerator, processor and number of processors of
+ours. Their former guest is not shut down, its QEMU is killed: that is not in their time, and ours is told without it,
+too. The last two go back to an older disk, and give up what was written since; `phase` does not.
+"""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle_lab import netns
+from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.peers.cpr import PeerError
+from rekindle_lab.qmp import Qmp, QmpError
+from rekindle_lab.slow import run
+
+from .client import Client, longest_gap
+from .plan import Plan
+from .rows import PEERS, Row
+from .stage import MICRO_DISK_BYTES, SETTLE_S, OsGuest, Stage, ask_often
+
+INDEX = 50
+DEADLINE_S = 120.0
+TAKEN_OVER = ("-accel", "-cpu", "-smp")
+SNAPSHOT = "ready"
+OURS = ("cold", "phase-services")
+
+
+@dataclass
+class Peer:
+    """One guest, under one QEMU after the other."""
+
+    stage: Stage
+    guest: OsGuest
+    how: str
+    like: list[str]
+    """What it has of our command line."""
+    tap: netns.Tap
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    disks: list[Path] = field(default_factory=list)
+
+    def make_disks(self) -> None:
+        """Overlays of the image's disks, and one that is empty where it has none: `savevm` needs a place."""
+        folder = self.guest.image.folder
+        names = [] if self.guest.kind == "micro" else ["disk.raw", "data.raw"]
+        for name in names:
+            path = self.folder / f"{name}.qcow2"
+            run("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", folder / name, path)
+            self.disks.append(path)
+        if not names:
+            path = self.folder / "empty.qcow2"
+            run("qemu-img", "create", "-q", "-f", "qcow2", path, str(MICRO_DISK_BYTES))
+            self.disks.append(path)
+
+    @property
+    def qmp(self) -> Path:
+        """Its monitor."""
+        return self.folder / "qmp.sock"
+
+    def words(self) -> list[str]:
+        """QEMU's arguments."""
+        image = self.guest.image.folder
+        machine = "microvm,pcie=on" if self.how == "microvm" else "q35"
+        given = ["-nodefaults", "-no-user-config", "-display", "none", "-machine", machine, *self.like]
+        given += ["-m", str(self.guest.memory_mib), "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")]
+        given += ["-append", self.guest.command_line, "-serial", f"file:{self.folder / 'console.log'}"]
+        given += ["-qmp", f"unix:{self.qmp},server=on,wait=off"]
+        given += ["-netdev", f"tap,id=net0,fd={self.tap.fd}", "-device", "virtio-net-pci,netdev=net0"]
+        for number, disk in enumerate(self.disks):
+            given += ["-drive", f"if=none,id=disk{number},format=qcow2,file={disk}"]
+            given += ["-device", f"virtio-blk-pci,drive=disk{number}"]
+        return given
+
+    def start(self, *more: str) -> None:
+        """Start a QEMU."""
+        self.qmp.unlink(missing_ok=True)
+        with (self.folder / "qemu.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [self.stage.qemu, *self.words(), *more],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self.tap.fd],
+                start_new_session=True,
+            )
+
+    def monitor(self) -> Qmp:
+        """A connection to it."""
+        process = self.process
+        return Qmp(self.qmp, DEADLINE_S, alive=lambda: process is not None and process.poll() is None)
+
+    def end(self) -> None:
+        """Kill it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def save(self) -> None:
+        """Keep the guest as it is now, in the peer's way; it has ended then."""
+        with self.monitor() as qmp:
+            if self.how == "loadvm":
+                said = qmp.execute("human-monitor-command", {"command-line": f"savevm {SNAPSHOT}"})
+                if said.strip():
+                    raise PeerError(f"savevm: {said.strip()}")
+            else:
+                qmp.execute("stop")
+                qmp.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+                qmp.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
+                qmp.execute("migrate", {"uri": f"file:{self.folder / 'saved'}"})
+                self._migrated(qmp)
+            qmp.execute("quit")
+        if self.process is not None:
+            self.process.wait(DEADLINE_S)
+            self.process = None
+        for disk in self.disks:
+            shutil.copyfile(disk, disk.with_suffix(".then"))
+
+    def _migrated(self, qmp: Qmp) -> None:
+        while (status := qmp.wait_event("MIGRATION", DEADLINE_S).data["status"]) != "completed":
+            if status in ("failed", "cancelled"):
+                raise PeerError(f"{self.how}: the migration has {status}: {(self.folder / 'qemu.log').read_text()}")
+
+    def bring_back(self, row: Row) -> None:
+        """A new QEMU with the guest, its former one having been killed."""
+        self.end()
+        if self.how == "incoming":
+            for disk in self.disks:
+                shutil.copyfile(disk.with_suffix(".then"), disk)
+        row.ended_host_us = time.time_ns() // 1000
+        if self.how == "microvm":
+            self.start()
+            return
+        self.start("-S", *(["-loadvm", SNAPSHOT] if self.how == "loadvm" else ["-incoming", "defer"]))
+        with self.monitor() as qmp:
+            if self.how == "incoming":
+                qmp.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+                qmp.execute("migrate-incoming", {"uri": f"file:{self.folder / 'saved'}"})
+                self._migrated(qmp)
+            qmp.execute("cont")
+            row.running_host_us = qmp.wait_event("RESUME").host_us
+        row.load_us = row.running_host_us - row.ended_host_us
+
+    def round(self, number: int) -> Row:
+        """Bring it back with a client at it."""
+        row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
+        ask_often(self.guest.netns)
+        with Client(self.guest.netns, self.guest.address, self.guest.path) as client:
+            client.wait(10)
+            time.sleep(SETTLE_S)
+            began_us = time.time_ns() // 1000
+            try:
+                self.bring_back(row)
+            except QmpError as error:
+                said = (self.folder / "qemu.log").read_text(errors="replace")[-1000:]
+                raise PeerError(f"{self.how}: {error}; QEMU said: {said}") from error
+            client.wait(10, after_host_us=row.running_host_us or time.time_ns() // 1000)
+            time.sleep(SETTLE_S)
+        gap = longest_gap(client.answers, began_us)
+        row.silent_host_us, row.served_host_us = gap.start_host_us, gap.end_host_us
+        row.gap_us, row.first_us = gap.us, gap.first_us
+        return row
+
+
+@contextmanager
+def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
+    """A guest of the kind, memory and processors of `like`, up and, where that is its way, saved and up again."""
+    stage.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
+    line = stage.rekindle.show(like.name)["command_line"]
+    taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]
+    guest = OsGuest(
+        f"{like.kind}-{how}",
+        like.image,
+        like.memory_mib,
+        index,
+        None,
+        stage.netns,
+        stage.ram_dir,
+        stage.disk_dir,
+        kind=like.kind,
+    )
+    folder = stage.disk_dir / guest.name
+    folder.mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        tap = netns.Tap(f"rkp{index}x{like.index}", stage.netns, guest.host_address)
+        stack.callback(tap.close)
+        made = Peer(stage, guest, how, taken, tap, folder)
+        stack.callback(made.end)
+        made.make_disks()
+        made.start()
+        guest.wait_ready()
+        if how != "microvm":
+            made.save()
+            made.bring_back(Row("peers", guest.kind, guest.memory_mib, how, 0))
+            guest.wait_ready()
+        yield made
+
+
+def peers(stage: Stage, plan: Plan) -> None:
+    """Ours and each peer, by turns."""
+    if not any(plan.peers.values()):
+        raise NoRoomError("is not asked for that by this plan")
+    for kind, rounds in plan.peers.items():
+        if not rounds:
+            continue
+        index = INDEX + (0 if kind == "micro" else 10)
+        with ExitStack() as stack:
+            plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, plan.memory_mib)))
+            keeps = stack.enter_context(stage.ours(stage.phase_guest(kind, index + 1, plan.memory_mib)))
+            assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
+            stage.wait_saved(keeps)
+            ways: dict[str, Callable[[int], Row]] = {}
+            for how in OURS:
+                guest = plain if how == "cold" else keeps
+                ways[how] = lambda number, guest=guest, how=how: stage.reboot(guest, how, number, "peers")
+            for at, how in enumerate(PEERS):
+                ways[how] = stack.enter_context(peer(stage, plain, how, index + 2 + at)).round
+            for number in range(rounds):
+                for how, bring_back in ways.items():
+                    row = bring_back(number)
+                    stage.rows.append(row)
+                    stage.say(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")

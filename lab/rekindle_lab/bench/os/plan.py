@@ -1,0 +1,60 @@
+"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from .rows import PEERS
+
+GUESTS = {
+    "micro": ("cold", "warm-cache", "phase-kernel", "phase-services"),
+    "debian": ("cold", "warm-cache", "kexec", "phase-kernel"),
+    "immutable": ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services"),
+}
+"""Ways of each guest: micro has no systemd and no kexec; debian writes its root, so only its early phase is good."""
+LEAKS = {
+    "micro": ("cold", "warm-cache", "phase-kernel", "phase-services"),
+    "immutable": ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    rounds: dict[str, int]
+    """Reboots of each way, by guest."""
+    leaks: dict[str, int]
+    """The same, each with a leak before."""
+    peers: dict[str, int]
+    """Guests brought back by each peer."""
+    memory_mib: int = 512
+    leak_mib: int = 64
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(
+    rounds={"micro": 12, "debian": 10, "immutable": 12},
+    leaks={"micro": 5, "immutable": 3},
+    peers={"micro": 10, "immutable": 10},
+)
+
+QUICK = Plan(
+    rounds={"micro": 2, "debian": 0, "immutable": 1},
+    leaks={"micro": 1, "immutable": 0},
+    peers={"micro": 2, "immutable": 0},
+    budget_s=330.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines = []
+    for what, own, full in (
+        ("reboots of each way", plan.rounds, FULL.rounds),
+        ("reboots of each way after a leak", plan.leaks, FULL.leaks),
+        (f"guests brought back by each of {', '.join(PEERS)}", plan.peers, FULL.peers),
+    ):
+        for guest, number in full.items():
+            if own.get(guest, 0) < number:
+                lines.append(f"{guest}: {what}: {own.get(guest, 0)} of {number}")
+    return lines

@@ -1,0 +1,56 @@
+"""Downtime by stages of the boot, a bar for each guest and way."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from rekindle_lab import style
+
+from .analysis import JUMP, REST, STAGES, stages_of
+from .rows import WAYS
+
+COLOURS = {
+    JUMP: "#999999",
+    "shut down": "#BBBBBB",
+    "new QEMU": "#F0E442",
+    "firmware": "#D55E00",
+    "loader": "#E69F00",
+    "kernel": "#0072B2",
+    "user space": "#56B4E9",
+    REST: "#009E73",
+}
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw what there is data for, and give the names of the files."""
+    style.apply()
+    rows = frame[frame["case"] == "reboot"]
+    guests = list(dict.fromkeys(rows["guest"]))
+    if not guests:
+        return []
+    figure, all_axes = plt.subplots(
+        len(guests), 1, figsize=(8.5, 0.8 + 1.9 * len(guests)), squeeze=False, layout="constrained"
+    )
+    for axes, guest in zip(all_axes[:, 0], guests, strict=True):
+        of = rows[rows["guest"] == guest]
+        ways = [how for how in WAYS if how in set(of["how"])]
+        for at, how in enumerate(ways):
+            left = 0.0
+            known = stages_of(of[of["how"] == how], how)
+            for name in (JUMP, *STAGES, REST):
+                if name in known:
+                    axes.barh(at, known[name], left=left, color=COLOURS[name], label=name, height=0.7)
+                    left += known[name]
+        axes.set_yticks(range(len(ways)), ways)
+        axes.invert_yaxis()
+        axes.grid(visible=True, axis="x")
+        axes.grid(visible=False, axis="y")
+        axes.set_title(guest)
+    all_axes[-1, 0].set_xlabel("s without an answer (medians of the stages)")
+    handles = {label: h for axes in all_axes[:, 0] for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    ordered = [name for name in (JUMP, *STAGES, REST) if name in handles]
+    figure.legend([handles[name] for name in ordered], ordered, loc="outside lower center", ncols=4)
+    figure.suptitle("Rebooting a guest's system, by stages", x=0.01, ha="left", fontweight="bold")
+    style.save(figure, folder / "os-stages.png")
+    return ["os-stages.png"]

@@ -1,0 +1,230 @@
+"""The stage of this topic: guests that are rebooted, with a client at each."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rekindle_lab import guests, netns
+from rekindle_lab.bench import stage as bench
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.guests import Guest, Image
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.slow import run
+
+from .boot import Firmware, debug_port, kernel_began, user_space_after_us
+from .client import Client, Gap, longest_gap
+from .rows import Row
+
+IMAGE = "micro"
+SSH_DEADLINE_S = 300.0
+SAVED_DEADLINE_S = 120.0
+SETTLE_S = 1.0
+"""How long a client asks an undisturbed guest before and after a reboot."""
+PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
+"""Those of which there can be candidates."""
+PATHS = {"micro": "/bytes/16384"}
+"""What a client asks for: 16 KiB, of nginx or of micro's own server."""
+MICRO_DISK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class OsGuest(Guest):
+    """A guest of this topic. Rekindle's servers have its disks."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "2m"
+
+    kind: str = "micro"
+    """`micro`, `debian`, `immutable`."""
+    phases: bool = False
+    """Whether phases of its boot are kept.
+
+    Where they are a boot is longer, so the other ways have guests of their own.
+    """
+    firmware: Path | None = None
+    """The file that is its firmware's debug port."""
+
+    @property
+    def path(self) -> str:
+        """What a client asks for."""
+        return PATHS.get(self.kind, "/files/000.bin")
+
+    @property
+    def own_disk(self) -> Path:
+        """The disk that it writes."""
+        return self.disk_dir / f"{self.name}.raw"
+
+    @property
+    def disk(self) -> Path | None:
+        """What is removed at the end."""
+        return self.own_disk
+
+    @property
+    def command_line(self) -> str:
+        """Its kernel's."""
+        root = {
+            "micro": "",
+            "debian": "root=/dev/vda1 rw ",
+            "immutable": "root=/dev/vda ro rekindle.overlay=50% rekindle.data=/dev/vdb1 ",
+        }[self.kind]
+        return f"{root}console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
+
+    def disk_lines(self) -> list[str]:
+        """What its VM definition says of its disks."""
+        own = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
+        if self.kind != "immutable":
+            return own
+        shared = json.dumps(str(self.image.folder / "disk.raw"))
+        return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own]
+
+    def qemu_args(self) -> list[str]:
+        """The firmware's debug port."""
+        return debug_port(self.firmware) if self.firmware else []
+
+    def definition(self, qemu: str) -> str:
+        """With the phases that are kept."""
+        text = super().definition(qemu)
+        return f"{text}\n[phase]\nsave = {json.dumps(PHASES[self.kind])}\n" if self.phases else text
+
+    def write(self, folder: Path, qemu: str) -> Path:
+        """Write the definition, and make the disk that it writes."""
+        make_disk(self.kind, self.image, self.own_disk)
+        path = folder / f"{self.name}.toml"
+        path.write_text(self.definition(qemu))
+        return path
+
+    def ssh(self, command: str, given: bytes = b"") -> str:
+        """Run a command in it, with this as its input, and give what it says."""
+        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+        options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
+        words = ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+        done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {said}")
+        return done.stdout.decode()
+
+
+def make_disk(kind: str, image: Image, path: Path) -> None:
+    """The disk that a guest writes.
+
+    debian's root is put into a partition: the first block of a disk every firmware reads, and with a file system
+    there no candidate of a phase would ever be good.
+    """
+    if kind == "micro":
+        with path.open("wb") as file:
+            file.truncate(MICRO_DISK_BYTES)
+    elif kind == "immutable":
+        guests.copy_sparse(image.folder / "data.raw", path)
+    else:
+        source = image.folder / "disk.raw"
+        sectors = source.stat().st_size // 512
+        run("dd", f"if={source}", f"of={path}", "bs=1M", "seek=1", "conv=sparse", "status=none")
+        entry = bytes([0, 0xFE, 0xFF, 0xFF, 0x83, 0xFE, 0xFF, 0xFF])
+        table = entry + (2048).to_bytes(4, "little") + sectors.to_bytes(4, "little")
+        with path.open("r+b") as file:
+            file.truncate((sectors + 2048) * 512)
+            file.seek(446)
+            file.write(table)
+            file.seek(510)
+            file.write(b"\x55\xaa")
+
+
+@dataclass
+class Stage(bench.Stage):
+    """Everything that cases share."""
+
+    def os_guest(self, kind: str, index: int, memory_mib: int, image: Image | None = None) -> OsGuest:
+        """A guest whose phases are not kept."""
+        self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
+        firmware = self.work / f"{kind}{index}.firmware"
+        given = image or self.image(kind)
+        name = f"{kind}{index}"
+        return OsGuest(
+            name, given, memory_mib, index, None, self.netns, self.ram_dir, self.disk_dir, kind=kind, firmware=firmware
+        )
+
+    def phase_guest(self, kind: str, index: int, memory_mib: int, image: Image | None = None) -> OsGuest:
+        """A guest whose phases are kept."""
+        self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
+        given = image or self.image(kind)
+        name = f"{kind}{index}"
+        return OsGuest(
+            name, given, memory_mib, index, None, self.netns, self.ram_dir, self.disk_dir, kind=kind, phases=True
+        )
+
+    def wait_saved(self, guest: OsGuest) -> None:
+        """Wait until there is a candidate of each phase that may be used. micro is told to announce the later one."""
+        deadline = time.monotonic() + SAVED_DEADLINE_S
+        if guest.kind == "micro":
+            guest.command("phase services")
+        while True:
+            void = {phase["name"]: phase["void"] for phase in self.rekindle.show(guest.name)["phases"] if phase["void"]}
+            if not void:
+                return
+            if time.monotonic() > deadline:
+                raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
+            time.sleep(0.1)
+
+    def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
+        """Reboot a guest in one of the ways with a client at it, and give what was seen. It is well again then."""
+        words = ["--how", how]
+        if how.startswith("phase-"):
+            words = ["--how", "phase", "--candidate", how.removeprefix("phase-")]
+        row = Row(case, guest.kind, guest.memory_mib, how, number)
+        booted = how in ("cold", "warm-cache")
+        ask_often(guest.netns)
+        with Client(guest.netns, guest.address, guest.path) as client, ExitStack() as stack:
+            client.wait(10)
+            time.sleep(SETTLE_S)
+            firmware = stack.enter_context(Firmware(guest.firmware)) if booted and guest.firmware else None
+            began_us, began = time.time_ns() // 1000, time.monotonic()
+            told = self.rekindle.call("reboot", "os", guest.name, *words)
+            row.command_us = int((time.monotonic() - began) * 1e6)
+            client.wait(10, after_host_us=max(began_us, told["resume_host_us"]))
+            guest.wait_ready()
+            client.wait(10)
+            time.sleep(SETTLE_S)
+        fill(row, told, longest_gap(client.answers, began_us))
+        if firmware is not None:
+            row.loader_host_us = firmware.host_us
+        if booted or how == "kexec":
+            row.kernel_host_us = kernel_began(guest).host_us
+            if guest.kind != "micro":
+                said = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
+                row.user_host_us = row.kernel_host_us + user_space_after_us(said)
+        return row
+
+
+def ask_often(namespace: str) -> None:
+    """A neighbour that has gone is asked for its address every 20 ms, not every second: else that would be measured."""
+    words = "for file in /proc/sys/net/ipv4/neigh/*/retrans_time_ms; do echo 20 >$file; done"
+    run("ip", "netns", "exec", namespace, "sh", "-c", words)
+
+
+def fill(row: Row, told: dict[str, Any], gap: Gap) -> None:
+    """What the command and the client have told."""
+    row.silent_host_us, row.served_host_us = gap.start_host_us, gap.end_host_us
+    row.gap_us, row.first_us = gap.us, gap.first_us
+    row.steps = told.get("steps", [])
+    if row.how != "kexec":
+        row.ended_host_us, row.running_host_us = told["stop_host_us"], told["resume_host_us"]
+    row.ended = told.get("ended") or ""
+    phase = told.get("phase") or {}
+    row.candidate, row.load_us = phase.get("candidate") or "", phase.get("load_us")
+    if row.how.startswith("phase-") and row.candidate != row.how.removeprefix("phase-"):
+        raise RekindleError(f"{told.get('name')}: it goes on from {row.candidate or 'nothing'}: {phase.get('skipped')}")
+
+
+@contextmanager
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
+    """Set the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real one."""
+    with ExitStack() as stack:
+        at = stack.enter_context(bench.folders(disk))
+        name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
+        yield Stage(root, Rekindle(binary, at.work / "run"), qemu, rows, at.work, at.ram_dir, at.disk_dir, name)
