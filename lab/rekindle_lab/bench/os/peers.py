@@ -231,7 +231,7 @@ def peers(stage: Stage, plan: Plan) -> None:
         index = INDEX + (0 if kind == "micro" else 10)
         with ExitStack() as stack:
             plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, plan.memory_mib)))
-            keeps = stack.enter_context(stage.ours(stage.phase_guest(kind, index + 1, plan.memory_mib)))
+            keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
             assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
             stage.wait_saved(keeps)
             ways: dict[str, Callable[[int], Row]] = {}
