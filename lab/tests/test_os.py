@@ -72,7 +72,7 @@ def made_up():
         out.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
         peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
         out.append(peer)
-        out.append(Row("peers", "micro", 512, "microvm", number, 10**6, 10**4, START_US, START_US))
+        out.append(Row("peers", "micro", 512, "qboot", number, 10**6, 10**4, START_US, START_US))
         out[-1].served_host_us = START_US + 10**6
     return out
 
@@ -115,7 +115,7 @@ def test_stages_add_up_to_the_downtime(tmp_path):
     kexec = next(line for line in analysis.stages(frame) if line["reboot"] == "kexec")
     assert kexec[analysis.JUMP] == pytest.approx(2.5045, rel=1e-3) and kexec["firmware"] is None
     peers = {line["how"]: line for line in analysis.peers(frame)}
-    assert peers["microvm"]["first answer"] == pytest.approx(1.0) and peers["microvm"]["running"] is None
+    assert peers["qboot"]["first answer"] == pytest.approx(1.0) and peers["qboot"]["running"] is None
 
 
 def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):

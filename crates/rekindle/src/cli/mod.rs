@@ -97,7 +97,7 @@ pub enum Command {
     /// On success: all of the guest's memory is there.
     /// On failure: whoever needs a missing page waits; it can be started again.
     Pager(Pager),
-    /// Save the phases of its boot that a VM's guest announces, until it is gone.
+    /// Save the phases of its boot that a VM's guest announces, or its health check sees, until it is gone.
     ///
     /// Needs: a VM with [phase] in its definition. `rekindle run` and `recover` start one.
     /// On success: the VM is gone, or another one waits already.

@@ -47,7 +47,12 @@ impl<'a> Guest<'a> {
 
     /// Send a command and give the reply.
     pub fn try_ask(&self, command: &str) -> io::Result<String> {
-        let stream = self.connect(self.address.port())?;
+        self.try_ask_at(self.address.port(), command)
+    }
+
+    /// Send a command to one of its ports and give the reply.
+    pub fn try_ask_at(&self, port: u16, command: &str) -> io::Result<String> {
+        let stream = self.connect(port)?;
         stream.set_read_timeout(Some(Duration::from_secs(60)))?;
         writeln!(&stream, "{command}")?;
         let mut reply = String::new();

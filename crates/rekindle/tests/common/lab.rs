@@ -61,6 +61,15 @@ fn debian() -> &'static Path {
     })
 }
 
+/// The folder of the micro guest that can leak its kernel's memory.
+fn leaky() -> &'static Path {
+    static LEAKY: OnceLock<PathBuf> = OnceLock::new();
+    LEAKY.get_or_init(|| {
+        let given = std::env::var("REKINDLE_TEST_LEAK").ok().filter(|value| !value.is_empty());
+        given.unwrap_or_else(|| script("guest/leak/build", &[]).lines().last().unwrap_or("").into()).into()
+    })
+}
+
 fn script(name: &str, arguments: &[&str]) -> String {
     let output = Command::new(repository().join(name)).args(arguments).output();
     let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
@@ -123,6 +132,13 @@ impl Lab {
     /// The image's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
         (tools().micro.join("vmlinuz"), tools().micro.join("initrd"))
+    }
+
+    /// Kernel and RAM disk of the micro guest that can leak.
+    pub fn leaky(&self) -> (PathBuf, PathBuf) {
+        let place = leaky();
+        assert!(place.join("initrd").exists(), "{} is not there; run: guest/leak/build", place.display());
+        (place.join("vmlinuz"), place.join("initrd"))
     }
 
     /// Kernel, RAM disk, disk and second disk of the Debian guest.

@@ -33,6 +33,7 @@ pub struct Vm<'a> {
     net: Net,
     bridge: Option<String>,
     debian: bool,
+    leaky: bool,
 }
 
 impl<'a> Vm<'a> {
@@ -48,6 +49,7 @@ impl<'a> Vm<'a> {
             net: Net::Tap,
             bridge: None,
             debian: false,
+            leaky: false,
         }
     }
 
@@ -67,6 +69,12 @@ impl<'a> Vm<'a> {
     pub fn debian_of(mut self, append: &str, disk: &str) -> Self {
         self.debian = true;
         self.memory("512M").append(append).section(&format!("[[disk]]\n{disk}"))
+    }
+
+    /// With the micro guest that can leak its kernel's memory.
+    pub fn leaky(mut self) -> Self {
+        self.leaky = true;
+        self
     }
 
     /// More on the guest's kernel command line.
@@ -105,6 +113,8 @@ impl<'a> Vm<'a> {
         let (kernel, initrd) = if self.debian {
             let [kernel, initrd, ..] = self.lab.debian();
             (kernel, initrd)
+        } else if self.leaky {
+            self.lab.leaky()
         } else {
             self.lab.image()
         };

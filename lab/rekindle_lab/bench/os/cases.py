@@ -21,7 +21,7 @@ def both(
 ) -> Callable[[str], OsGuest]:
     """Two guests of a kind, one of which keeps phases; gives the one for a way."""
     plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, memory_mib, image)))
-    keeps = stack.enter_context(stage.ours(stage.phase_guest(kind, index + 1, memory_mib, image)))
+    keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, memory_mib, image, phases=True)))
     assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
     stage.wait_saved(keeps)
     return lambda how: keeps if how.startswith("phase-") else plain

@@ -1,8 +1,10 @@
 """Peers: what else brings a guest of this kernel back, on QEMU's own. By turns with ours.
 
-- `microvm`: the same kernel and RAM disk, started by QEMU's machine `microvm` (as Firecracker starts one: no boot
-  loader, few devices; its PCI bus is on, since the guests' initrds have drivers for that only). To be compared with a
-  cold reboot.
+- `qboot`: the same kernel and RAM disk, started at once by the firmware `qboot.rom`, which does nothing else. To be
+  compared with a cold reboot.
+- `microvm`: the same by QEMU's machine `microvm`, as Firecracker starts one: few devices, no legacy clock (its PCI bus
+  is on, since the guests' initrds have drivers for that only). Only under KVM: by emulation it has nothing by which
+  Debian's kernel could calibrate its clocks, and does not boot.
 - `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up. With a phase.
 - `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. With a phase.
 
@@ -35,6 +37,8 @@ DEADLINE_S = 120.0
 TAKEN_OVER = ("-accel", "-cpu", "-smp")
 SNAPSHOT = "ready"
 OURS = ("cold", "phase-services")
+BOOTED = ("qboot", "microvm")
+"""Peers that keep nothing."""
 
 
 @dataclass
@@ -72,8 +76,10 @@ class Peer:
     def words(self) -> list[str]:
         """QEMU's arguments."""
         image = self.guest.image.folder
-        machine = "microvm,pcie=on" if self.how == "microvm" else "q35"
-        given = ["-nodefaults", "-no-user-config", "-display", "none", "-machine", machine, *self.like]
+        machine = ["-machine", "microvm,pcie=on" if self.how == "microvm" else "q35"]
+        if self.how == "qboot":
+            machine += ["-bios", "qboot.rom"]
+        given = ["-nodefaults", "-no-user-config", "-display", "none", *machine, *self.like]
         given += ["-m", str(self.guest.memory_mib), "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")]
         given += ["-append", self.guest.command_line, "-serial", f"file:{self.folder / 'console.log'}"]
         given += ["-qmp", f"unix:{self.qmp},server=on,wait=off"]
@@ -140,7 +146,7 @@ class Peer:
             for disk in self.disks:
                 shutil.copyfile(disk.with_suffix(".then"), disk)
         row.ended_host_us = time.time_ns() // 1000
-        if self.how == "microvm":
+        if self.how in BOOTED:
             self.start()
             return
         self.start("-S", *(["-loadvm", SNAPSHOT] if self.how == "loadvm" else ["-incoming", "defer"]))
@@ -174,6 +180,12 @@ class Peer:
         return row
 
 
+def has_kvm(stage: Stage, guest: OsGuest) -> bool:
+    """Whether the guest runs on the processor itself."""
+    line = stage.rekindle.show(guest.name)["command_line"]
+    return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
+
+
 @contextmanager
 def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
     """A guest of the kind, memory and processors of `like`, up and, where that is its way, saved and up again."""
@@ -202,7 +214,7 @@ def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
         made.make_disks()
         made.start()
         guest.wait_ready()
-        if how != "microvm":
+        if how not in BOOTED:
             made.save()
             made.bring_back(Row("peers", guest.kind, guest.memory_mib, how, 0))
             guest.wait_ready()
@@ -219,7 +231,7 @@ def peers(stage: Stage, plan: Plan) -> None:
         index = INDEX + (0 if kind == "micro" else 10)
         with ExitStack() as stack:
             plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, plan.memory_mib)))
-            keeps = stack.enter_context(stage.ours(stage.phase_guest(kind, index + 1, plan.memory_mib)))
+            keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
             assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
             stage.wait_saved(keeps)
             ways: dict[str, Callable[[int], Row]] = {}
@@ -227,6 +239,9 @@ def peers(stage: Stage, plan: Plan) -> None:
                 guest = plain if how == "cold" else keeps
                 ways[how] = lambda number, guest=guest, how=how: stage.reboot(guest, how, number, "peers")
             for at, how in enumerate(PEERS):
+                if how == "microvm" and not has_kvm(stage, plain):
+                    stage.left_out.append(f"{kind}: peer microvm: without KVM Debian's kernel does not boot in it")
+                    continue
                 ways[how] = stack.enter_context(peer(stage, plain, how, index + 2 + at)).round
             for number in range(rounds):
                 for how, bring_back in ways.items():

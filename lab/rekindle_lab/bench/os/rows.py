@@ -10,8 +10,8 @@ from rekindle_lab.bench.rows import read_rows
 
 WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services")
 """How Rekindle reboots a guest; a phase with the candidate that is asked for."""
-PEERS = ("microvm", "incoming", "loadvm")
-"""A kernel started by QEMU's machine `microvm`; a full save, loaded; an internal snapshot of QEMU's, loaded."""
+PEERS = ("qboot", "microvm", "incoming", "loadvm")
+"""The kernel started by a firmware for that; by the machine `microvm`; a full save, an internal snapshot, loaded."""
 
 
 @dataclass
