@@ -17,7 +17,7 @@ EVERY = "20ms"
 SETTLED_S = 1.0
 REBOOT_S = 480.0
 DONE = ("goes on with its memory", "boots again", "boots from its disks", "does not go on")
-SAVED = r"suspended, its RAM|shut down"
+SAVED = r"suspended, its RAM|: shut down"
 
 
 @dataclass
