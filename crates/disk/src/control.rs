@@ -52,6 +52,9 @@ pub enum Ask {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         claim: Option<PathBuf>,
     },
+    /// The guest is about to start another kernel, in the same QEMU and memory (kexec): what it has cached by then is served to that one too, as
+    /// far as it is still there. The answer is how many blocks that would be now.
+    Reuse {},
     /// All of them keep what they had: the files of the others. What none of them needs is given back from here on.
     Share {
         /// The others' files.
@@ -129,6 +132,7 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
         Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
         Ask::Resize {} => value(engine.ask(Command::Measure)),
         Ask::Keep { claim } => value(engine.ask(|to| Command::Keep(claim, to))),
+        Ask::Reuse {} => value(engine.ask(Command::Reuse)),
         Ask::Share { claims } => value(engine.ask(|to| Command::Share(claims, to))),
         Ask::Drop {} => value(engine.ask(Command::Drop)),
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),

@@ -19,11 +19,13 @@
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
 //! | [`redo`] | the log of a protected VM's disk: epochs |
 //! | [`ledger`] | what the guest has touched until a moment, and whether that was written since |
+//! | `beside` | what takes long and is waited for by nobody |
 //! | [`attic`] | the memory of the guest's former life, as a cache |
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
 
 pub mod attic;
+mod beside;
 pub mod block;
 pub mod chain;
 pub mod channel;

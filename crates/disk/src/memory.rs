@@ -3,6 +3,7 @@
 //! Nothing that is written here shows in QEMU's page tables. So each page is noted twice: for QEMU, while it migrates, in the log that
 //! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
 
+use crate::beside::beside;
 use crate::map::Frame;
 use crate::missing::{Missing, Twice};
 use rekindle_kernel::file::punch_hole;
@@ -16,7 +17,6 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::thread;
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{
@@ -283,18 +283,14 @@ impl Memory {
     /// Nobody uses it any more: have its mapping go while others go on. That takes 0.1 s and more for each GiB that was used.
     pub fn unmap_beside(memory: Arc<Self>) {
         let Some(memory) = Arc::into_inner(memory) else { return };
-        let unmap = move || {
+        beside("unmap", memory, |memory| {
             // Nothing is to be let go of where a page that goes is told to somebody: with the mapping all do.
-            if memory.missing.is_none() {
-                let told = memory.map.iter().try_for_each(|region| let_go(region));
-                if let Err(e) = told {
-                    tracing::debug!("the memory of a guest before goes in one piece: {e}");
-                }
+            if memory.missing.is_none()
+                && let Err(e) = memory.map.iter().try_for_each(|region| let_go(region))
+            {
+                tracing::debug!("the memory of a guest before goes in one piece: {e}");
             }
-        };
-        if let Err(e) = thread::Builder::new().name("unmap".into()).spawn(unmap) {
-            tracing::debug!("the memory of a guest before goes at once: {e}");
-        }
+        });
     }
 
     /// The log of a QEMU that migrates.

@@ -42,6 +42,61 @@ fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
 }
 
+/// The guest starts another kernel, whose driver begins anew, in the same memory.
+fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
+    let blocks = disk.control().ask(&Control::Reuse {}).unwrap();
+    guest.stop(0);
+    guest.run(0, true);
+    blocks
+}
+
+#[test]
+fn another_kernel_in_the_same_memory_has_what_lies_there_still() {
+    let disk = Disk::new(256);
+    let mut guest = Guest::start(&disk.socket());
+    (0..64).for_each(|block| drop(guest.read(block, FIRST + block)));
+    guest.write(70, FIRST + 70, &content(70, 1));
+    assert_eq!(disk.control().ask::<u64>(&Control::Reuse {}).unwrap(), 65);
+    // A guest that is stopped and goes on has not started another kernel: its rings go on where they were.
+    guest.stop(0);
+    guest.run(0, false);
+    assert_eq!(told(&disk), None);
+    assert_eq!(jump(&disk, &mut guest), 65);
+    let before = guest_blocks(&guest);
+    // The new kernel has used this frame, and written that block.
+    guest.fill(FIRST + 5, &content(5, 9));
+    guest.write(6, FIRST + 200, &content(6, 2));
+    for block in 0..8 {
+        behind(&disk, block, &content(block, 8));
+    }
+    assert_eq!(guest.read(1, FIRST + 100), content(1, 0), "where the former kernel had it");
+    assert_eq!(guest.read(1, FIRST + 101), content(1, 8), "once only");
+    assert_eq!(guest.read(5, FIRST + 102), content(5, 8), "from the disk");
+    assert_eq!(guest.read(6, FIRST + 103), content(6, 8), "what it has written is not what lay there");
+    assert_eq!(guest.read(70, FIRST + 104), content(70, 1));
+    // Into a frame whose own block is wanted next.
+    assert_eq!(guest.read(2, FIRST + 3), content(2, 0));
+    assert_eq!(guest.read(3, FIRST + 105), content(3, 8), "overwritten meanwhile");
+    let (left, became) = told(&disk).unwrap();
+    assert_eq!((left, became), (59, Told { served: 3, refused: 2, overwritten: 1, ..Told::default() }));
+    assert!(guest_blocks(&guest) >= before, "nothing of a guest's memory is given back");
+    assert!(guest.frame(FIRST + 60) == content(60, 0), "nor changed");
+
+    // Its own reads are known anew: the next reboot has those of it, and none of the former kernel's.
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert_eq!(kept, 6);
+    assert_eq!(guest.read(2, FIRST), content(2, 0));
+    // A jump is one: later resets of the driver are none.
+    guest.stop(0);
+    guest.run(0, true);
+    assert_eq!(guest.read(9, FIRST + 9), content(9, 0));
+}
+
+/// Of the host's, that its memory takes.
+fn guest_blocks(guest: &Guest) -> u64 {
+    guest.memory.metadata().unwrap().blocks()
+}
+
 /// Change a block of the image behind the server, to see where a read comes from.
 fn behind(disk: &Disk, block: u64, bytes: &[u8]) {
     File::options().write(true).open(&disk.image).unwrap().write_all_at(bytes, block * PAGE).unwrap();

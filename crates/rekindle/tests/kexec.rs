@@ -36,6 +36,10 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     guest.wait_ready();
     let after = guest.boot_id();
     assert_ne!(after, boot);
+    // The new kernel was given what the former one had read of the disk, where it still lay.
+    assert!(told["kept"]["disks"]["disk0"].as_u64().unwrap() > 10 << 20, "{told}");
+    let attic = lab.rekindle(["--json", "disk", "status", "jumps"]).ok().json();
+    assert!(attic["attic"][1]["served"].as_u64().unwrap() > 0, "{attic}");
     // A monitor sees inside of it, and that it is another boot.
     wait_for("its agent to tell what is inside", DEADLINE, || {
         let said = guest.rekindle(&["monitor", "--count", "1"]).ok().stdout;

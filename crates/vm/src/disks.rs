@@ -6,7 +6,7 @@
 mod kept;
 mod since;
 
-pub use kept::{Kept, let_go};
+pub use kept::{Kept, let_go, reuse};
 
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};

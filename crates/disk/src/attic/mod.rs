@@ -6,6 +6,9 @@
 //!
 //! A VM with several disks has an attic in each of their servers, all in one memory: a frame is given back when none of them needs it
 //! (`claim`). That alone is what they have in common; what is served rests on the digest.
+//!
+//! A guest that starts another kernel by kexec stays in its memory, and no frame of it may be given back. What the former kernel had cached lies
+//! there until the new one uses the frames, and is served in the same way ([`Attic::of_guest`]).
 
 mod claim;
 mod tend;
@@ -31,6 +34,8 @@ const TOGETHER: usize = 256;
 enum Others {
     /// Not told yet: nothing is given back.
     Unknown,
+    /// A guest runs in it: nothing is ever given back.
+    Guest,
     /// These, and nobody else.
     Known(Vec<Claim>),
 }
@@ -84,6 +89,16 @@ impl Attic {
         Ok(Self { files, identity, map, digester, own, others, done, tending, is_given_up, told })
     }
 
+    /// Of a guest that runs on in its memory, with another kernel.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn of_guest(memory: &Memory, map: BlockMap, digester: Digester) -> io::Result<Self> {
+        let mut attic = Self::new(memory, map, digester, None)?;
+        attic.others = Others::Guest;
+        Ok(attic)
+    }
+
     /// Have others see at `path` what it needs. One that they see already stays as it is.
     ///
     /// # Errors
@@ -113,6 +128,12 @@ impl Attic {
     #[must_use]
     pub fn is_unshared(&self) -> bool {
         matches!(self.others, Others::Unknown)
+    }
+
+    /// Whether a guest runs in its memory.
+    #[must_use]
+    pub fn is_of_guest(&self) -> bool {
+        matches!(self.others, Others::Guest)
     }
 
     /// Which memory it is in: [`Memory::identity`].
@@ -208,6 +229,9 @@ impl Attic {
             return;
         }
         let mut done = std::mem::take(&mut self.done);
+        if self.is_of_guest() {
+            return;
+        }
         // First all are let go of, then it is looked who else has not: whoever is last sees that.
         done.iter().for_each(|frame| self.own.let_go(*frame));
         done.retain(|frame| self.needed(*frame as usize / 64) >> (frame % 64) & 1 == 0);
@@ -223,7 +247,7 @@ impl Attic {
     /// Frames 64 * `word` and up that any server needs.
     fn needed(&self, word: usize) -> u64 {
         let others = match &self.others {
-            Others::Unknown => &[][..],
+            Others::Unknown | Others::Guest => &[][..],
             Others::Known(others) => others,
         };
         others.iter().fold(self.own.word(word), |needed, other| needed | other.word(word))

@@ -61,7 +61,7 @@ impl Attic {
 
     /// Do a slice of what there is to do; whether there is more.
     pub fn tend(&mut self) -> bool {
-        if matches!(self.others, Others::Unknown) {
+        if matches!(self.others, Others::Unknown | Others::Guest) {
             return false;
         }
         if self.tending.sweep.is_some() {
@@ -88,7 +88,7 @@ impl Attic {
     /// Whether nothing is left to be had or to be given back.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        let is_tended = self.tending.sweep.is_none() || matches!(self.others, Others::Unknown);
+        let is_tended = self.tending.sweep.is_none() || !matches!(self.others, Others::Known(_));
         self.map.is_empty() && is_tended
     }
 

@@ -35,6 +35,10 @@ impl Engine {
                 }
                 Command::Measure(answer) => drop(answer.send(self.measure())),
                 Command::Keep(claim, answer) => drop(answer.send(self.keep(claim.as_deref()))),
+                Command::Reuse(answer) => {
+                    self.reuse = true;
+                    let _ = answer.send(Ok(self.map.as_ref().map_or(0, |(map, _)| map.len())));
+                }
                 Command::Share(claims, answer) => drop(answer.send(self.share(&claims))),
                 Command::Drop(answer) => {
                     self.drop_attic();
@@ -95,6 +99,7 @@ impl Engine {
         };
         // What it had before goes first: the file of its claim may be the new one's.
         (self.attic, self.emptied, self.kept_at) = (None, None, Instant::now());
+        self.reuse = false;
         if map.is_empty() {
             return Ok(0);
         }
@@ -111,7 +116,7 @@ impl Engine {
 
     /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
     fn drop_attic(&mut self) {
-        self.emptied = None;
+        (self.emptied, self.reuse) = (None, false);
         if !self.fronts.is_empty() || !self.jobs.is_empty() {
             self.attic.iter_mut().for_each(Attic::give_up);
             return;

@@ -113,6 +113,8 @@ pub enum Command {
     ///
     /// With a path: servers of other disks have theirs in the same memory, and see there which frames this one needs.
     Keep(Option<PathBuf>, Answer<usize>),
+    /// The guest is about to start another kernel in its memory: what it has cached is served to that one too. How many blocks it is.
+    Reuse(Answer<usize>),
     /// Where all others that have attics in that memory say which frames they need.
     Share(Vec<PathBuf>, Answer<()>),
     /// There is to be no attic any more, nor anything else of a guest that has gone.

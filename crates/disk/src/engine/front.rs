@@ -2,6 +2,8 @@
 
 use super::command::{Ends, Refused, Rings, Session};
 use super::{Engine, Token};
+use crate::attic::Attic;
+use crate::beside::beside;
 use crate::channel;
 use crate::inflight::Inflight;
 use crate::map::BlockMap;
@@ -12,6 +14,7 @@ use std::num::Wrapping;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 
@@ -97,8 +100,8 @@ impl Engine {
             record.goes_on(before, &memory);
         }
         // To give a frame of it back would be to take it from that guest.
-        if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory)) {
-            tracing::warn!("the former guest's memory is in use again: it is no cache any more");
+        if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory) != attic.is_of_guest()) {
+            tracing::warn!("what was to be a cache is in use again, or its guest has gone: it is none any more");
             attic.leave();
         }
         // Nobody can say any more what it would take from others.
@@ -168,11 +171,34 @@ impl Engine {
         if front.is_untold {
             front.tell_grown();
         }
+        let is_new = used == 0 && front.lines.len() == 1;
         self.active = Some(session);
+        if is_new {
+            self.begin_reuse();
+        }
         self.begin_map(&memory);
         self.listen(&kick, Token::Kick(session, number));
         self.take(session, number);
         Ok(())
+    }
+
+    /// The guest's driver begins anew, with its first queue. If that was said beforehand, another kernel of the guest does, in the same memory: what
+    /// the former one had cached lies there until the new one uses the frames.
+    fn begin_reuse(&mut self) {
+        if !std::mem::take(&mut self.reuse) {
+            return;
+        }
+        let Some((map, memory)) = self.map.take() else { return };
+        match Attic::of_guest(&memory, map, self.digester) {
+            Ok(attic) => {
+                // Of the life before that one, less is wanted.
+                if let Some(former) = self.attic.replace(attic) {
+                    beside("attic", former, drop);
+                }
+                (self.emptied, self.kept_at) = (None, Instant::now());
+            }
+            Err(e) => tracing::warn!("what the guest's former kernel had cached is not used: {e}"),
+        }
     }
 
     /// The map is of one guest's memory. Where it is the same memory, it is gone on with: a VMM restart, or a table of it that is cut

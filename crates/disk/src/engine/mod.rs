@@ -165,6 +165,8 @@ struct Engine {
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
     attic: Option<Attic>,
+    /// When the guest's driver begins anew, what the map knows is an attic in the same memory.
+    reuse: bool,
     /// When it was made.
     kept_at: Instant,
     /// The disk is still to come.
@@ -238,6 +240,7 @@ pub fn start(
             digester,
             map: None,
             attic: None,
+            reuse: false,
             kept_at: Instant::now(),
             waits,
             logged,

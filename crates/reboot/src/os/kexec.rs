@@ -9,11 +9,11 @@ use crate::vmm::{Failure, Left, Problem, RebootError, Report, Side};
 use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
-use rekindle_vm::fault;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::{self, Held, run_state};
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
+use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::thread;
@@ -159,6 +159,7 @@ impl Begun {
         fault::point("kexec.suspend.journalled", Some(&self.vmm), None);
         let port = self.vmm.directory().agent();
         self.qmp.drop_events();
+        let kept = disks::reuse(&held.rundir, &held.state.hardware);
         let stopped = host_us();
         let asked = agent::run(&port, "/bin/sh", &["-c", "systemctl kexec"], ANSWER);
         fault::point("kexec.suspend.asked", Some(&self.vmm), None);
@@ -200,7 +201,9 @@ impl Begun {
             to: side,
             memory: None,
         };
-        Ok(Rebooted { report, kept: None, ended: None, kexec, phase: None })
+        // A reset clears memory, and firmware uses it; what is left of it then is not worth a word.
+        let kept = kept.filter(|_| kexec.is_some());
+        Ok(Rebooted { report, kept, ended: None, kexec, phase: None })
     }
 
     /// Until another boot's agent answers, or the guest has done something else.

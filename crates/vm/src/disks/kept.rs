@@ -69,6 +69,25 @@ pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> 
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
+/// The guest is about to start another kernel in its memory. Have the servers give that one what the former had cached, as long as it lies where
+/// it was; gives what that is by now, if there is anything.
+#[must_use]
+pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
+    let asked = served(hardware).filter_map(|disk| {
+        let connected = Control::connect(&control(rundir, &disk.id));
+        match connected.and_then(|mut control| control.ask::<u64>(&Ask::Reuse {})) {
+            Ok(blocks) => Some((disk.id.clone(), blocks * BLOCK as u64)),
+            Err(e) => {
+                tracing::warn!("what the guest has of disk {} is not used by its next kernel: {e}", disk.id);
+                None
+            }
+        }
+    });
+    let disks: BTreeMap<_, _> = asked.filter(|(_, bytes)| *bytes > 0).collect();
+    let bytes = disks.values().sum();
+    (bytes > 0).then_some(Kept { bytes, disks })
+}
+
 /// Those whose attics are in the memory in which most is; the others let go of it. One whose queues did not run in the guest's
 /// last life has one of an earlier life.
 fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
