@@ -52,7 +52,7 @@ FULL = Plan(
     store_restores=6,
     prepared=16,
     after={"compile": 3, "transcode": 4},
-    pieces={"compile": Piece(676, 20, first=636), "transcode": Piece(1000, 500)},
+    pieces={"compile": Piece(676, 20, first=636), "transcode": Piece(2400, 500)},
     units=Units(100, 400),
 )
 

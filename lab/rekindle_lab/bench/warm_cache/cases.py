@@ -95,20 +95,30 @@ def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
     return ways if number % 2 == 0 else ways[::-1]
 
 
-def files(stage: Stage, plan: Plan) -> None:
-    """Figures 5 to 7: one guest, rebooted with its cache and cold by turns."""
-    stage.hold(None)
-    with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
-        assert isinstance(guest, CacheGuest)
-        for limit in plan.limits:
-            stage.hold(limit)
-            settle(guest)
-            for one in plan.files if limit == plan.limits[0] else plan.files[:1]:
-                for number in range(one.rounds if limit == plan.limits[0] else 1):
-                    for how in turns(number, (WARM, COLD)):
-                        around(stage, guest, "files", one, how, limit, number)
-                    stage.say(f"files: {limit}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Plan], None]:
+    """Figures 5 to 7: one guest, rebooted with its cache and cold by turns.
+
+    `limit`: the disk's, by its place in the plan; one round with others than the first.
+    """
+
+    def case(stage: Stage, plan: Plan) -> None:
+        accesses = [one for one in plan.files if kind(one)]
+        if not accesses or limit >= len(plan.limits):
+            raise NoRoomError("is not asked for that by this plan")
+        name = plan.limits[limit]
         stage.hold(None)
+        with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
+            assert isinstance(guest, CacheGuest)
+            stage.hold(name)
+            settle(guest)
+            for one in accesses:
+                for number in range(one.rounds if limit == 0 else 1):
+                    for how in turns(number, (WARM, COLD)):
+                        around(stage, guest, "files", one, how, name, number)
+                    stage.say(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+            stage.hold(None)
+
+    return case
 
 
 def folios(stage: Stage, plan: Plan) -> None:
@@ -255,7 +265,11 @@ def http(stage: Stage, plan: Plan) -> None:
 CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "native": native.native,
     "attic": native.attic,
-    "files": files,
+    "read": files(lambda one: one.what == "read" and one.block >= 4096),
+    "small": files(lambda one: one.what == "read" and one.block < 4096),
+    "write": files(lambda one: one.what == "write"),
+    "mmap": files(lambda one: one.what.startswith("mmap")),
+    "cloud": files(lambda one: (one.what, one.block) == ("read", 4096), limit=1),
     "folios": folios,
     "map": map_cost,
     "http": http,
