@@ -19,8 +19,6 @@ STAGES = {
 """Of a boot that has them all, in order: from when, until when."""
 JUMP = "shut down and jump"
 """By kexec: from the last answer to the beginning of the new kernel, which nobody sees ask."""
-LEAK_DIGITS = 2
-"""To which `leak_recovered` is rounded: a kernel's other slabs differ from one boot to the next, by less."""
 REST = "kernel, user space"
 """What cannot be told apart: on micro, and after a phase."""
 
@@ -41,9 +39,12 @@ def between(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
 
 
 def recovered(rows: pd.DataFrame) -> list[float]:
-    """How much of its leak each reboot gave back, 1 being all: more than all is other memory, and does not count."""
-    back = (rows["slab_leaked_kib"] - rows["slab_after_kib"]) * 1024 / rows["leaked_bytes"]
-    return [min(1.0, float(value)) for value in back.dropna()]
+    """How much of its leak each reboot gave back, 1 being all.
+
+    Whatever there is more than before the leak is taken for what is left of it.
+    """
+    left = (rows["slab_after_kib"] - rows["slab_before_kib"]).clip(lower=0) * 1024 / rows["leaked_bytes"]
+    return [1.0 - float(value) for value in left.dropna()]
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
@@ -103,10 +104,9 @@ def _leak(frame: pd.DataFrame, found: Found) -> None:
         found.lacks("leak_recovered")
         return
     (_, least) = min(ways, key=lambda way: median(way[1]))
-    extra = {"unrounded": median(least)} | {f"{guest}_{how}": median(values) for (guest, how), values in ways}
+    extra = {f"{guest}_{how}": median(values) for (guest, how), values in ways}
     n, bar = min(len(values) for _, values in ways), Bar(1.0, ">=")
-    value = round(median(least), LEAK_DIGITS)
-    found.add(Figure("leak_recovered", value, "", n, p95(least), bar, found.raw, extra=extra))
+    found.add(Figure("leak_recovered", median(least), "", n, p95(least), bar, found.raw, extra=extra))
 
 
 def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str, str, pd.DataFrame]]:
