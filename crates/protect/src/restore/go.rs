@@ -202,9 +202,11 @@ pub(crate) fn go(
     thread::scope(|scope| {
         let ending = Ending(&end);
         let held = lock(seat.rundir)?;
-        let thread = scope.spawn(|| {
+        let stop = &end;
+        // Its descriptor goes with the thread: once the pager has ended that took over, a zero page would be waited for as long as ours is open.
+        let thread = scope.spawn(move || {
             let mut silent = |_: &_| {};
-            pager.run_on_demand(&mut Source::new(image, &mut silent), &end)
+            pager.run_on_demand(&mut Source::new(image, &mut silent), stop)
         });
         let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
 
