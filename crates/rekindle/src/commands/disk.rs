@@ -96,7 +96,7 @@ fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
     };
     match found {
         Some(id) => Ok(Control::connect(&disks::control(&rundir, id))?),
-        None if served.is_empty() => bail!("no disk of {name} has a server"),
+        None if served.is_empty() => bail!("no disk of {name} has a server; let one have it: `server` in its [[disk]]"),
         None => bail!("which disk of {name}? These have servers: {name}/{}", served.join(&format!(", {name}/"))),
     }
 }
