@@ -1,6 +1,6 @@
 # Rekindle. `make help` lists what there is.
 
-.PHONY: help build demo test lint unit guests host lab bench clean
+.PHONY: help build demo test lint unit guests host lab bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,6 +10,8 @@ help:
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
+	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'
+	@echo '                      run a designed experiment of ours (TRIAL=1: one run a level)'
 	@echo 'make lint | unit | guests | host | lab   parts of make test'
 
 build:
@@ -26,6 +28,9 @@ lint unit guests host lab:
 
 bench:
 	scripts/bench "$(TOPIC)"
+
+campaign:
+	scripts/campaign $(NAME)
 
 clean:
 	cargo clean

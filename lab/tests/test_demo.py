@@ -5,12 +5,15 @@ import typer
 from made_up import START_US, record
 from typer.testing import CliRunner
 
-from rekindle_lab.demo import vmm, web
+from rekindle_lab.cli import app as rekindle_lab
+from rekindle_lab.demo import plan, vmm, web
 from rekindle_lab.records import load, parse
 from rekindle_lab.web import Answer
 
 app = typer.Typer()
 app.command()(vmm.main)
+planner = typer.Typer()
+planner.command()(plan.main)
 
 
 def write(folder, *records):
@@ -82,3 +85,37 @@ def test_a_web_server_through_both_reboots_is_drawn_and_told(tmp_path):
     assert rows == [["cold", "20 s", "30 s", "10", "20", "0"], ["warm-cache", "10 s", "15 s", "10", "40", "50"]]
     web.draw(reboots, tmp_path / "web.png")
     assert (tmp_path / "web.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_ends_with_the_plan_for_what_was_measured(tmp_path):
+    files = write(
+        tmp_path,
+        record("warm", 3000, 3005, 14),
+        record("saved", 3000, 4200, 1300),
+        record("cold", 2500, 4000, 5600),
+    )
+    reboots = [rebooted(web.COLD, 20.0, 0.05), rebooted(web.WARM, 10.0, 0.025)]
+    (tmp_path / "web.json").write_text(json.dumps(web.as_json(reboots)))
+    out = tmp_path / "plan.toml"
+    result = CliRunner().invoke(planner, ["--web", str(tmp_path / "web.json"), "--out", str(out), *files])
+    assert result.exit_code == 0, result.output
+    (chosen,) = [line for line in result.output.splitlines() if "<- the plan" in line]
+    assert chosen.split()[:2] == ["warm", "warm-cache"]
+    assert len(result.output.splitlines()) == 3 + 3 * 2  # every pair
+    # A plan's file as every other one.
+    whole = CliRunner().invoke(rekindle_lab, ["plan", str(out), "--json"])
+    document = json.loads(whole.output)
+    (vm,) = document["vms"]
+    assert (vm["vmm"], vm["os"], document["reached"]) == ("warm", "warm-cache", True)
+    down_s = 0.014 + (28 * 86400 - 0.014) / (7 * 86400) * 10.1
+    assert vm["availability"] == pytest.approx(1 - down_s / (28 * 86400), rel=1e-9)
+
+
+def test_a_plan_needs_what_was_measured(tmp_path):
+    (tmp_path / "web.json").write_text('[{"how": "cold"}]')
+    files = write(tmp_path, record("warm", 3000, 3005, 14))
+    result = CliRunner().invoke(
+        planner, ["--web", str(tmp_path / "web.json"), "--out", str(tmp_path / "plan.toml"), *files]
+    )
+    assert result.exit_code == 1
+    assert "mb_per_s_after" in result.output

@@ -13,10 +13,8 @@ from typer.testing import CliRunner
 
 from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
-from rekindle_lab.experiment import guest, ledger, order, sampling, session
+from rekindle_lab.experiment import ledger, order, sampling, session
 from rekindle_lab.experiment.definition import DefinitionError, load, parse
-from rekindle_lab.experiment.inside import GuestStatus
-from rekindle_lab.experiment.inside import parse as parse_status
 from rekindle_lab.experiment.ledger import Ledger, LedgerError
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.session import Session, SessionError, duration
@@ -278,6 +276,8 @@ def test_replications_from_a_power_analysis_fill_blocks():
         ({"runner": "vm"}, "runner: 'vm'; there are: guest, command"),
         ({"command": {}}, "command.argv: is not there"),
         ({"command": {"argv": "true"}}, "command.argv: 'true'; it must be like"),
+        ({"run_s": 0}, "run_s: 0; it must be seconds, more than 0"),
+        ({"guest": {"disk_server": "yes"}}, "guest.disk_server: 'yes'; it must be like True"),
         ({"guest": {"measure_s": -1}}, "guest.measure_s: -1; it must be like 15.0"),
         ({"guest": {"measure_s": float("nan")}}, "dates, NaN and infinity have no meaning here"),
     ],
@@ -287,28 +287,27 @@ def test_bad_definitions_are_named(changes, said):
         parse(DOCUMENT | changes)
 
 
+def test_a_trial_is_shorter_and_not_mixed_up_with_the_campaign(by_command):
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--trial", "1"])
+    assert result.exit_code == 0, result.output
+    assert len(lines(by_command / "by-command-trial")) == 2
+    assert not (by_command / "by-command").exists()
+    assert not (by_command / "by-command-trial" / "report").exists()  # one run a level cannot be judged
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--trial", "2"])
+    assert result.exit_code == 2
+    assert "its replications is not the definition's; give another --out" in result.output
+
+
+def test_how_long_it_takes_is_told_before_the_first_run(tmp_path):
+    _, said = go(tmp_path / "out", Fake(tmp_path / "log"), made(run_s=120), most=1)
+    assert said[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do, about 16 min"
+
+
 def test_a_bad_definitions_file_is_named(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text("name = ")
     with pytest.raises(DefinitionError, match=r"x\.toml: "):
         load(path)
-
-
-@pytest.mark.parametrize(
-    ("settings", "response", "said"),
-    [
-        ({"reboot": "os", "haw": "cold"}, "downtime_s", "level 'b': unknown setting 'haw'"),
-        ({"reboot": 1}, "downtime_s", "level 'b': reboot: 1 is not of the kind str"),
-        ({}, "downtime_s", "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
-        ({"reboot": "os"}, "downtime_ms", "unknown 'downtime_ms'; a guest has: throughput_per_s"),
-        ({"reboot": "os"}, "guest_load", "'guest_load' needs a debian image"),
-    ],
-)
-def test_what_a_guest_does_not_know_is_named_before_anything_runs(settings, response, said):
-    levels = {"a": {"reboot": "os"}, "b": settings}
-    experiment = made(runner="guest", factor=[{"name": "f", "levels": levels}], response=[{"name": response}])
-    with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
-        guest.check(experiment)
 
 
 def test_the_samplers_share_is_that_of_the_processes(tmp_path):
@@ -333,36 +332,6 @@ def test_a_sample_that_fails_is_told():
 
     with pytest.raises(RuntimeError, match="ssh: gone"), sampling.Sampler(0.01, list, gone):
         pass
-
-
-STATUS = """0.10 0.20 0.30 1/90 400
-cpu  100 0 50 800 50 0 0 0 0 0
-MemFree:          1000 kB
-Buffers:           200 kB
-Cached:            300 kB
-Slab:               70 kB
-pgpgin 5000
-pgpgout 60
-"""
-
-
-def test_what_a_guest_says_of_itself():
-    first = parse_status(STATUS)
-    assert first == {
-        "load_15min": 0.3,
-        "ticks": 1000,
-        "idle_ticks": 850,
-        "free_kib": 1500,
-        "slab_kib": 70,
-        "paged_kib": 5060,
-    }
-    last = parse_status(STATUS.replace("100 0 50 800 50", "130 0 70 850 50").replace("5000", "5100"))
-    assert GuestStatus.responses([{"guest": first}, {"guest": last}]) == {
-        "guest_cpu_pct": 50.0,
-        "guest_load": 0.3,
-        "guest_free_kib": 1500.0,
-        "guest_io_blocks": 100.0,
-    }
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(1.23, "1.2 s"), (42, "42 s"), (600, "10 min"), (7800, "2 h 10 min")])

@@ -8,6 +8,7 @@ import tomllib
 from datetime import UTC, datetime
 
 import pytest
+from made_runs import campaign, order_json, write
 from typer.testing import CliRunner
 
 from rekindle_lab.cli import app
@@ -15,7 +16,7 @@ from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make, of_host
-from rekindle_lab.plan.fleet import parse
+from rekindle_lab.plan.fleet import load, parse
 from rekindle_lab.plan.timers import HostPlan, Vm, units
 
 TEXT = """
@@ -274,3 +275,88 @@ def test_the_command_line_says_when_a_target_is_not_reached(tmp_path):
     result = CliRunner().invoke(app, ["plan", str(path)])
     assert result.exit_code == 1
     assert "NOT REACHED: web/gpu" in result.output
+
+
+MEASURED = """
+vmm_interval_max_d = 28
+os_interval_max_d = 7
+[measured]
+vmm = "vmm.json"
+vmm_guests = "11 x micro 256M"
+os = "runs.jsonl"
+[[hosts]]
+name = "one"
+[[hosts.vms]]
+name = "vm"
+"""
+
+
+def measured(tmp_path, text=MEASURED, levels=("cold", "kexec")):
+    """A plan's file, and beside it what was measured."""
+    gaps = [("11 x micro 256M", how, ms) for how, ms in (("warm", 843.0), ("cpr-transfer", 814.0), ("cold", 31_007.0))]
+    rows = [{"guests": guests, "how": how, "gap ms": ms} for guests, how, ms in gaps]
+    (tmp_path / "vmm.json").write_text(json.dumps({"tables": {"Guest-stopped time and service gap": rows}}))
+    found = [("immutable", "cold", 12.0), ("immutable", "phase-kernel", 6.0), ("immutable", "phase-services", 1.5)]
+    rows = [{"guest": guest, "reboot": how, "downtime": seconds} for guest, how, seconds in found]
+    (tmp_path / "os.json").write_text(json.dumps({"tables": {"Downtime as a client sees it (s, medians)": rows}}))
+    lines = campaign(levels=levels)
+    write(tmp_path / "runs.jsonl", lines)
+    order_json(tmp_path / "order.json", lines, levels=levels)
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    return path
+
+
+def test_downtimes_come_out_of_measured_files(tmp_path):
+    plan = make(load(measured(tmp_path)))
+    fleet = plan.fleet
+    assert list(fleet.vmm) == ["warm", "cold"]  # a peer is no part of a plan
+    assert (fleet.vmm["warm"].vmm_downtime_s, fleet.vmm["cold"].coupled) == (0.843, True)
+    assert fleet.os["cold"].downtime_s == pytest.approx(117.5, abs=3)
+    assert fleet.os["kexec"].downtime_s == pytest.approx(117.5 / 4, abs=1)
+    (choice,) = plan.choices.values()
+    assert (choice.vmm, choice.os) == ("warm", "kexec")
+
+
+def test_where_downtimes_come_from_is_told(tmp_path):
+    result = CliRunner().invoke(app, ["plan", str(measured(tmp_path))])
+    assert result.exit_code == 0, result.output
+    assert "VMM: median service gaps of 11 x micro 256M (vmm.json); degradation is taken as 0" in result.output
+    assert "OS: mean downtimes of 16 runs a level at least (runs.jsonl)" in result.output
+
+
+def test_the_latest_phase_of_the_topic_os_counts(tmp_path):
+    text = MEASURED.replace('os = "runs.jsonl"', 'os = "os.json"\nos_guests = "immutable"')
+    fleet = load(measured(tmp_path, text))
+    assert {name: reboot.downtime_s for name, reboot in fleet.os.items()} == {"cold": 12.0, "phase": 1.5}
+
+
+def test_a_table_by_hand_goes_before_a_file(tmp_path):
+    fleet = load(measured(tmp_path, MEASURED.replace("[[hosts]]", "[os.kexec]\ndowntime_s = 9\n[[hosts]]", 1)))
+    assert fleet.os["kexec"].downtime_s == 9
+    assert fleet.os["cold"].downtime_s > 100
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ('vmm = "vmm.json"', 'vmm = "gone.json"', r"gone\.json: not the JSON of `make bench TOPIC=vmm`"),
+        ('vmm_guests = "11', 'vmm_guests = "12', "no guests '12 x micro 256M'; there are: 11 x micro 256M"),
+        ('vmm_guests = "11 x micro 256M"', "", "vmm_guests: is not there"),
+        ('os = "runs.jsonl"', 'os = "gone.jsonl"', "(?s)measured.os: .*cannot be read"),
+        ('os = "runs.jsonl"', 'os = "vmm.json"\nos_guests = "a"', "not the JSON of `make bench TOPIC=os`"),
+        ('os = "runs.jsonl"', 'os = "os.json"\nos_guests = "micro"', "no 'micro' in .*; there are: immutable"),
+        ('os = "runs.jsonl"', "", r"no \[os.NAME\]; at least one technique .*, or measured.os"),
+        ("[measured]", "[measured]\nhost = 1", "measured: unknown key 'host'"),
+        ("[measured]", "measured = 3\n[more]", "measured: must be a table|unknown key 'more'"),
+    ],
+)
+def test_measured_files_that_are_none_are_named(tmp_path, was, now, said):
+    path = measured(tmp_path, MEASURED.replace(was, now))
+    with pytest.raises(DefinitionError, match=said):
+        load(path)
+
+
+def test_a_level_that_is_no_way_to_reboot_is_named(tmp_path):
+    with pytest.raises(DefinitionError, match="level 'qemu' is no way to reboot an OS; there are: cold, kexec"):
+        load(measured(tmp_path, levels=("cold", "qemu")))

@@ -130,3 +130,43 @@ def test_it_is_made_anew(folder):
     assert not (report / "stray").exists()
     assert (report / "report.html").read_text() == before
     assert {path.name for path in folder.iterdir()} == {"order.json", "report", "runs.jsonl"}
+
+
+def test_it_is_published_with_all_that_it_was_made_of(folder, tmp_path):
+    published = tmp_path / "results" / "made-up"
+    published.mkdir(parents=True)
+    (published / "stray").touch()
+    arguments = ["report", str(folder / "runs.jsonl"), "--publish", str(published), "--made-by", "make campaign NAME=x"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in published.iterdir()} == {
+        *("results.md", "report.html", "order.json", "runs.jsonl.gz"),
+        *("downtime_s.png", "throughput_per_s.png"),
+    }
+    assert gzip.decompress((published / "runs.jsonl.gz").read_bytes()) == (folder / "runs.jsonl").read_bytes()
+    text = (published / "results.md").read_text()
+    for words in (
+        "# Campaign `made-up`: measured",
+        "Is kexec faster?",
+        "Made by `make campaign NAME=x`, on: rekindle rekindle 0.1.0.",
+        "32 of 32 runs done (",
+        "1 failed attempts",
+        "## Averages, as the paper's tables 6 and 7",
+        "### One-way ANOVA, as the paper's tables 3, 5b, 8, 9 and 11",
+        "### Welch's test, as the paper's tables 4, 5a and 10",
+        "](downtime_s.png)",
+    ):
+        assert words in text, words
+
+
+def test_what_was_published_can_be_judged_again(folder, tmp_path):
+    packed = tmp_path / "runs.jsonl.gz"
+    packed.write_bytes(gzip.compress((folder / "runs.jsonl").read_bytes()))
+    (tmp_path / "order.json").write_bytes((folder / "order.json").read_bytes())
+    answers = [CliRunner().invoke(app, ["analyse", str(runs)]) for runs in (folder / "runs.jsonl", packed)]
+    assert answers[0].output == answers[1].output
+    result = CliRunner().invoke(app, ["report", str(packed), "--out", str(tmp_path / "again")])
+    assert result.exit_code == 0, result.output
+    packed.write_bytes(packed.read_bytes()[:100])
+    result = CliRunner().invoke(app, ["analyse", str(packed)])
+    assert result.exit_code == 2 and "cannot be read" in result.output

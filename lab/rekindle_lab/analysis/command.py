@@ -87,7 +87,7 @@ def paper_table() -> str:
 
 
 def command(
-    runs: Annotated[Path | None, typer.Argument(help="runs.jsonl of an experiment.")] = None,
+    runs: Annotated[Path | None, typer.Argument(help="runs.jsonl of an experiment, or runs.jsonl.gz.")] = None,
     factor: Annotated[str | None, typer.Option(help="Compare levels of this factor. [default: all treatments]")] = None,
     alpha: Annotated[float, typer.Option(help="How often a difference may be seen where there is none.")] = 0.05,
     allow_missing: Annotated[

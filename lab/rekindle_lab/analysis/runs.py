@@ -4,8 +4,10 @@ Everything that is wrong is named with its row (line of the file, from 1) and co
 kinds can be let pass, and are told then: missing runs, and runs of several versions. Failed runs are counted.
 """
 
+import gzip
 import json
 import math
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +109,7 @@ class Order:
     factors: dict[str, list[str]]
     responses: list[str]
     runs: int
+    question: str = ""
 
     @classmethod
     def load(cls, path: Path) -> "Order":
@@ -118,6 +121,7 @@ class Order:
                 {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
                 [response["name"] for response in document["responses"]],
                 len(document["runs"]),
+                document.get("question", ""),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
@@ -175,10 +179,16 @@ def read(
     )
 
 
+def content(path: Path) -> bytes:
+    """What a file of runs holds; one whose name ends in `.gz` is unpacked."""
+    data = path.read_bytes()
+    return gzip.decompress(data) if path.suffix == ".gz" else data
+
+
 def _lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = content(path).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise RunsError(path, [Problem(None, "-", f"cannot be read: {error}")]) from error
     found = []
     for row, line in enumerate(text.split("\n"), start=1):

@@ -9,6 +9,14 @@ from rekindle_lab.analysis.judge import Response, Verdict
 
 Rows = list[dict[str, Any]]
 
+LIKE_THE_PAPERS = {
+    "Averages": "6 and 7",
+    "One-way ANOVA": "3, 5b, 8, 9 and 11",
+    "Means for one-way ANOVA": "3, 5b and 11",
+    "Welch's test": "4, 5a and 10",
+}
+"""Which of the paper's tables ours are laid out as, by their titles."""
+
 UNITS = {"pct": "%", "s": "s", "ms": "ms", "us": "µs", "kib": "KiB", "mib": "MiB", "bytes": "B", "d": "days"}
 """The last part of a response's name is its unit."""
 

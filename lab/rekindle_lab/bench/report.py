@@ -193,10 +193,10 @@ class Report:
         """The same as a page for `docs/results/`: no figure there is written by hand."""
         made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
-        parts += ["## Against the bars", _pipes([_line(figure) for figure in self.figures])]
+        parts += ["## Against the bars", pipes([_line(figure) for figure in self.figures])]
         for title, rows in self.tables.items():
             if rows:
-                parts += [f"## {title}", _pipes(rows)]
+                parts += [f"## {title}", pipes(rows)]
         for title, lines in (("Left out", self.left_out), ("Errors", self.errors)):
             if lines:
                 parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
@@ -252,7 +252,7 @@ def table(rows: list[dict[str, Any]], title: str = "") -> str:
     return "\n".join([title, *lines] if title else lines)
 
 
-def _pipes(rows: list[dict[str, Any]]) -> str:
+def pipes(rows: list[dict[str, Any]]) -> str:
     """Rows as a table in Markdown."""
     if not rows:
         return "(nothing)"

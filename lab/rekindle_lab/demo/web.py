@@ -6,12 +6,14 @@ The guest is `debian`. Rekindle's server has its disk, and holds it to a rate th
 this is the same on every machine. What comes out of the guest's former memory does not count for that rate.
 """
 
+import itertools
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -65,6 +67,11 @@ class Reboot:
     """Until when it was watched."""
     attic: int
     """Bytes of its disk that the guest was given out of its former memory."""
+
+    @property
+    def gap_s(self) -> float:
+        """The longest silence that ended after the command."""
+        return max(later.at - one.at for one, later in itertools.pairwise(self.answers) if later.at > 0)
 
     def after(self) -> list[Answer]:
         """What came since the guest is well again."""
@@ -169,6 +176,21 @@ def summary(reboots: Sequence[Reboot]) -> str:
     )
 
 
+def as_json(reboots: Sequence[Reboot]) -> list[dict[str, Any]]:
+    """What a plan needs of it (`demo.plan`)."""
+    return [
+        {
+            "how": reboot.how,
+            "gap_s": round(reboot.gap_s, 3),
+            "well_s": round(reboot.well, 3),
+            "served_s": round(reboot.served(), 3),
+            "mb_per_s_before": round(reboot.rate_before(), 3),
+            "mb_per_s_after": round(reboot.rate_after(), 3),
+        }
+        for reboot in reboots
+    ]
+
+
 def main(
     rekindle: Annotated[Path, typer.Option(help="The binary.")],
     qemu: Annotated[str, typer.Option(help="The QEMU.")],
@@ -189,6 +211,7 @@ def main(
     finally:
         rows.close()
     draw(reboots, out)
+    out.with_suffix(".json").write_text(json.dumps(as_json(reboots)) + "\n")
     print(f"The guest's disk is held to {BYTES_PER_S / 1e6:g} MB/s by its server (`bps` in the definition).")
     print(summary(reboots))
 

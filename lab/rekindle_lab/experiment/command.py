@@ -28,6 +28,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder of its runs. [default: NAME beside the file]")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only draw and show the order; run nothing.")] = False,
     most: Annotated[int | None, typer.Option(min=1, help="Do so many runs at most, and leave the rest.")] = None,
+    trial: Annotated[int | None, typer.Option(min=1, help="Try it: so many runs a treatment, in NAME-trial.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Do failed runs once more.")] = False,
     rekindle: Annotated[Path | None, typer.Option(help="The binary. [default: target/release/rekindle]")] = None,
     qemu: Annotated[str, typer.Option(help="QEMU, for guests.")] = "qemu-system-x86_64",
@@ -40,14 +41,16 @@ def command(
     """
     from rekindle_lab.experiment import order as orders
     from rekindle_lab.experiment.definition import DefinitionError, load
-    from rekindle_lab.experiment.guest import GuestRunner, check
+    from rekindle_lab.experiment.guest import GuestRunner
     from rekindle_lab.experiment.ledger import RUNS, LedgerError
     from rekindle_lab.experiment.runner import CommandRunner, RunError
     from rekindle_lab.experiment.session import ORDER, Session, SessionError
+    from rekindle_lab.experiment.settings import check
 
     try:
-        experiment = load(file)
-        folder = (out or file.parent / experiment.name).resolve()
+        experiment = load(file, trial)
+        name = experiment.name if trial is None else f"{experiment.name}-trial"
+        folder = (out or file.parent / name).resolve()
         if experiment.runner == "guest":
             check(experiment)
         if show:
@@ -78,7 +81,7 @@ def command(
         raise fail("experiment", error, 1) from error
     if left:
         raise fail("experiment", f"{left} runs are not done; {folder / RUNS} has the others", 1)
-    if report:
+    if report and experiment.replications > 1:
         from rekindle_lab.report.command import write
 
         print(write(folder / RUNS))

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -35,15 +36,29 @@ class Guest:
     memory_mib: int = 128
     definition: str = ""
     """Further lines of the VM's definition, in TOML, for all levels."""
+    disk_server: bool = True
+    """Rekindle's servers have its disks, or QEMU has them; a level may say otherwise."""
+    disk_cache: str = ""
+    """How its disks are cached on the host; as `rekindle` has it where nothing is said."""
+    load: str = "probe"
+    """What puts the guest under load: `probe`, at a rate, or `wrk`, as fast as it answers."""
     every: str = "10ms"
-    """The client asks so often on each connection."""
+    """`probe` asks so often on each connection."""
     connections: int = 1
+    files: int = 1
+    """`wrk` asks for so many files of the guest's web server by turns."""
+    drop_caches_every_s: float = 0.0
+    """The guest drops its page cache so often while it is under load; 0: never."""
     warm_up_s: float = 5.0
     measure_s: float = 15.0
     """How long throughput and response time are taken, before the level's action."""
     settle_s: float = 2.0
     """How long the client stays after the action."""
+    after_s: float = 10.0
+    """How long throughput and response time are taken after it, if they are asked for."""
     sample_every_s: float = 15.0
+    leak_mib: int = 0
+    """So much kernel memory is leaked before the action; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,8 @@ class Experiment:
     responses: tuple[str, ...]
     guest: Guest = field(default_factory=Guest)
     command: Command = field(default_factory=Command)
+    run_s: float | None = None
+    """How long a run takes, about; for what is told before the first one is over."""
     document: dict[str, Any] = field(default_factory=dict)
 
     def treatments(self) -> list[dict[str, str]]:
@@ -85,25 +102,28 @@ class Experiment:
         return merged
 
 
-TOP = ("name", "question", "seed", "replications", "blocks", "runner", "factor", "response", "guest", "command")
+TOP = ("name", "question", "seed", "replications", "blocks", "run_s", "runner")
+TOP += ("factor", "response", "guest", "command")
 REPLICATIONS = ("sd_increase", "alpha", "power")
 RUNNERS = ("guest", "command")
 
 
-def load(path: Path) -> Experiment:
-    """Read and check a definition."""
+def load(path: Path, trial: int | None = None) -> Experiment:
+    """Read and check a definition. `trial`: so many replications instead of its own, in one block."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DefinitionError(f"{path}: {error}") from error
     try:
-        return parse(document)
+        if trial is not None:
+            document |= {"replications": trial, "blocks": 1}
+        return parse(document, least=1 if trial else 2)
     except (DefinitionError, ValueError, TypeError) as error:
         raise DefinitionError(f"{path}: {error}") from error
 
 
-def parse(document: dict[str, Any]) -> Experiment:
-    """From the TOML's content."""
+def parse(document: dict[str, Any], least: int = 2) -> Experiment:
+    """From the TOML's content. `least`: so many replications there must be; one cannot be judged."""
     known(document, TOP, "the file")
     try:
         json.dumps(document, allow_nan=False)
@@ -132,19 +152,29 @@ def parse(document: dict[str, Any]) -> Experiment:
         runner=runner,
         factors=factors,
         responses=responses,
+        run_s=_run_s(document),
         guest=_filled(Guest, document.get("guest", {}), "guest"),
         command=_filled(Command, document.get("command", {}), "command"),
         document=document,
     )
     if runner == "command" and not made.command.argv:
         raise DefinitionError("command.argv: is not there; it names the program of a run")
-    replications = _replications(document, len(made.treatments()))
+    replications = _replications(document, len(made.treatments()), least)
     if replications % made.blocks:
         raise DefinitionError(f"blocks: {made.blocks}; {replications} replications cannot be split evenly into them")
     return Experiment(**{**made.__dict__, "replications": replications})
 
 
-def _replications(document: dict[str, Any], treatments: int) -> int:
+def _run_s(document: dict[str, Any]) -> float | None:
+    value = document.get("run_s")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise DefinitionError(f"run_s: {value!r}; it must be seconds, more than 0")
+    return float(value)
+
+
+def _replications(document: dict[str, Any], treatments: int, least: int) -> int:
     """Given, or from a power analysis and then rounded up to whole blocks."""
     given = document.get("replications")
     if isinstance(given, dict):
@@ -155,7 +185,7 @@ def _replications(document: dict[str, Any], treatments: int) -> int:
         n = power.smallest_n(treatments, effect, float(given.get("alpha", 0.05)), float(given.get("power", 0.90)))
         blocks = document.get("blocks", 1)
         return -(-n // blocks) * blocks
-    return whole(document, "replications", low=2)
+    return whole(document, "replications", low=least)
 
 
 def _factor(table: dict[str, Any]) -> Factor:
@@ -179,7 +209,7 @@ def _response(table: dict[str, Any]) -> str:
 
 
 def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
-    """A dataclass from a table: keys and kinds are those of its fields, numbers must be more than 0."""
+    """A dataclass from a table: keys and kinds are those of its fields, numbers must be more than 0, or the default."""
     if not isinstance(table, dict):
         raise DefinitionError(f"{where}: must be a table")
     fields = {name: one.default for name, one in kind.__dataclass_fields__.items()}
@@ -190,11 +220,11 @@ def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
         if isinstance(default, tuple):
             fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
             value = tuple(value) if fits else value
-        elif isinstance(default, str):
-            fits = isinstance(value, str)
+        elif isinstance(default, str | bool):
+            fits = isinstance(value, type(default))
         else:
             number = isinstance(value, int if isinstance(default, int) else int | float)
-            fits = number and not isinstance(value, bool) and value > 0
+            fits = number and not isinstance(value, bool) and (value > 0 or value == default)
         if not fits:
             raise DefinitionError(f"{where}.{key}: {value!r}; it must be like {default!r}")
         values[key] = value

@@ -1,77 +1,33 @@
 """A run with a guest of Rekindle's: fresh state, warm-up, load and samples, the level's action with a client at it.
 
-Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot), `options` (more
-of its arguments), `protect_every` (a protector beside, `"2s"`), `disk_server` (Rekindle serves the disk), `touch`
-(memory that the guest fills), `definition` (lines of TOML for the VM's definition).
+What of it happens follows from the responses that are asked for (`settings`): without one of the window there is no
+window, without one of afterwards nothing is measured afterwards.
 """
 
+import hashlib
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab import guests, netns
+from rekindle_lab import netns
+from rekindle_lab.bench.os.leak import Leaky, Memory, leak_image, leaky
+from rekindle_lab.bench.os.stage import wait_saved
 from rekindle_lab.bench.report import machine_versions, qemu_version
-from rekindle_lab.experiment.definition import DefinitionError, Experiment
+from rekindle_lab.experiment import action, load, subject
+from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.inside import GuestStatus
 from rekindle_lab.experiment.order import Planned
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.sampling import Sampler, processes_with
-from rekindle_lab.protector import protected
-from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_around
+from rekindle_lab.experiment.settings import AFTER, IN_WINDOW
+from rekindle_lab.experiment.subject import NAME, Subject
+from rekindle_lab.protector import Protector, protected
+from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.stores import on_disk
-
-SETTINGS = {
-    "reboot": str,
-    "how": str,
-    "options": list,
-    "protect_every": str,
-    "disk_server": bool,
-    "touch": str,
-    "definition": str,
-}
-NAME = "subject"
-RESPONSES = (
-    "throughput_per_s",
-    "response_time_ms",
-    "downtime_s",
-    "failed_requests",
-    "host_cpu_pct",
-    "host_resident_kib",
-    "host_read_bytes",
-    "host_written_bytes",
-    "guest_cpu_pct",
-    "guest_load",
-    "guest_free_kib",
-    "guest_io_blocks",
-)
-IN_GUEST = tuple(name for name in RESPONSES if name.startswith("guest_"))
-
-
-def check(experiment: Experiment) -> None:
-    """Raise `DefinitionError` for what this runner does not know, before anything is drawn or run."""
-    for factor in experiment.factors:
-        for level, settings in factor.levels.items():
-            where = f"factor '{factor.name}', level '{level}'"
-            for key, value in settings.items():
-                if key not in SETTINGS:
-                    raise DefinitionError(f"{where}: unknown setting '{key}'; there are: {', '.join(SETTINGS)}")
-                if not isinstance(value, SETTINGS[key]):
-                    raise DefinitionError(f"{where}: {key}: {value!r} is not of the kind {SETTINGS[key].__name__}")
-    for name in experiment.responses:
-        if name not in RESPONSES:
-            raise DefinitionError(f"response: unknown '{name}'; a guest has: {', '.join(RESPONSES)}")
-        if name in IN_GUEST and not experiment.guest.image.startswith("debian"):
-            raise DefinitionError(
-                f"response: '{name}' needs a debian image; {experiment.guest.image} tells nothing of it"
-            )
-    for treatment in experiment.treatments():
-        if "downtime_s" in experiment.responses and not experiment.settings(treatment).get("reboot"):
-            raise DefinitionError(f"response: 'downtime_s', but treatment {treatment} reboots nothing")
 
 
 @dataclass
@@ -89,12 +45,16 @@ class GuestRunner:
 
     def versions(self) -> dict[str, str]:
         """Of all that takes part."""
-        return {
-            "rekindle": Rekindle(self.binary, self.root).version(),
+        about = self.experiment.guest
+        found = {
+            "rekindle": f"{Rekindle(self.binary, self.root).version()} ({_digest(self.binary)})",
             "qemu": qemu_version(self.qemu),
-            "image": guests.build(self.root, self.experiment.guest.image).folder.name,
+            "image": subject.image(self.root, about).folder.name,
             **machine_versions(),
         }
+        if about.leak_mib:
+            found["leak"] = leak_image(self.root).name
+        return found | ({"wrk": _wrk_version()} if about.load == "wrk" else {})
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
         """Names of the namespace and folders that the run will make."""
@@ -147,63 +107,105 @@ class GuestRunner:
 
     def _in_place(self, settings: dict[str, Any], space: str, work: Path, ram: Path, disk: Path) -> Measured:
         about = self.experiment.guest
-        image = guests.build(self.root, about.image)
-        guest = guests.Guest(NAME, image, about.memory_mib, 1, settings.get("touch"), space, ram, disk)
+        guest = subject.subject(about, settings, subject.image(self.root, about), space, ram, disk)
         rekindle = Rekindle(self.binary, work / "run")
-        definition = guest.write(work, self.qemu)
-        lines = definition.read_text()
-        if settings.get("disk_server"):
-            lines = lines.replace(guests.QEMUS_OWN, "server = true")
-        definition.write_text("\n".join([about.definition, settings.get("definition", ""), lines]))
-        rekindle.run(definition)
+        rekindle.run(guest.write(work, self.qemu))
         guest.wait_ready()
+        if guest.phases:
+            wait_saved(rekindle, guest)
+        measured = Measured()
         with ExitStack() as stack:
+            protector = None
             if "protect_every" in settings:
-                stack.enter_context(protected(rekindle, NAME, on_disk(disk / "store"), settings["protect_every"]))
-            measured = Measured()
-            self._load(rekindle, guest, work, measured)
+                store, every = on_disk(disk / "store"), settings["protect_every"]
+                protector = stack.enter_context(protected(rekindle, NAME, store, every))
+            self._before(rekindle, guest, work, measured, protector)
             if "reboot" in settings:
-                self._act(rekindle, guest, settings, measured)
+                self._around(rekindle, guest, settings, measured)
         return measured
 
-    def _client(self) -> tuple[str, ...]:
-        return ("--connections", str(self.experiment.guest.connections))
+    def _wanted(self, names: tuple[str, ...]) -> bool:
+        return any(name in names for name in self.experiment.responses)
 
-    def _load(self, rekindle: Rekindle, guest: guests.Guest, work: Path, measured: Measured) -> None:
+    def _before(
+        self, rekindle: Rekindle, guest: Subject, work: Path, measured: Measured, protector: Protector | None
+    ) -> None:
         """Warm-up, then throughput and response time under the client's load, with samples of host and guest."""
         about = self.experiment.guest
-        targets = [(guest.service_url, guest.netns)]
-        with rekindle.probes(targets, *self._client(), every=about.every, margin_s=0.0):
-            time.sleep(about.warm_up_s)
-        status = GuestStatus(guest) if guest.image.kind.startswith("debian") else None
-        inside = status.take if status else None
-        with (
-            rekindle.probes(targets, *self._client(), every=about.every, margin_s=0.0) as probes,
-            Sampler(about.sample_every_s, lambda: processes_with(str(work)), inside) as sampler,
-        ):
-            time.sleep(about.measure_s)
-        report = probes[0].report
-        measured.samples += [*sampler.samples, {"load": report}]
+        with ExitStack() as stack:
+            status = None
+            if self._wanted(IN_WINDOW) and guest.kind != "micro":
+                status = stack.enter_context(GuestStatus(guest))
+            stack.enter_context(load.without_caches(guest, about.drop_caches_every_s))
+            warm = load.measure(rekindle, guest, about, about.warm_up_s)
+            measured.samples.append({"warm_up": warm.raw})
+            if not self._wanted(IN_WINDOW):
+                return
+            already = len(protector.of("checkpoint")) if protector else 0
+            inside = status.take if status else None
+            with Sampler(about.sample_every_s, lambda: processes_with(str(work)), inside) as sampler:
+                window = load.measure(rekindle, guest, about, about.measure_s)
+        measured.samples += [*sampler.samples, {"load": window.raw}]
         measured.responses |= sampler.share() | (status.responses(sampler.samples) if status else {})
         measured.responses |= {
-            "throughput_per_s": report["answered"] / (report["elapsed_us"] / 1e6),
-            "failed_requests": float(failed_requests(report)),
+            "throughput_per_s": window.throughput_per_s,
+            "response_time_ms": window.response_time_ms,
+            "failed_requests": float(window.failed),
         }
-        if report["latency"]:
-            measured.responses["response_time_ms"] = report["latency"]["p50_us"] / 1e3
+        if protector is not None:
+            taken = protector.of("checkpoint")[already:]
+            measured.samples.append({"checkpoints": taken})
+            if not taken:
+                raise RunError(f"{NAME}: no checkpoint in the window: it was not protected then", measured=measured)
 
-    def _act(self, rekindle: Rekindle, guest: guests.Guest, settings: dict[str, Any], measured: Measured) -> None:
-        """The reboot, with a client at it: downtime is its longest silence."""
+    def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
+        """The action, with a leak before it if there is to be one, and the load afterwards."""
         about = self.experiment.guest
-        how = ["--how", settings["how"]] if "how" in settings else []
-        patience = "300s" if settings["reboot"] == "vmm" and settings.get("how") != "cold" else "5s"
-        options = (*self._client(), "--timeout", patience)
-        with rekindle.probes([(guest.service_url, guest.netns)], *options, every=about.every) as probes:
-            document = rekindle.call("reboot", settings["reboot"], NAME, *how, *settings.get("options", []))
-            guest.wait_ready()
-            time.sleep(about.settle_s)
-        report = probes[0].report
-        _, _, length_us = gap_around(report, None, None)
-        measured.samples.append({"reboot": document, "client": report})
-        measured.responses["downtime_s"] = length_us / 1e6
-        measured.responses["failed_requests"] += failed_requests(report)
+        leak = _Leak(guest, self.root, about.leak_mib) if about.leak_mib else None
+        action.reboot(rekindle, guest, about, settings, measured)
+        if leak is not None:
+            leak.judge(measured)
+        if self._wanted(AFTER):
+            window = load.measure(rekindle, guest, about, about.after_s)
+            measured.samples.append({"after": window.raw})
+            measured.responses["throughput_after_per_s"] = window.throughput_per_s
+            measured.responses["response_time_after_ms"] = window.response_time_ms
+
+
+class _Leak:
+    """A leak of kernel memory, made at once, and what of it is back later."""
+
+    def __init__(self, guest: Subject, root: Path, mib: int) -> None:
+        self.guest: Leaky = leaky(guest, leak_image(root))
+        self.before = self.guest.memory()
+        self.bytes = self.guest.leak(mib)
+        self.leaked = self.guest.memory()
+
+    def judge(self, measured: Measured) -> None:
+        """The responses, by what the kernel has allocated and, as in the paper, by what is free."""
+        after = self.guest.memory()
+        measured.samples.append(
+            {
+                "leaked_bytes": self.bytes,
+                "memory_kib": [_kib(one) for one in (self.before, self.leaked, after)],
+            }
+        )
+        kib = self.bytes / 1024
+        measured.responses["recovered_memory_pct"] = 100 * (1 - (after.slab_kib - self.before.slab_kib) / kib)
+        measured.responses["recovered_available_pct"] = 100 * (after.available_kib - self.leaked.available_kib) / kib
+
+
+def _kib(memory: Memory) -> dict[str, int]:
+    return {"slab": memory.slab_kib, "available": memory.available_kib}
+
+
+def _digest(binary: Path) -> str:
+    """Tells two builds of one version apart."""
+    with binary.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+
+
+def _wrk_version() -> str:
+    """The first line of what wrk says of itself, as far as it names the version."""
+    done = subprocess.run(["wrk", "--version"], capture_output=True, text=True, check=False)
+    return (done.stdout or done.stderr).split("Copyright")[0].strip()

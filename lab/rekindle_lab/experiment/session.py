@@ -45,9 +45,11 @@ class Session:
             self._clear(ledger)
             over = ledger.done if retry_failed else ledger.done | ledger.failed
             todo = [planned for planned in order.runs if planned.run not in over]
+            usual_s = self._usual_s(ledger)
+            about = f", about {duration(len(todo) * usual_s)}" if todo and usual_s else ""
             self.say(
                 f"{self.experiment.name}: {len(order.runs)} runs, {len(ledger.done)} done, "
-                f"{len(ledger.failed)} failed, {len(todo)} to do"
+                f"{len(ledger.failed)} failed, {len(todo)} to do{about}"
             )
             in_a_row = 0
             for index, planned in enumerate(todo[:most]):
@@ -102,10 +104,13 @@ class Session:
         ledger.end(line)
         return line
 
+    def _usual_s(self, ledger: Ledger) -> float | None:
+        """How long a run takes: the median of those that are over, else what the definition says."""
+        return statistics.median(one["took_s"] for one in ledger.runs) if ledger.runs else self.experiment.run_s
+
     def _tell(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
         treatment = ", ".join(f"{name}={level}" for name, level in planned.treatment.items())
-        usual_s = statistics.median(one["took_s"] for one in ledger.runs)
-        rest = f"{left} left, about {duration(left * usual_s)}" if left else "the last"
+        rest = f"{left} left, about {duration(left * (self._usual_s(ledger) or 0.0))}" if left else "the last"
         failed = f" FAILED: {line['error']}" if line["error"] else ""
         took = f"{line['outcome']} in {duration(line['took_s'])}"
         self.say(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")

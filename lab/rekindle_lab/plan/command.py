@@ -108,6 +108,7 @@ def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
         "spacing_s": plan.rolling.spacing_s,
         "start_unix_s": start_unix_s,
         "order": list(plan.rolling.hosts),
+        "notes": list(plan.fleet.notes),
     }
 
 
@@ -146,7 +147,9 @@ def text(plan: Plan, start: datetime) -> str:
         f"capacity never below {rolling.capacity:.6f}, {plan.performance:.7f} on average"
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
-    return f"{table(rows, 'What, how and how often')}\n\n{cluster}\n\n{table(shown, 'Order')}{more}{problems}"
+    notes = "".join(f"\n  {note}" for note in plan.fleet.notes)
+    what = f"{table(rows, 'What, how and how often')}{notes}"
+    return f"{what}\n\n{cluster}\n\n{table(shown, 'Order')}{more}{problems}"
 
 
 def command(

@@ -7,9 +7,10 @@ from typing import Any
 
 from rekindle_lab.experiment.definition import DefinitionError, known, tables, text, whole
 from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
+from rekindle_lab.plan.measured import techniques
 
 SCOPES = ("vmm", "host")
-TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "vmm", "os", "hosts")
+TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Fleet:
     vmm: dict[str, Technique]
     os: dict[str, OsReboot]
     hosts: tuple[Hosts, ...]
+    notes: tuple[str, ...] = ()
+    """Where the downtimes come from."""
 
     @property
     def size(self) -> int:
@@ -67,21 +70,25 @@ class Fleet:
 def load(path: Path) -> Fleet:
     """From a file. Raises `DefinitionError` that names file, place and mend."""
     try:
-        return parse(tomllib.loads(path.read_text()))
+        return parse(tomllib.loads(path.read_text()), path.parent)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DefinitionError, ParameterError) as error:
         raise DefinitionError(f"{path}: {error}") from error
 
 
-def parse(document: dict[str, Any]) -> Fleet:
-    """From the TOML's content."""
+def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
+    """From the TOML's content. Files that it names are relative to `folder`."""
     known(document, TOP, "the file")
     scope = text(document, "scope", "vmm")
     if scope not in SCOPES:
         raise DefinitionError(f"scope: '{scope}'; there are: {', '.join(SCOPES)}")
     target = document.get("target", {})
     known(target, ("availability", "capacity"), "target")
-    vmm = _measured(document, "vmm", Technique, named=True)
-    os = _measured(document, "os", OsReboot, named=False)
+    files = document.get("measured", {})
+    if not isinstance(files, dict):
+        raise DefinitionError("measured: must be a table")
+    from_vmm, from_os, notes = techniques(files, folder)
+    vmm = from_vmm | _by_hand(document, "vmm", Technique, named=True, needed=not from_vmm)
+    os = from_os | _by_hand(document, "os", OsReboot, named=False, needed=not from_os)
     hosts = tuple(_hosts(table, tuple(vmm), tuple(os)) for table in tables(document, "hosts"))
     if not hosts:
         raise DefinitionError("no [[hosts]]; at least one is needed")
@@ -98,13 +105,14 @@ def parse(document: dict[str, Any]) -> Fleet:
         vmm,
         os,
         hosts,
+        notes,
     )
 
 
-def _measured(document: dict[str, Any], key: str, kind: type, *, named: bool) -> dict[str, Any]:
-    given = document.get(key)
-    if not isinstance(given, dict) or not given:
-        raise DefinitionError(f"no [{key}.NAME]; at least one technique with its downtime is needed")
+def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, needed: bool) -> dict[str, Any]:
+    given = document.get(key, {})
+    if not isinstance(given, dict) or (needed and not given):
+        raise DefinitionError(f"no [{key}.NAME]; at least one technique with its downtime is needed, or measured.{key}")
     made = {}
     for name, table in given.items():
         where = f"{key}.{name}"

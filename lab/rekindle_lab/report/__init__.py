@@ -1,4 +1,4 @@
 """One self-contained HTML page per experiment, with its plots as PNG and its tables and runs as CSV beside it.
 
-`plots`, `page` (and `page.html.jinja`), `command`.
+`plots`, `page` (and `page.html.jinja`), `results` (a page in Markdown, for docs/results), `command`.
 """

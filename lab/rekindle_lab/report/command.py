@@ -37,9 +37,12 @@ def write(
 
 
 def command(
-    runs: Annotated[Path, typer.Argument(help="runs.jsonl of an experiment.")],
+    runs: Annotated[Path, typer.Argument(help="runs.jsonl of an experiment, or runs.jsonl.gz.")],
     out: Annotated[Path | None, typer.Option(help="Folder, made anew. [default: report beside the runs]")] = None,
     factor: Annotated[str | None, typer.Option(help="Compare levels of this factor. [default: all treatments]")] = None,
+    publish: Annotated[
+        Path | None, typer.Option(help="Write also a page in Markdown and all raw data into this folder, made anew.")
+    ] = None,
     alpha: Annotated[float, typer.Option(help="How often a difference may be seen where there is none.")] = 0.05,
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Go on without runs that are not there.")
@@ -47,14 +50,23 @@ def command(
     allow_versions: Annotated[
         bool, typer.Option("--allow-versions", help="Go on with runs of several versions.")
     ] = False,
+    made_by: Annotated[str, typer.Option(help="For --publish: the command that made the runs.")] = "",
 ) -> None:
     """Show an experiment: one HTML page that needs nothing else, with PNG and CSV files beside it."""
     if not 0 < alpha < 1:
         raise fail("report", f"--alpha {alpha:g}: it must be between 0 and 1")
+    allow = {"allow_missing": allow_missing, "allow_versions": allow_versions}
     try:
-        path = write(runs, out, factor, alpha, allow_missing=allow_missing, allow_versions=allow_versions)
+        path = write(runs, out, factor, alpha, **allow)
     except ValueError as error:
         raise fail("report", error) from error
     except OSError as error:
         raise fail("report", error, 1) from error
     print(path)
+    if publish is not None:
+        from rekindle_lab.report import results
+
+        try:
+            print(results.publish(runs, path.parent, publish.resolve(), factor, alpha, made_by, allow=allow))
+        except (ValueError, OSError) as error:
+            raise fail("report", error, 1) from error

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rekindle_lab.analysis import tables
 from rekindle_lab.analysis.judge import Verdict
-from rekindle_lab.analysis.runs import Runs
+from rekindle_lab.analysis.runs import Runs, content
 from rekindle_lab.report import plots
 
 PAGE = "report.html"
@@ -98,7 +98,7 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         summary=tables.summary(verdicts),
         responses=responses,
         csv=base64.b64encode(rows_csv.encode()).decode(),
-        jsonl=base64.b64encode(gzip.compress(runs.path.read_bytes(), mtime=0)).decode(),
+        jsonl=base64.b64encode(gzip.compress(content(runs.path), mtime=0)).decode(),
         lines=lines,
         command=command,
         versions=[{"what": name, "version": version} for name, version in runs.versions.items()]
@@ -106,12 +106,17 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         definition=json.dumps(order["definition"], indent=1) if order else "",
     )
     (beside / PAGE).write_text(page)
+    put(beside, folder)
+    return folder / PAGE
+
+
+def put(new: Path, folder: Path) -> None:
+    """Let a folder that is whole take the place of the one that was there, if any."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-        beside.rename(folder)
+        new.rename(folder)
         shutil.rmtree(old)
     else:
-        beside.rename(folder)
-    return folder / PAGE
+        new.rename(folder)

@@ -98,11 +98,15 @@ class OsGuest(Guest):
         path.write_text(self.definition(qemu))
         return path
 
-    def ssh(self, command: str, given: bytes = b"") -> str:
-        """Run a command in it, with this as its input, and give what it says."""
+    def ssh_command(self, command: str) -> list[str]:
+        """What runs a command in it."""
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
         options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
-        words = ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+        return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+
+    def ssh(self, command: str, given: bytes = b"") -> str:
+        """Run a command in it, with this as its input, and give what it says."""
+        words = self.ssh_command(command)
         done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
@@ -160,17 +164,8 @@ class Stage(bench.Stage):
         )
 
     def wait_saved(self, guest: OsGuest) -> None:
-        """Wait until there is a candidate of each phase that may be used. micro is told to announce the later one."""
-        deadline = time.monotonic() + SAVED_DEADLINE_S
-        if guest.kind == "micro":
-            guest.command("phase services")
-        while True:
-            void = {phase["name"]: phase["void"] for phase in self.rekindle.show(guest.name)["phases"] if phase["void"]}
-            if not void:
-                return
-            if time.monotonic() > deadline:
-                raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
-            time.sleep(0.1)
+        """Wait until there is a candidate of each phase that may be used."""
+        wait_saved(self.rekindle, guest)
 
     def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
         """Give the command: when that was, what it told, how long it took; once no phase is being saved."""
@@ -212,6 +207,20 @@ class Stage(bench.Stage):
                 said = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
                 row.user_host_us = row.kernel_host_us + user_space_after_us(said)
         return row
+
+
+def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
+    """Wait until there is a candidate of each phase that may be used. micro is told to announce the later one."""
+    deadline = time.monotonic() + SAVED_DEADLINE_S
+    if guest.kind == "micro":
+        guest.command("phase services")
+    while True:
+        void = {phase["name"]: phase["void"] for phase in rekindle.show(guest.name)["phases"] if phase["void"]}
+        if not void:
+            return
+        if time.monotonic() > deadline:
+            raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
+        time.sleep(0.1)
 
 
 def ask_often(namespace: str) -> None:

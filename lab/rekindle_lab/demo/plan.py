@@ -1,0 +1,105 @@
+"""The plan for the VM that the demo has measured: how its VMM and its OS are to be renewed, and what that gives.
+
+    python -m rekindle_lab.demo.plan --web web.json --out plan.toml warm.json saved.json cold.json
+
+The records are those of `demo.vmm`, `web.json` is written by `demo.web`. `plan.toml` is a plan's file as every other
+one (lab/README.md): to be changed, and given to `rekindle-lab plan`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle_lab.bench.report import table
+from rekindle_lab.experiment.definition import DefinitionError
+from rekindle_lab.models.availability import availability, nines
+from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
+from rekindle_lab.plan.command import Plan, make
+from rekindle_lab.plan.fleet import load as load_fleet
+from rekindle_lab.records import Record, load
+
+HEAD = """\
+# Written by the demo: what it measured, once each, and what is wanted. Change it, then: rekindle-lab plan plan.toml
+scope = "vmm"
+vmm_interval_max_d = 28      # as in RootHammer; what aging allows, `rekindle-lab aging` finds out
+os_interval_max_d = 7
+[target]
+availability = 0.9999
+"""
+COLD = "cold"
+TAIL = """
+[[hosts]]
+name = "this-host"
+[[hosts.vms]]
+name = "demo"
+"""
+
+
+def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
+    """The plan's file: service gaps of the VMM's renewals, and of the OS's, with how much slower it served then.
+
+    The second guest's disk is held to a rate, the first one's is not. So what a cold renewal of the VMM takes, which boots
+    the guest in a new QEMU, is taken from the second one's cold reboot, which does the same: else one and the same
+    boot would have two lengths.
+    """
+    parts = [HEAD]
+    for record in records:
+        if record.how != COLD:
+            parts.append(f"[vmm.{record.how}]\nvmm_downtime_s = {record.gap_ms / 1e3:.3f}\n")
+    for one in web:
+        if one["how"] == COLD:
+            parts.append(f"[vmm.{COLD}]\nvmm_downtime_s = {one['gap_s']:.3f}\ncoupled = true\n")
+    for one in web:
+        lost = min(max(1 - one["mb_per_s_after"] / one["mb_per_s_before"], 0.0), 1.0)
+        degraded = f"degraded_rate = {lost:.3f}\ndegraded_s = {max(one['served_s'] - one['well_s'], 0.0):.1f}\n"
+        parts.append(f"[os.{one['how']}]\ndowntime_s = {one['gap_s']:.3f}\n{degraded}")
+    return "".join(parts) + TAIL
+
+
+def text(plan: Plan) -> str:
+    """Every pair of techniques, and the one that is taken."""
+    fleet = plan.fleet
+    longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
+    (choice,) = plan.choices.values()
+    target = fleet.availability or 0.0
+    rows = []
+    for technique in fleet.vmm.values():
+        for name, reboot in fleet.os.items():
+            up = availability(technique, reboot, longest)
+            rows.append(
+                {
+                    "VMM by": technique.name,
+                    "OS by": name,
+                    "downtime in 28 days": f"{(1 - up) * 28 * DAY_S:.1f} s",
+                    "availability": f"{up:.7f}",
+                    "nines": nines(up),
+                    f"target {target:g}": "met" if up >= target else "MISSED",
+                    "": "<- the plan" if (technique.name, name) == (choice.vmm, choice.os) else "",
+                }
+            )
+    days = f"the VMM every {longest.vmm_interval_s / DAY_S:g} days, the OS every {longest.os_interval_s / DAY_S:g}"
+    problems = "".join(f"\nNOT REACHED: {problem}" for problem in plan.problems)
+    return f"{table(rows, f'Renewing {days}')}{problems}"
+
+
+def main(
+    files: Annotated[list[Path], typer.Argument(help="Records of the VMM's renewals.")],
+    web: Annotated[Path, typer.Option(help="What `demo.web` has measured.")],
+    out: Annotated[Path, typer.Option(help="The plan's file to write.")],
+) -> None:
+    """Write the plan's file, and print what it comes to."""
+    try:
+        out.write_text(write([load(path) for path in files], json.loads(web.read_text())))
+        plan = make(load_fleet(out))
+    except (OSError, ValueError, KeyError, TypeError, DefinitionError, ParameterError) as error:
+        print(f"demo: {error!r}" if isinstance(error, KeyError) else f"demo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(text(plan))
+
+
+if __name__ == "__main__":
+    typer.run(main)

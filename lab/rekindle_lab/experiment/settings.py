@@ -1,0 +1,102 @@
+"""What a run with a guest understands: settings of levels, responses, and which of them go together.
+
+Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot), `options` (more
+of its arguments), `protect_every` (a protector beside, `"2s"`), `disk_server` (instead of the guest's), `touch` (memory
+that the guest fills), `definition` (lines of TOML for the VM's definition).
+"""
+
+import shutil
+from typing import Any
+
+from rekindle_lab.experiment.definition import DefinitionError, Experiment
+
+SETTINGS = {
+    "reboot": str,
+    "how": str,
+    "options": list,
+    "protect_every": str,
+    "disk_server": bool,
+    "touch": str,
+    "definition": str,
+}
+IMAGES = ("micro", "debian", "immutable")
+LOADS = ("probe", "wrk")
+FILES = {"micro": 1, "debian": 200, "immutable": 200}
+"""How many files each guest's web server has."""
+IN_WINDOW = (
+    "throughput_per_s",
+    "response_time_ms",
+    "failed_requests",
+    "host_cpu_pct",
+    "host_resident_kib",
+    "host_read_bytes",
+    "host_written_bytes",
+    "guest_cpu_pct",
+    "guest_load",
+    "guest_free_kib",
+    "guest_io_blocks",
+)
+"""Taken under load, before the action. A run of which none is asked for has no such window."""
+IN_GUEST = tuple(name for name in IN_WINDOW if name.startswith("guest_"))
+AROUND = ("downtime_s", "recovered_memory_pct", "recovered_available_pct")
+"""Of the action."""
+RECOVERED = AROUND[1:]
+AFTER = ("throughput_after_per_s", "response_time_after_ms")
+"""Under load, after it."""
+RESPONSES = (*IN_WINDOW, *AROUND, *AFTER)
+NEED_SERVERS = ("warm-cache", "phase")
+NEED_AGENT = ("kexec",)
+
+
+def check(experiment: Experiment) -> None:
+    """Raise `DefinitionError` for what a run with a guest does not know, before anything is drawn or run."""
+    guest = experiment.guest
+    _one_of("guest.image", guest.image, IMAGES)
+    _one_of("guest.load", guest.load, LOADS)
+    if guest.load == "wrk" and shutil.which("wrk") is None:
+        raise DefinitionError("guest.load: no wrk in PATH; run: scripts/setup")
+    if guest.files > FILES[guest.image]:
+        raise DefinitionError(f"guest.files: {guest.files}; {guest.image} has {FILES[guest.image]}")
+    if guest.files > 1 and guest.load != "wrk":
+        raise DefinitionError(f'guest.files: {guest.files}; only wrk asks for several (load = "wrk")')
+    for factor in experiment.factors:
+        for level, settings in factor.levels.items():
+            _level(f"factor '{factor.name}', level '{level}'", settings)
+    for name in experiment.responses:
+        if name not in RESPONSES:
+            raise DefinitionError(f"response: unknown '{name}'; a guest has: {', '.join(RESPONSES)}")
+        if name in IN_GUEST and guest.image == "micro":
+            raise DefinitionError(f"response: '{name}' needs a debian image; micro tells nothing of it")
+        if name in RECOVERED and not guest.leak_mib:
+            raise DefinitionError(f"response: '{name}', but nothing is leaked; set guest.leak_mib")
+    for treatment in experiment.treatments():
+        _treatment(experiment, treatment)
+
+
+def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise DefinitionError(f"{where}: '{value}'; there are: {', '.join(known)}")
+
+
+def _level(where: str, settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        if key not in SETTINGS:
+            raise DefinitionError(f"{where}: unknown setting '{key}'; there are: {', '.join(SETTINGS)}")
+        if not isinstance(value, SETTINGS[key]):
+            raise DefinitionError(f"{where}: {key}: {value!r} is not of the kind {SETTINGS[key].__name__}")
+
+
+def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
+    """What the settings of all factors together must be."""
+    settings = experiment.settings(treatment)
+    reboot, how = settings.get("reboot"), settings.get("how")
+    if reboot is None:
+        needs = next((name for name in experiment.responses if name in (*AROUND, *AFTER)), None)
+        if needs is not None:
+            raise DefinitionError(f"response: '{needs}', but treatment {treatment} reboots nothing")
+        return
+    _one_of(f"treatment {treatment}: reboot", reboot, ("os", "vmm"))
+    if reboot == "os" and how in NEED_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
+        raise DefinitionError(f"treatment {treatment}: {how} needs disks with servers; set disk_server = true")
+    if reboot == "os" and how in NEED_AGENT and experiment.guest.image == "micro":
+        raise DefinitionError(f"treatment {treatment}: {how} needs an agent in the guest, which micro has not")

@@ -1,0 +1,72 @@
+"""The guest of a run. All of it is made anew for each: definition, disk, memory, network."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab import guests
+from rekindle_lab.bench.os.leak import leak_image
+from rekindle_lab.bench.os.stage import OsGuest
+from rekindle_lab.experiment.definition import Guest as About
+from rekindle_lab.guests import Image
+
+NAME = "subject"
+SERVED = "server = true"
+
+
+@dataclass(frozen=True)
+class Subject(OsGuest):
+    """A guest as an experiment and the level of a run want it."""
+
+    served: bool = True
+    """Rekindle's servers have its disks; else QEMU has them."""
+    cache: str = ""
+    """How its disks are cached on the host."""
+    more: str = ""
+    """Further lines of its definition, before all tables."""
+
+    @property
+    def command_line(self) -> str:
+        """Its kernel's."""
+        line = super().command_line
+        return f"{line} rekindle.touch={self.touch}" if self.touch else line
+
+    def disk_lines(self) -> list[str]:
+        """What its VM definition says of its disks."""
+        lines = []
+        for line in super().disk_lines():
+            lines.append(line if self.served or line != SERVED else guests.QEMUS_OWN)
+            if line == SERVED and self.cache:
+                lines.append(f"cache = {json.dumps(self.cache)}")
+        return lines
+
+    def definition(self, qemu: str) -> str:
+        """Its VM definition in TOML, for this QEMU binary."""
+        return f"{self.more}\n{super().definition(qemu)}"
+
+
+def image(root: Path, about: About) -> Image:
+    """The image, built if need be; micro has the injector of leaks in one of its own."""
+    if about.image == "micro" and about.leak_mib:
+        return Image("micro", leak_image(root))
+    return guests.build(root, about.image)
+
+
+def subject(about: About, settings: dict[str, Any], image: Image, space: str, ram: Path, disk: Path) -> Subject:
+    """The guest for these settings, in the network namespace `space`, with its RAM and its disk in these folders."""
+    return Subject(
+        NAME,
+        image,
+        about.memory_mib,
+        1,
+        settings.get("touch"),
+        space,
+        ram,
+        disk,
+        kind=about.image,
+        phases=settings.get("how") == "phase",
+        served=settings.get("disk_server", about.disk_server),
+        cache=about.disk_cache,
+        more="\n".join([about.definition, settings.get("definition", "")]),
+    )

@@ -1,0 +1,79 @@
+"""Downtimes for a plan out of files that were measured: the table `[measured]` of its TOML file.
+
+- `vmm`: the JSON of `make bench TOPIC=vmm`, and `vmm_guests`, which of its rows.
+- `os`: the runs of an experiment that has the response `downtime_s` and whose levels are called as the ways of
+  `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, and `os_guests`.
+"""
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rekindle_lab.analysis.command import load
+from rekindle_lab.experiment.definition import DefinitionError, known, text
+from rekindle_lab.models.parameters import OsReboot, Technique, measured
+
+KEYS = ("vmm", "vmm_guests", "os", "os_guests")
+VMM_WAYS = ("warm", "saved", "cold")
+OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
+"""What `rekindle reboot` can do: peers that were measured beside it are no part of a plan."""
+OS_TABLE = "Downtime as a client sees it (s, medians)"
+"""The table of `make bench TOPIC=os`."""
+
+
+def techniques(
+    table: dict[str, Any], folder: Path
+) -> tuple[dict[str, Technique], dict[str, OsReboot], tuple[str, ...]]:
+    """For the VMM, for the OS, and what is to be said of them. Paths are relative to `folder`."""
+    known(table, KEYS, "measured")
+    vmm: dict[str, Technique] = {}
+    os: dict[str, OsReboot] = {}
+    notes = []
+    if "vmm" in table:
+        path = folder / text(table, "vmm")
+        found = measured(path, text(table, "vmm_guests"), os_downtime_s=0.0)
+        vmm = {name: one for name, one in found.techniques.items() if name in VMM_WAYS}
+        notes.append(f"VMM: median service gaps of {table['vmm_guests']} ({path.name}); degradation is taken as 0")
+    if "os" in table:
+        path = folder / text(table, "os")
+        downtimes, what = _of_topic(path, text(table, "os_guests")) if path.suffix == ".json" else _of_runs(path)
+        os = {name: OsReboot(seconds) for name, seconds in downtimes.items()}
+        notes.append(f"OS: {what} ({path.name}); degradation is taken as 0")
+    return vmm, os, tuple(notes)
+
+
+def _of_runs(path: Path) -> tuple[dict[str, float], str]:
+    """Mean downtimes of an experiment's levels."""
+    try:
+        runs = load(path, None, allow_missing=False, allow_versions=False)
+    except ValueError as error:
+        raise DefinitionError(f"measured.os: {error}") from error
+    if "downtime_s" not in runs.responses:
+        raise DefinitionError(f"measured.os: {path} has no response downtime_s; it has: {', '.join(runs.responses)}")
+    strange = next((level for level in runs.levels if level not in OS_WAYS), None)
+    if strange is not None:
+        raise DefinitionError(
+            f"measured.os: {path}: level '{strange}' is no way to reboot an OS; there are: {', '.join(OS_WAYS)}"
+        )
+    levels = {level: [run.responses["downtime_s"] for run in runs.done if run.level == level] for level in runs.levels}
+    least = min(len(values) for values in levels.values())
+    return {
+        level: fmean(values) for level, values in levels.items()
+    }, f"mean downtimes of {least} runs a level at least"
+
+
+def _of_topic(path: Path, guests: str) -> tuple[dict[str, float], str]:
+    """Median downtimes of one guest; of the phases that it has the latest, which comes last."""
+    try:
+        rows = json.loads(path.read_text())["tables"][OS_TABLE]
+        found = [
+            (row["guest"], row["reboot"].split("-kernel")[0].split("-services")[0], row["downtime"]) for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DefinitionError(f"measured.os: {path}: not the JSON of `make bench TOPIC=os`: {error!r}") from error
+    own = {how: seconds for guest, how, seconds in found if guest == guests and how in OS_WAYS}
+    if not own:
+        names = ", ".join(dict.fromkeys(guest for guest, _, _ in found))
+        raise DefinitionError(f"measured.os_guests: no '{guests}' in {path}; there are: {names}")
+    return own, f"median downtimes of {guests}"

@@ -1,0 +1,77 @@
+"""A campaign for `docs/results/`: a page in Markdown with all tables, its plots, the HTML page, and the raw data."""
+
+import gzip
+import shutil
+import statistics
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rekindle_lab.analysis import tables
+from rekindle_lab.analysis.command import load
+from rekindle_lab.analysis.judge import Verdict, judge
+from rekindle_lab.analysis.runs import Order, Runs, content
+from rekindle_lab.bench.report import pipes
+from rekindle_lab.experiment.session import duration
+from rekindle_lab.report.page import PAGE, put
+
+NAME = "results.md"
+RAW = "runs.jsonl.gz"
+
+
+def publish(
+    runs: Path, report: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
+) -> Path:
+    """Write the folder anew, whole; gives the page's path. `report`: where the HTML page and its plots are."""
+    found = load(runs, factor, **allow)
+    verdicts = judge(found, alpha)
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for path in (report / PAGE, *sorted(report.glob("*.png"))):
+        shutil.copyfile(path, beside / path.name)
+    (beside / RAW).write_bytes(gzip.compress(content(runs), mtime=0))
+    order = runs.parent / "order.json"
+    question = ""
+    if order.exists():
+        shutil.copyfile(order, beside / order.name)
+        question = Order.load(order).question
+    (beside / NAME).write_text(markdown(found, verdicts, question, made_by))
+    put(beside, folder)
+    return folder / NAME
+
+
+def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -> str:
+    """The page. No figure of it is written by hand."""
+    made = ", ".join(f"{name} {version}" for name, version in runs.versions.items())
+    by = f"Made by `{made_by}`, on" if made_by else "Made on"
+    parts = [f"# Campaign `{runs.experiment}`: measured", question, f"{by}: {made or 'not known'}.", _how_many(runs)]
+    parts += ["## Does it differ?", pipes(tables.verdicts_table(verdicts))]
+    parts += [_heading("##", "Averages"), pipes(tables.summary(verdicts))]
+    for verdict in verdicts:
+        response = verdict.response
+        title = tables.heading(response.name)
+        parts += [f"## {title}", f"![{title} by level and in the order of the runs]({response.name}.png)"]
+        for name, rows in tables.of_response(response, runs.factor, verdict.alpha).items():
+            parts += [_heading("###", name), pipes(rows)]
+        parts += [f"- {note}" for note in response.notes]
+    parts += [f"- {note}" for note in runs.notes]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _heading(level: str, title: str) -> str:
+    like = tables.LIKE_THE_PAPERS.get(title)
+    return f"{level} {title}" + (f", as the paper's tables {like}" if like else "")
+
+
+def _how_many(runs: Runs) -> str:
+    """How many runs there are of each level, and how long they took."""
+    counts = {level: sum(run.level == level for run in runs.done) for level in runs.levels}
+    each = ", ".join(f"{level} {count}" for level, count in counts.items())
+    text = f"{len(runs.done)} of {runs.planned} runs done ({each}), {len(runs.failed)} failed attempts."
+    took = [line["took_s"] for line in runs.lines if isinstance(line.get("took_s"), int | float)]
+    began = [line["began_unix_s"] for line in runs.lines if isinstance(line.get("began_unix_s"), int | float)]
+    if took and began:
+        first, last = (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" for at in (min(began), max(began)))
+        text += f" A run took {duration(statistics.median(took))} (median), all together {duration(sum(took))};"
+        text += f" the first began {first}, the last {last} UTC."
+    return text

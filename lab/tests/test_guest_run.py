@@ -1,0 +1,264 @@
+"""Runs with guests: what is refused before anything runs, definitions of VMs, and what clients and guests say."""
+
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rekindle_lab.experiment import load, settings, subject
+from rekindle_lab.experiment.definition import DefinitionError, parse
+from rekindle_lab.experiment.definition import load as load_definition
+from rekindle_lab.experiment.guest import GuestRunner
+from rekindle_lab.experiment.inside import END, GuestStatus
+from rekindle_lab.experiment.inside import parse as parse_status
+from rekindle_lab.experiment.runner import RunError
+from rekindle_lab.guests import Image
+
+CAMPAIGNS = sorted((Path(__file__).parents[1] / "campaigns").glob("*.toml"))
+COLD = {"reboot": "os", "how": "cold"}
+
+
+def experiment(level, response, **guest):
+    return parse(
+        {
+            "name": "made-up",
+            "seed": 3,
+            "replications": 2,
+            "factor": [{"name": "f", "levels": {"a": COLD, "b": level}}],
+            "response": [{"name": response}],
+            "guest": guest,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "response", "guest", "said"),
+    [
+        ({"reboot": "os", "haw": "cold"}, "downtime_s", {}, "level 'b': unknown setting 'haw'"),
+        ({"reboot": 1}, "downtime_s", {}, "level 'b': reboot: 1 is not of the kind str"),
+        ({"reboot": "host"}, "downtime_s", {}, "reboot: 'host'; there are: os, vmm"),
+        ({}, "downtime_s", {}, "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
+        ({}, "throughput_after_per_s", {}, "'throughput_after_per_s', but treatment {'f': 'b'} reboots nothing"),
+        (COLD, "downtime_ms", {}, "unknown 'downtime_ms'; a guest has: throughput_per_s"),
+        (COLD, "guest_load", {}, "'guest_load' needs a debian image"),
+        (COLD, "recovered_memory_pct", {}, "'recovered_memory_pct', but nothing is leaked; set guest.leak_mib"),
+        ({"reboot": "os", "how": "kexec"}, "downtime_s", {}, "kexec needs an agent in the guest, which micro has not"),
+        (
+            {"reboot": "os", "how": "phase", "disk_server": False},
+            "downtime_s",
+            {},
+            "phase needs disks with servers; set disk_server = true",
+        ),
+        ({"reboot": "os", "how": "warm-cache"}, "downtime_s", {"disk_server": False}, "warm-cache needs disks"),
+        (COLD, "downtime_s", {"image": "mikro"}, "guest.image: 'mikro'; there are: micro, debian, immutable"),
+        (COLD, "downtime_s", {"load": "ab"}, "guest.load: 'ab'; there are: probe, wrk"),
+        (COLD, "downtime_s", {"load": "wrk", "files": 2}, "guest.files: 2; micro has 1"),
+        (COLD, "downtime_s", {"image": "debian", "files": 2}, "guest.files: 2; only wrk asks for several"),
+    ],
+)
+def test_what_a_guest_does_not_know_is_named_before_anything_runs(level, response, guest, said):
+    with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
+        settings.check(experiment(level, response, **guest))
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_our_campaigns_are_whole(path):
+    campaign = load_definition(path)
+    settings.check(campaign)
+    assert campaign.name == path.stem
+    assert campaign.replications == 16
+    assert campaign.run_s is not None
+    assert len(campaign.treatments()) * 16 * campaign.run_s <= 90 * 60
+
+
+def test_there_are_campaigns():
+    assert {path.stem for path in CAMPAIGNS} >= {"overhead", "coverage", "penalty-disk", "penalty-protect"}
+
+
+def made(tmp_path, about, given, kind):
+    image = Image(kind, tmp_path / "image")
+    own = subject.subject(about, given, image, "space", tmp_path / "ram", tmp_path / "disk")
+    return own, tomllib.loads(own.definition("/usr/bin/qemu"))
+
+
+@pytest.mark.parametrize(("kind", "disks"), [("micro", 1), ("debian", 1), ("immutable", 2)])
+def test_the_disks_are_a_servers_or_qemus_own(tmp_path, kind, disks):
+    about = experiment(COLD, "downtime_s", image=kind, disk_cache="none", definition="vcpus = 2").guest
+    for served in (True, False):
+        _, definition = made(tmp_path, about, {"disk_server": served}, kind)
+        assert [one["server"] for one in definition["disk"]] == [served] * disks
+        assert {one["cache"] for one in definition["disk"]} == {"none"}
+        assert definition["vcpus"] == 2
+    _, definition = made(tmp_path, experiment(COLD, "downtime_s", image=kind).guest, {}, kind)
+    assert [one["server"] for one in definition["disk"]] == [True] * disks
+    assert "cache" not in definition["disk"][0]
+
+
+def test_only_who_goes_on_from_phases_keeps_them(tmp_path):
+    about = experiment(COLD, "downtime_s", image="immutable").guest
+    own, definition = made(tmp_path, about, {"how": "phase"}, "immutable")
+    assert own.phases and definition["phase"]["save"] == ["kernel", "services"]
+    own, definition = made(tmp_path, about, {"how": "kexec", "touch": "100M"}, "immutable")
+    assert not own.phases and "phase" not in definition
+    assert definition["boot"]["append"].endswith("rekindle.touch=100M")
+
+
+WRK = """Running 3s test @ http://10.88.1.2/
+  50 requests in 3.00s, 1.20MB read
+Non-2xx or 3xx responses: 2
+{"requests": 50, "duration_us": 3000000, "bytes": 1200000,
+"""
+LAST = (
+    '{"requests": 50, "duration_us": 2000000, "bytes": 9, "failed": {"connect": 0, "read": 1, "write": 0, '
+    '"status": 2, "timeout": 3}, "latency": {"mean_us": 30, "p50_us": 25000}}'
+)
+
+
+def test_what_wrk_says():
+    window = load.of_wrk(WRK + LAST + "\n")
+    assert (window.throughput_per_s, window.response_time_ms, window.failed) == (24.0, 25.0, 6)
+    assert window.raw["wrk"]["bytes"] == 9
+
+
+@pytest.mark.parametrize("said", ["", WRK, "{}", LAST.replace("2000000", "0")])
+def test_what_wrk_should_not_say(said):
+    with pytest.raises(RunError, match="wrk: its last line is not a result"):
+        load.of_wrk(said)
+
+
+def test_the_script_is_one_that_wrk_runs(tmp_path):
+    """A real wrk against a real server; each of the paths is asked for."""
+    (tmp_path / "one").write_text("1" * 1000)
+    (tmp_path / "two").write_text("2")
+    port_file = tmp_path / "port"
+    code = (
+        "import http.server, sys, pathlib, functools\n"
+        f"h = functools.partial(http.server.SimpleHTTPRequestHandler, directory={str(tmp_path)!r})\n"
+        "s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), h)\n"
+        f"pathlib.Path({str(port_file)!r}).write_text(str(s.server_port))\n"
+        "s.serve_forever()\n"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(["python3", "-c", code], stderr=file)
+    try:
+        deadline = time.monotonic() + 30
+        while not (port_file.exists() and port_file.read_text()):
+            assert time.monotonic() < deadline and server.poll() is None
+            time.sleep(0.02)
+        url = f"http://127.0.0.1:{port_file.read_text()}/"
+        command = ["wrk", "--threads", "1", "--connections", "2", "--duration", "1s", "--script", load.SCRIPT, url]
+        done = subprocess.run([*command, "--", "/one", "/two"], capture_output=True, text=True, check=True)
+    finally:
+        server.kill()
+        server.wait()
+    window = load.of_wrk(done.stdout)
+    assert window.throughput_per_s > 0 and window.failed == 0
+    asked = [line.split('"')[1] for line in log.read_text().splitlines()]
+    assert set(asked) == {"GET /one HTTP/1.1", "GET /two HTTP/1.1"}
+    assert abs(asked.count("GET /one HTTP/1.1") - asked.count("GET /two HTTP/1.1")) <= 1
+
+
+class Droppable:
+    """A guest that counts."""
+
+    name = "made-up"
+
+    def __init__(self, reply="ok"):
+        self.reply, self.dropped = reply, 0
+
+    def command(self, line):
+        assert line == "drop-caches"
+        self.dropped += 1
+        return self.reply
+
+
+def test_caches_are_dropped_while_there_is_load():
+    guest = Droppable()
+    with load.without_caches(guest, 0.01):
+        deadline = time.monotonic() + 30
+        while guest.dropped < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    after = guest.dropped
+    with load.without_caches(guest, 0.0):
+        pass
+    assert guest.dropped == after
+
+
+def test_a_guest_that_does_not_drop_its_caches_is_told():
+    guest = Droppable("error no")
+    with pytest.raises(RunError, match="made-up: drop-caches: error no"), load.without_caches(guest, 0.01):
+        deadline = time.monotonic() + 30
+        while not guest.dropped:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+STATUS = """0.10 0.20 0.30 1/90 400
+cpu  100 0 50 800 50 0 0 0 0 0
+MemFree:          1000 kB
+Buffers:           200 kB
+Cached:            300 kB
+Slab:               70 kB
+pgpgin 5000
+pgpgout 60
+"""
+
+
+def test_what_a_guest_says_of_itself():
+    first = parse_status(STATUS)
+    assert first == {
+        "load_15min": 0.3,
+        "ticks": 1000,
+        "idle_ticks": 850,
+        "free_kib": 1500,
+        "slab_kib": 70,
+        "paged_kib": 5060,
+    }
+    last = parse_status(STATUS.replace("100 0 50 800 50", "130 0 70 850 50").replace("5000", "5100"))
+    assert GuestStatus.responses([{"guest": first}, {"guest": last}]) == {
+        "guest_cpu_pct": 50.0,
+        "guest_load": 0.3,
+        "guest_free_kib": 1500.0,
+        "guest_io_blocks": 100.0,
+    }
+
+
+class Shell:
+    """A guest whose shell is a command of this machine."""
+
+    name = "made-up"
+
+    def __init__(self, *words):
+        self.words = words
+
+    def ssh_command(self, command):
+        assert command == "sh"
+        return list(self.words)
+
+
+def test_all_samples_come_over_one_session(tmp_path):
+    answer = tmp_path / "answer"
+    answer.write_text(f"{STATUS}{END}\n")
+    script = f"echo $$ >>{tmp_path}/pids; while read -r line; do cat {answer}; done"
+    with GuestStatus(Shell("sh", "-c", script)) as status:
+        assert status.take() == status.take()
+    (pid,) = (tmp_path / "pids").read_text().split()
+    assert not Path("/proc", pid).exists()
+
+
+def test_a_session_that_ends_is_told():
+    with pytest.raises(RuntimeError, match="made-up: ssh: ended: no route"):
+        GuestStatus(Shell("sh", "-c", "read line; echo no route >&2")).__enter__()
+
+
+def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
+    runner = GuestRunner(experiment(COLD, "downtime_s"), tmp_path, tmp_path / "rekindle", "qemu", tmp_path, "abc")
+    leaves = {"netns": "rkx-abc-none", "work": str(tmp_path / "work"), "disk": str(tmp_path / "disk")}
+    runner.clear(leaves)
+    (tmp_path / "work").mkdir()
+    runner.clear(leaves)
+    assert not (tmp_path / "work").exists()
