@@ -42,9 +42,9 @@ name = "demo"
 def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
     """The plan's file: service gaps of the VMM's renewals, and of the OS's, with how much slower it served then.
 
-    The second guest's disk is held to a rate, the first one's is not. So what a cold renewal of the VMM takes, which boots
-    the guest in a new QEMU, is taken from the second one's cold reboot, which does the same: else one and the same
-    boot would have two lengths.
+    The second guest's disk is held to a rate, the first one's is not. So what a cold renewal of the VMM takes, which
+    boots the guest in a new QEMU, is taken from the second one's cold reboot, which does the same: else one and the
+    same boot would have two lengths.
     """
     parts = [HEAD]
     for record in records:
