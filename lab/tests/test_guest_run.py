@@ -1,5 +1,7 @@
 """Runs with guests: what is refused before anything runs, definitions of VMs, and what clients and guests say."""
 
+import os
+import signal
 import subprocess
 import time
 import tomllib
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle_lab.experiment import load, settings, subject
+from rekindle_lab.experiment import leftover, load, settings, subject
 from rekindle_lab.experiment.definition import DefinitionError, parse
 from rekindle_lab.experiment.definition import load as load_definition
 from rekindle_lab.experiment.guest import GuestRunner
@@ -262,3 +264,17 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
     (tmp_path / "work").mkdir()
     runner.clear(leaves)
     assert not (tmp_path / "work").exists()
+
+
+def test_what_a_kill_has_left_is_ended_and_nobody_else(tmp_path):
+    mine, other = ({**os.environ, "REKINDLE_RUN_DIR": str(tmp_path / name)} for name in ("run", "run-2"))
+    left = subprocess.Popen(["sleep", "1000"], env=mine)
+    stays = subprocess.Popen(["sleep", "1000"], env=other)
+    try:
+        leftover.end_processes(tmp_path / "run", "rkx-there-is-none")
+        assert left.wait(timeout=30) == -signal.SIGKILL
+        assert stays.poll() is None
+    finally:
+        for process in (left, stays):
+            process.kill()
+            process.wait()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,35 +45,70 @@ leak_mib = 16
 """
 
 
-@pytest.mark.skipif(BINARY is None, reason="REKINDLE_TEST_BINARY names no rekindle; scripts/test lab sets it")
-def test_each_kind_of_run_gives_its_responses_and_leaves_nothing(tmp_path):
-    (tmp_path / "real.toml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "rekindle_lab", "experiment", tmp_path / "real.toml", "--trial", "1"]
-    # In the folder of the project, whatever of it is installed.
-    lab = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(lab)}
-    done = subprocess.run(
-        [*command, "--rekindle", BINARY],
-        cwd=lab,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+LAB = Path(__file__).parents[1]
+needs_binary = pytest.mark.skipif(
+    BINARY is None, reason="REKINDLE_TEST_BINARY names no rekindle; scripts/test lab sets it"
+)
+
+
+def command(folder):
+    """One run of each level. In the folder of the project, whatever of it is installed."""
+    (folder / "real.toml").write_text(EXPERIMENT)
+    words = [sys.executable, "-m", "rekindle_lab", "experiment", str(folder / "real.toml"), "--trial", "1"]
+    return [*words, "--rekindle", BINARY], {"cwd": LAB, "env": {**os.environ, "PYTHONPATH": str(LAB)}}
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / "real-trial" / name).read_text().splitlines()]
+
+
+def under_load(folder):
+    """Whether wrk is in the namespace of the run that was begun first."""
+    begun = folder / "real-trial" / "begun.jsonl"
+    if not begun.exists() or not (known := lines(folder, begun.name)):
+        return False
+    pids = ["ip", "netns", "pids", known[0]["leaves"]["netns"]]
+    done = subprocess.run(pids, capture_output=True, text=True, check=False)
+    # One that has ended meanwhile has no name any more.
+    names = [path.read_text() for pid in done.stdout.split() if (path := Path("/proc", pid, "comm")).exists()]
+    return "wrk\n" in names
+
+
+def kill_under_load(folder):
+    """Begin, and kill it at once when the client of its first run is at work."""
+    words, options = command(folder)
+    session = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        deadline = time.monotonic() + 300
+        while not under_load(folder):
+            assert session.poll() is None, session.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        session.kill()
+        session.communicate()
+
+
+@needs_binary
+def test_killed_it_goes_on_and_each_kind_of_run_gives_its_responses_and_leaves_nothing(tmp_path):
+    kill_under_load(tmp_path)
+    words, options = command(tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, **options)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "real-trial" / "runs.jsonl").read_text().splitlines()]
-    assert {line["treatment"]["technique"] for line in lines} == {"cold", "phase"}
-    for line in lines:
+    assert "run 1, attempt 1: interrupted; done again" in done.stderr
+    found = lines(tmp_path, "runs.jsonl")
+    assert [(line["run"], line["attempt"]) for line in found] == [(1, 2), (2, 1)]
+    assert {line["treatment"]["technique"] for line in found} == {"cold", "phase"}
+    for line in found:
         responses = line["responses"]
-        assert all(responses[name] > 0 for name in responses if name != "recovered_memory_pct"), responses
+        assert all(responses[name] > 0 for name in responses), responses
         assert 90 < responses["recovered_memory_pct"] < 110
         assert line["versions"]["leak"] == line["versions"]["image"]
-    phase = next(line for line in lines if line["treatment"]["technique"] == "phase")
+    phase = next(line for line in found if line["treatment"]["technique"] == "phase")
     (reboot,) = [sample["reboot"] for sample in phase["samples"] if "reboot" in sample]
     assert reboot["phase"]["candidate"] == "services"
-    for left in (
-        json.loads(line)["leaves"] for line in (tmp_path / "real-trial" / "begun.jsonl").read_text().splitlines()
-    ):
+    leaves = [line["leaves"] for line in lines(tmp_path, "begun.jsonl") if "leaves" in line]
+    assert len(leaves) == 3
+    for left in leaves:
         assert not Path(left["work"]).exists() and not Path(left["disk"]).exists()
         assert not Path("/run/netns", left["netns"]).exists()

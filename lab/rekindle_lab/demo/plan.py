@@ -95,8 +95,11 @@ def main(
     try:
         out.write_text(write([load(path) for path in files], json.loads(web.read_text())))
         plan = make(load_fleet(out))
-    except (OSError, ValueError, KeyError, TypeError, DefinitionError, ParameterError) as error:
-        print(f"demo: {error!r}" if isinstance(error, KeyError) else f"demo: {error}", file=sys.stderr)
+    except KeyError as error:
+        print(f"demo: {web}: not what demo.web has written: no {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except (OSError, ValueError, TypeError, DefinitionError, ParameterError) as error:
+        print(f"demo: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(text(plan))
 

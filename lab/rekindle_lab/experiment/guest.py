@@ -20,6 +20,7 @@ from rekindle_lab.bench.report import machine_versions, qemu_version
 from rekindle_lab.experiment import action, load, subject
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.inside import GuestStatus
+from rekindle_lab.experiment.leftover import end_processes
 from rekindle_lab.experiment.order import Planned
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.sampling import Sampler, processes_with
@@ -62,7 +63,7 @@ class GuestRunner:
         return {"netns": name, "work": f"/dev/shm/{name}", "disk": str(self.disk / name)}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """End the VM of a run that was killed, and remove its folders and its namespace."""
+        """End the VM of a run, and whatever a kill has left of it; remove its folders and its namespace."""
         work = Path(leaves["work"])
         if (work / "run").exists():
             rekindle = Rekindle(self.binary, work / "run")
@@ -71,6 +72,7 @@ class GuestRunner:
             except (RekindleError, subprocess.TimeoutExpired) as error:
                 if "there is no VM" not in str(error) and processes_with(str(work)):
                     raise RunError(f"{work}: what a killed run left cannot be ended: {error}") from error
+        end_processes(work / "run", leaves["netns"])
         subprocess.run(["umount", "-l", work / "ram"], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", leaves["netns"]], capture_output=True, check=False)
         shutil.rmtree(work, ignore_errors=True)
