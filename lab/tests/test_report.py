@@ -136,6 +136,7 @@ def test_it_is_published_with_all_that_it_was_made_of(folder, tmp_path):
     published = tmp_path / "results" / "made-up"
     published.mkdir(parents=True)
     (published / "stray").touch()
+    (published / "results.md").touch()
     arguments = ["report", str(folder / "runs.jsonl"), "--publish", str(published), "--made-by", "make campaign NAME=x"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -170,3 +171,12 @@ def test_what_was_published_can_be_judged_again(folder, tmp_path):
     packed.write_bytes(packed.read_bytes()[:100])
     result = CliRunner().invoke(app, ["analyse", str(packed)])
     assert result.exit_code == 2 and "cannot be read" in result.output
+
+
+@pytest.mark.parametrize("option", ["--out", "--publish"])
+def test_a_folder_with_something_else_in_it_is_left_alone(folder, tmp_path, option):
+    (tmp_path / "mine").touch()
+    result = CliRunner().invoke(app, ["report", str(folder / "runs.jsonl"), option, str(tmp_path)])
+    assert result.exit_code != 0
+    assert "is not empty and has no" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -57,8 +57,9 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
     """Write page, PNG and CSV files into `folder`, which is made anew; gives the page's path.
 
-    A folder that was there stays until the new one is whole.
+    A folder that was there stays until the new one is whole. Raises `ValueError` if it holds something else.
     """
+    may_replace(folder, PAGE)
     beside = folder.with_name(folder.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -108,6 +109,12 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
     (beside / PAGE).write_text(page)
     put(beside, folder)
     return folder / PAGE
+
+
+def may_replace(folder: Path, mark: str) -> None:
+    """Raise `ValueError` unless a folder is not there, empty, or was written by us: then it has the file `mark`."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
+        raise ValueError(f"{folder}: is not empty and has no {mark}: it would be removed; give another folder")
 
 
 def put(new: Path, folder: Path) -> None:

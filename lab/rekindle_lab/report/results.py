@@ -12,7 +12,7 @@ from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content
 from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
-from rekindle_lab.report.page import PAGE, put
+from rekindle_lab.report.page import PAGE, may_replace, put
 
 NAME = "results.md"
 RAW = "runs.jsonl.gz"
@@ -21,7 +21,11 @@ RAW = "runs.jsonl.gz"
 def publish(
     runs: Path, report: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
 ) -> Path:
-    """Write the folder anew, whole; gives the page's path. `report`: where the HTML page and its plots are."""
+    """Write the folder anew, whole; gives the page's path. `report`: where the HTML page and its plots are.
+
+    Raises `ValueError` if the folder holds something else.
+    """
+    may_replace(folder, NAME)
     found = load(runs, factor, **allow)
     verdicts = judge(found, alpha)
     beside = folder.with_name(folder.name + ".new")
