@@ -199,6 +199,7 @@ def main(
     """Watch a web server through both reboots, draw its throughput, and print a table."""
     taken_down_on_signals("demo")
     root = Path(__file__).resolve().parents[3]
+    out = out.resolve()  # the disks beside it are named in definitions, which are elsewhere
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
         with stage(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
