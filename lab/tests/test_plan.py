@@ -6,6 +6,7 @@ import subprocess
 import time
 import tomllib
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from made_runs import campaign, order_json, write
@@ -360,3 +361,16 @@ def test_measured_files_that_are_none_are_named(tmp_path, was, now, said):
 def test_a_level_that_is_no_way_to_reboot_is_named(tmp_path):
     with pytest.raises(DefinitionError, match="level 'qemu' is no way to reboot an OS; there are: cold, kexec"):
         load(measured(tmp_path, levels=("cold", "qemu")))
+
+
+def test_the_cold_gap_of_a_vmm_can_be_that_of_an_os(tmp_path):
+    text = MEASURED.replace('os = "runs.jsonl"', 'os_guests = "11 x micro 256M"')
+    fleet = load(measured(tmp_path, text))
+    assert {name: reboot.downtime_s for name, reboot in fleet.os.items()} == {"cold": 31.007}
+
+
+def test_our_own_plan_comes_from_our_own_results():
+    plan = make(load(Path(__file__).parents[1] / "plans" / "debian.toml"))
+    (choice,) = plan.choices.values()
+    assert (choice.vmm, choice.os, choice.coupled) == ("warm", "cold", False)
+    assert not plan.problems

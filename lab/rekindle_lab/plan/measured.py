@@ -1,6 +1,7 @@
 """Downtimes for a plan out of files that were measured: the table `[measured]` of its TOML file.
 
 - `vmm`: the JSON of `make bench TOPIC=vmm`, and `vmm_guests`, which of its rows.
+  Without `os`, `os_guests` says whose cold gap there is that of an OS reboot.
 - `os`: the runs of an experiment that has the response `downtime_s` and whose levels are called as the ways of
   `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, and `os_guests`.
 """
@@ -32,8 +33,12 @@ def techniques(
     notes = []
     if "vmm" in table:
         path = folder / text(table, "vmm")
-        found = measured(path, text(table, "vmm_guests"), os_downtime_s=0.0)
+        whose = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
+        found = measured(path, text(table, "vmm_guests"), whose, None if whose else 0.0)
         vmm = {name: one for name, one in found.techniques.items() if name in VMM_WAYS}
+        if whose:
+            os = {"cold": found.os}
+            notes.append(f"OS: the cold service gap of {whose} ({path.name}); degradation is taken as 0")
         notes.append(f"VMM: median service gaps of {table['vmm_guests']} ({path.name}); degradation is taken as 0")
     if "os" in table:
         path = folder / text(table, "os")
