@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from rekindle_lab.bench.__main__ import main
 from rekindle_lab.bench.os import analysis, boot, client, rows
 from rekindle_lab.bench.os.client import Answer, Client, longest_gap
-from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out
+from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_lab.bench.os.rows import PEERS, WAYS, Row
-from rekindle_lab.bench.os.stage import OsGuest, fill, make_disk
+from rekindle_lab.bench.os.stage import OsGuest, fill, make_disk, phase_of
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -68,6 +68,7 @@ def made_up():
         out.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
         out.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
         out.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
+        out.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
         out.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
         out.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
         peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
@@ -88,9 +89,12 @@ def test_known_rows_give_known_figures(tmp_path):
     late = by_id["phase_late_vs_cold"]
     assert late.value == pytest.approx(0.5845 / 10.0045, rel=1e-3) and late.met
     assert late.extra["ratio_without_shutting_down"] == pytest.approx(0.1845 / 8.0, rel=1e-2)
+    frozen = by_id["phase_late_frozen_vs_cold"]
+    assert frozen.value == pytest.approx(0.2845 / 10.0045, rel=1e-3) and frozen.met
     load = by_id["phase_restore_ms"]
     assert load.value == pytest.approx(84.5) and load.met
     assert load.extra["low95"] <= 84.5 <= load.extra["high95"]
+    assert load.extra["after_the_former_guests_end"] == pytest.approx(84.5)
     leak = by_id["leak_recovered"]
     assert leak.value == pytest.approx(0.95, abs=1e-3) and not leak.met
     assert leak.extra["micro_cold"] == 1.0, "less than before the leak is all of it"
@@ -242,3 +246,16 @@ def test_plans():
     assert any("debian: reboots of each way: 0 of" in line for line in left_out(QUICK))
     assert all(number >= 10 for number in FULL.rounds.values())
     assert set(GUESTS["immutable"]) == set(WAYS) and not set(WAYS) & set(PEERS)
+
+
+def test_a_case_that_is_asked_for_by_name_is_in_the_quick_plan():
+    assert quick([]) == QUICK
+    named = quick(["debian", "leak"])
+    assert named.rounds == {"micro": 2, "debian": 1, "immutable": 1}
+    assert named.leaks == {"micro": 1, "immutable": 1} and named.peers == QUICK.peers
+    assert quick(["peers"]).peers == {"micro": 2, "immutable": 1}
+
+
+def test_the_phase_of_a_way():
+    assert phase_of("phase-services") == phase_of("phase-services-frozen") == "services"
+    assert phase_of("phase-kernel") == "kernel" and phase_of("cold") == ""

@@ -255,8 +255,8 @@ impl Control {
         self.ask(&Ask::Status {})
     }
 
-    /// Wait until it sees that its QEMU has gone, and nothing of that is under way any more: a moment later than we. Gives what it
-    /// does then.
+    /// Wait until it sees that its QEMU has gone, and nothing of that is under way any more: a moment later than we. One that waits for its
+    /// guest may be there. Gives what it does then.
     ///
     /// # Errors
     /// [`ControlError`]; that it has not gone after `patience`, too.
@@ -264,7 +264,7 @@ impl Control {
         let deadline = Instant::now() + patience;
         loop {
             let status = self.status()?;
-            if status.connected == 0 && status.under_way == 0 {
+            if status.connected == status.waiting && status.under_way == 0 {
                 return Ok(status);
             }
             if Instant::now() > deadline {

@@ -5,6 +5,10 @@
 //! than is left is refused beforehand. On hugetlbfs the kernel keeps the books: it sets pages aside for a file. On tmpfs it
 //! does not, so what has been promised to the files that are there counts as used.
 
+mod replace;
+
+pub use replace::Former;
+
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
 use rustix::fs::{
@@ -302,7 +306,7 @@ impl RamDirectory {
         if fits && huge_page_size(&self.path).map_err(failed)?.is_some() {
             return Ok(path);
         }
-        self.remove(name)?;
+        self.give_back(name)?;
         self.create(name, bytes)
     }
 

@@ -246,7 +246,7 @@ fn what_is_beside_a_page_that_was_waited_for_comes_too() {
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (pager, source, end) = (&mut pager, &mut source, &end);
-        let serving = scope.spawn(move || pager.run_on_demand(source, end).unwrap());
+        let serving = scope.spawn(move || pager.run_on_demand(source, end, &never()).unwrap());
         let block = &reader.ram.blocks()[0];
         // One page is read here, by its neighbours' reader: nothing else asks.
         let mut byte = [0];
@@ -258,6 +258,39 @@ fn what_is_beside_a_page_that_was_waited_for_comes_too() {
         assert_eq!(progress.demanded, 1, "{progress:?}");
         assert!(progress.filled > 0 && progress.left > 2900, "only its neighbours: {progress:?}");
     });
+    reader.begin();
+    assert!(pager.run(&mut source, [], &never()).unwrap().complete);
+    assert!(reader.is_right());
+}
+
+#[test]
+fn as_long_as_a_guest_is_waited_with_all_of_its_memory_comes() {
+    let mut reader = Victim::reader(Kind::Shared, 3000);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut source = Pattern { slow: Duration::from_micros(20), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let (end, waits) = (AtomicBool::new(false), AtomicBool::new(true));
+    let some = std::thread::scope(|scope| {
+        let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
+        let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
+        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        wait_for(|| "some of it".into(), || (there() > 100 * PAGE).then_some(()));
+        waits.store(false, Ordering::Relaxed);
+        end.store(true, Ordering::Relaxed);
+        serving.join().unwrap()
+    });
+    assert!(some.filled > 100 && some.left > 0 && some.demanded == 0 && !some.complete, "{some:?}");
+    let (end, waits) = (AtomicBool::new(false), AtomicBool::new(true));
+    let rest = std::thread::scope(|scope| {
+        let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
+        let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
+        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        // Pages that are zero are left out.
+        wait_for(|| "the rest".into(), || (there() > 2900 * PAGE).then_some(()));
+        end.store(true, Ordering::Relaxed);
+        serving.join().unwrap()
+    });
+    assert!(!rest.complete, "who waits may still come: {rest:?}");
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
     assert!(reader.is_right());

@@ -9,6 +9,7 @@ use crate::pause::{Monitors, PauseError, Paused};
 use crate::restore::RestoreError;
 use crate::restore::checkpoint::{self, Chosen};
 use crate::restore::go::{self, Clock, Load, Seat, Waiting};
+pub use crate::restore::go::{Moment, Ready};
 use crate::runs::send_from;
 use crate::session::SessionError;
 use crate::target::{Target, TargetError};
@@ -174,8 +175,12 @@ pub struct Next<'a> {
     pub made: Made,
     /// Called with the new QEMU before anything is loaded.
     pub started: &'a dyn Fn(&Vmm),
+    /// Called when nothing is left but to load its devices and to let it go on. What uses the VM's RAM, disks or taps is ended there.
+    pub ready: &'a mut Ready<'a>,
     /// Called as soon as the guest runs.
     pub resumed: &'a dyn Fn(),
+    /// Whether the guest has been told the time, and sets it itself.
+    pub told: &'a dyn Fn() -> bool,
     /// Records the QEMU that runs it, and ends the operation.
     pub settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
 }
@@ -183,7 +188,7 @@ pub struct Next<'a> {
 /// A guest that goes on from a candidate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loaded {
-    /// From `began` to the guest's running, in µs.
+    /// From `began` to the guest's running, in µs, without what [`Next::ready`] says.
     pub us: u64,
     /// Its QEMU's process.
     pub pid: u32,
@@ -193,7 +198,7 @@ pub struct Loaded {
 
 /// Start a QEMU and let the guest of the candidate in `store` go on in it; its memory is brought on demand.
 ///
-/// *Needs:* that no QEMU of the VM runs, and no pager; an empty RAM file; disks that are what the guest knew.
+/// *Needs:* an empty RAM file; from [`Next::ready`] on, that no other QEMU of the VM runs, and no pager; disks that are what the guest knew.
 /// *On success:* the guest runs; a pager brings what of its memory is missing.
 /// *On failure:* a QEMU may be left, which has not run the guest unless the journal is at its resume.
 ///
@@ -209,8 +214,9 @@ pub fn load(store: &StoreUrl, next: Next<'_>, recorder: &mut Recorder, began: In
     let (ahead, waiting) = (ahead?, waiting?);
     recorder.step("start the new QEMU");
     (next.started)(&waiting.vmm);
-    let seat = Seat { rundir: next.rundir, hardware: next.hardware, resumed: next.resumed, settle: next.settle };
+    let Next { rundir, hardware, ready, resumed, told, settle, .. } = next;
+    let seat = Seat { rundir, hardware, ready, resumed, told, settle };
     let load = Load { store, identity: None, eager: false, began };
-    let restored = go::go(&seat, waiting, &ahead, None, &load, recorder)?;
+    let restored = go::go(seat, waiting, &ahead, None, &load, recorder)?;
     Ok(Loaded { us: restored.us, pid: restored.pid, clock: restored.clock })
 }

@@ -78,6 +78,8 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("saved.settle.recorded", [Nothing, Nobody, LostLate]),
     // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
     ("cold.suspend.journalled", [Booted, Success, Nobody]),
+    // Of the Debian guest, which has an agent: `updates.rs` passes it.
+    ("cold.suspend.frozen", [Nobody; 3]),
     ("cold.suspend.off", [Booted, Nobody, Nobody]),
     ("cold.renew.memory", [Booted, Nobody, Nobody]),
     ("cold.renew.spawned", [Booted, Nobody, Booted]),
@@ -93,8 +95,11 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cache.renew.shared", [Nobody; 3]),
     ("cache.renew.memory", [Nobody; 3]),
     // Of a guest with phases: `phase.rs` walks through them, and through those of a restore that it passes.
-    ("phase.renew.chosen", [Nobody; 3]),
-    ("phase.renew.spawned", [Nobody; 3]),
+    ("phase.prepare.chosen", [Nobody; 3]),
+    ("phase.prepare.spawned", [Nobody; 3]),
+    ("phase.prepare.ready", [Nobody; 3]),
+    ("phase.renew.replaced", [Nobody; 3]),
+    ("phase.renew.agreed", [Nobody; 3]),
     // There is no guest yet that could be lost: the checkpoint is where it was.
     ("prepare.journalled", [Removed, Nobody, Nobody]),
     ("prepare.spawned", [Removed, Nobody, AsItWas]),

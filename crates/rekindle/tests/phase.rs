@@ -6,6 +6,9 @@ mod common;
 
 use common::served::{digest, image, read, section, server};
 use common::{DEADLINE, Done, Guest, Lab, wait_for};
+use rekindle_vm::lock::Lock;
+use rekindle_vm::phases;
+use rekindle_vm::rundir::RunDir;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -163,6 +166,11 @@ fn what_keeps_no_phases_is_refused_and_what_is_not_wanted_is_not_saved() {
     let plain = lab.vm("plain").boot(&[]);
     let boot = plain.boot_id();
     reboot(&plain, &[]).status(1).says(&["plain was not rebooted", "[phase]", "--how cold"]);
+    let freeze = ["--how", "cold", "--end", "freeze"];
+    lab.rekindle(["reboot", "os", "plain"].into_iter().chain(freeze))
+        .status(1)
+        .says(&["no agent answers", "leave --end freeze out"]);
+    plain.rekindle(&["reboot", "os", "--how", "kexec", "--end", "freeze"]).status(2).says(&["--how kexec"]);
     plain.rekindle(&["reboot", "os", "--candidate", "kernel"]).status(2).says(&["--how phase"]);
     assert_eq!((plain.boot_id(), plain.status()), (boot, "running".into()));
     // Nobody listens: the guest has booted all the same.
@@ -206,14 +214,25 @@ fn every_death_ends_with_a_guest_that_runs() {
     wait_saved(&guest, "kernel");
     let mut wrong = Vec::new();
     for (fault, status) in [
-        ("cold.suspend.journalled:kill", None),
-        ("cold.suspend.off:kill", None),
-        ("phase.renew.chosen:kill", None),
-        ("phase.renew.spawned:kill", None),
-        ("phase.renew.spawned:kill-new", Some(0)),
+        // The former guest runs, and goes on where Rekindle dies; another QEMU is tried when it has ended.
+        ("phase.prepare.chosen:kill", None),
+        ("phase.prepare.spawned:kill", None),
+        ("phase.prepare.spawned:kill-new", Some(0)),
+        ("phase.prepare.spawned:kill-old", Some(0)),
         ("restore.renew.registered:kill", None),
         ("restore.renew.registered:kill-new", Some(0)),
+        ("phase.prepare.ready:kill", None),
+        ("phase.prepare.ready:kill-new", Some(0)),
+        ("phase.prepare.ready:kill-old", Some(0)),
+        // It has ended, or is about to.
+        ("cold.suspend.journalled:kill", None),
+        ("cold.suspend.off:kill", None),
+        ("phase.renew.replaced:kill", None),
+        ("phase.renew.replaced:kill-new", Some(0)),
+        ("phase.renew.agreed:kill", None),
+        ("phase.renew.agreed:kill-new", Some(0)),
         ("restore.renew.loaded:kill", None),
+        // The next one may have run.
         ("restore.renew.loaded:kill-new", Some(3)),
         ("restore.resume.journalled:kill", None),
         ("restore.resume.journalled:kill-new", Some(3)),
@@ -225,12 +244,18 @@ fn every_death_ends_with_a_guest_that_runs() {
         guest.ask(&format!("write vda 2000 16 {}", fault.len()));
         let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase"]);
         command.env("REKINDLE_FAULT", fault);
+        let qemu = guest.only_qemu().process;
         let done = lab.finish(command);
         if done.code != status {
             wrong.push(format!("{fault}: {done}"));
         }
         if done.code != Some(0) {
             guest.rekindle(&["recover"]).ok();
+        }
+        let is_prepared = fault.ends_with(":kill")
+            && (fault.starts_with("phase.prepare") || fault == "restore.renew.registered:kill");
+        if is_prepared && guest.only_qemu().process != qemu {
+            wrong.push(format!("{fault}: the former guest was to go on"));
         }
         guest.wait_ready();
         assert_eq!(guest.status(), "running", "{fault}");
@@ -239,6 +264,11 @@ fn every_death_ends_with_a_guest_that_runs() {
         wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
         guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
         guest.assert_sound();
+        let ram = guest.rekindle(&["--json", "show"]).ok().json()["hardware"]["ram"]["path"]
+            .as_str()
+            .map(PathBuf::from)
+            .unwrap();
+        assert_eq!(common::lab::entries(ram.parent().unwrap()), [ram], "{fault}: memory of another QEMU is left");
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // And it is a VM like any other.
@@ -256,4 +286,44 @@ fn every_death_ends_with_a_guest_that_runs() {
     assert!(keeper.wait_end(Duration::from_secs(10)).unwrap());
     assert_eq!(from(&guest).0.as_deref(), Some("kernel"));
     announce(&guest);
+}
+
+/// Saving a phase is nobody's command: who wants something of the VM meanwhile waits.
+#[test]
+fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
+    let lab = Lab::new();
+    let guest = guest(&lab, "saving", &image(&lab, "disk.raw"));
+    wait_saved(&guest, "kernel");
+    let rundir = RunDir::new(&lab.run_root(), &guest.name);
+    let lock = Lock::acquire(&rundir, "protecting something else").unwrap();
+    reboot(&guest, &[]).status(1).says(&["is busy", "protecting something else"]);
+    drop(lock);
+    let lock = Lock::acquire(&rundir, phases::SAVING).unwrap();
+    let mut command = lab.command(["--json", "reboot", "os", &guest.name, "--how", "phase"]);
+    let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let tries = format!("/proc/{}/fd", child.id());
+    wait_for("it to try", DEADLINE, || {
+        let open = common::lab::entries(Path::new(&tries)).into_iter();
+        open.filter_map(|fd| fs::read_link(fd).ok()).any(|path| path == rundir.file("lock")).then_some(())
+    });
+    assert!(child.try_wait().unwrap().is_none(), "it waits");
+    drop(lock);
+    let out = child.wait_with_output().unwrap();
+    assert!(out.status.success());
+    let told: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(told["phase"]["candidate"], "kernel", "{told}");
+    guest.wait_ready();
+}
+
+/// In huge pages the former guest's memory would be the next one's.
+#[test]
+fn a_guest_in_huge_pages_has_no_phases() {
+    let pages = common::HugePages::borrow(264);
+    let lab = Lab::new();
+    let ram = pages.mount(&lab, "huge", ",size=264M");
+    let vm = lab.vm("huge").memory("256M").section(&format!("[ram]\ndir = {ram:?}"));
+    let guest = vm.section(PHASES).section(&section(&image(&lab, "disk.raw"), "")).boot(&[]);
+    reboot(&guest, &[]).status(1).says(&["huge was not rebooted", "huge pages", "--how cold"]);
+    let log = || fs::read_to_string(guest.file("phases.log")).unwrap_or_default();
+    wait_for("it not to be saved", DEADLINE, || log().contains("huge pages").then_some(()));
 }

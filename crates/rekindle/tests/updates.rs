@@ -94,8 +94,14 @@ fn wait_booted(guest: &Guest<'_>) {
 /// Reboot it by phase: the phase that it went on from.
 #[track_caller]
 fn reboot(guest: &Guest<'_>) -> Value {
-    let told = guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase"]).ok().json();
-    assert_eq!(told["ended"], "by-agent", "{told}");
+    reboot_by(guest, "shutdown", "by-agent")
+}
+
+/// The same, brought to its end in a way.
+#[track_caller]
+fn reboot_by(guest: &Guest<'_>, end: &str, ended: &str) -> Value {
+    let told = guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase", "--end", end]).ok().json();
+    assert_eq!(told["ended"], ended, "{told}");
     guest.wait_ready();
     wait_booted(guest);
     told["phase"].clone()
@@ -103,10 +109,16 @@ fn reboot(guest: &Guest<'_>) -> Value {
 
 /// A file of its own for each round, one that each round makes longer, one that each round writes anew.
 fn update(guest: &Guest<'_>, place: &str, round: u64) {
+    write(guest, place, round);
+    sh(guest, "sync");
+}
+
+/// The same, left to the guest's kernel.
+fn write(guest: &Guest<'_>, place: &str, round: u64) {
     sh(
         guest,
         &format!(
-            "cd {place} && head -c 300000 /dev/urandom >file{round} && sha256sum file{round} >>sums && echo {round} >last && sync"
+            "cd {place} && head -c 300000 /dev/urandom >file{round} && sha256sum file{round} >>sums && echo {round} >last"
         ),
     );
 }
@@ -145,13 +157,11 @@ fn a_guest_that_writes_its_root_goes_on_from_the_early_phase_and_no_later_one() 
     fsck(&disk);
 }
 
-#[test]
-fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_data_then() {
-    let (lab, directory) = (Lab::new(), directory());
-    let [_, _, disk, data] = lab.debian();
-    let data = copy(directory.path(), &data);
+/// A guest that only reads its root and writes `data`, up, with a candidate of its late phase.
+fn immutable<'a>(lab: &'a Lab, name: &str, data: &Path) -> Guest<'a> {
+    let disk = &lab.debian()[2];
     let guest = lab
-        .vm("data")
+        .vm(name)
         .section(PHASES)
         .debian_of(
             "root=/dev/vda ro rekindle.overlay=50% rekindle.data=/dev/vdb1",
@@ -161,6 +171,14 @@ fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_d
         .boot(&[]);
     wait_saved(&guest, "services");
     wait_booted(&guest);
+    guest
+}
+
+#[test]
+fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_data_then() {
+    let (lab, directory) = (Lab::new(), directory());
+    let data = copy(directory.path(), &lab.debian()[3]);
+    let guest = immutable(&lab, "data", &data);
     let boot = guest.boot_id();
     for round in 1..=rounds() {
         update(&guest, "/srv/data", round);
@@ -178,6 +196,45 @@ fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_d
         assert!(now.abs_diff(theirs) < 60, "{now} here, {theirs} there");
     }
     assert!(void(&guest, "services").is_null() && void(&guest, "kernel").is_null());
+    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    fsck(&data);
+}
+
+/// Frozen and powered off instead of shut down: nothing asks the guest to write anything but the freeze.
+#[test]
+fn what_was_written_before_its_file_systems_were_frozen_is_there() {
+    let (lab, directory) = (Lab::new(), directory());
+    let data = copy(directory.path(), &lab.debian()[3]);
+    let guest = immutable(&lab, "frozen", &data);
+    let rounds = rounds();
+    for round in 1..=rounds {
+        write(&guest, "/srv/data", round);
+        let phase = reboot_by(&guest, "freeze", "frozen");
+        assert_eq!(phase["candidate"], "services", "{phase}");
+        check(&guest, "/srv/data", round);
+    }
+    // Killed while it is frozen: it is thawed, so that it can be shut down.
+    write(&guest, "/srv/data", rounds + 1);
+    let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase", "--end", "freeze"]);
+    command.env("REKINDLE_FAULT", "cold.suspend.frozen:kill");
+    assert_eq!(lab.finish(command).code, None);
+    assert_eq!(guest.status(), "needs-recovery");
+    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.wait_ready();
+    wait_booted(&guest);
+    check(&guest, "/srv/data", rounds + 1);
+    // Who has frozen it for a backup relies on that.
+    let port = guest.only_qemu().directory.join("agent.sock");
+    agent::freeze(&port, ANSWER).unwrap();
+    let all = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
+    lab.rekindle(all).status(1).says(&["frozen already", "runs as before"]);
+    agent::thaw(&port, ANSWER).unwrap();
+    // Cold too: nothing that it had not written is wanted.
+    write(&guest, "/srv/data", rounds + 2);
+    assert_eq!(lab.rekindle(["--json"].into_iter().chain(all)).ok().json()["ended"], "frozen");
+    guest.wait_ready();
+    wait_booted(&guest);
+    check(&guest, "/srv/data", rounds + 2);
     guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
     fsck(&data);
 }

@@ -110,6 +110,18 @@ impl Host {
         Ok(Self { root, save_dir, suspend_dir, ram })
     }
 
+    /// One whose run directories are in `root`.
+    #[cfg(test)]
+    pub(crate) fn at(root: &Path) -> Self {
+        let directory = |name: &str| root.join(name);
+        Self {
+            root: root.to_owned(),
+            save_dir: directory("saved"),
+            suspend_dir: directory("suspended"),
+            ram: RamPlace::Named(directory(".ram")),
+        }
+    }
+
     /// The RAM directory of a VM: the one its definition names, or this host's.
     ///
     /// # Errors

@@ -16,6 +16,7 @@
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
+//! | [`ram`] | its RAM, where its guest begins anew |
 //! | [`life`] | start, look, stop, clean up |
 //! | [`shutdown`] | bringing a guest to its end |
 //! | [`attach`] | VMs whose QEMU somebody else has started |
@@ -34,6 +35,7 @@ pub mod lock;
 pub mod network;
 pub mod phases;
 pub mod place;
+pub mod ram;
 pub mod rundir;
 pub mod samples;
 pub mod shutdown;

@@ -2,14 +2,14 @@
 
 use crate::attach;
 use crate::definition::Definition;
-use crate::disks::{self, DisksError, Kept};
-use crate::fault;
+use crate::disks::{self, DisksError};
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
 use crate::phases;
 use crate::place::{Made, Place};
+use crate::ram;
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_kernel::process;
@@ -24,9 +24,17 @@ use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-pub use crate::shutdown::{Ended, PANICKED, SHUT_DOWN, shut_down};
+pub use crate::shutdown::{End, Ended, PANICKED, SHUT_DOWN, end, shut_down};
+
+/// How long saving a phase may be in the way of an operation: all of the guest's memory that is in use is written.
+const SAVED: Duration = Duration::from_secs(120);
+/// How long who works on a VM may take to say what it does.
+const SAID: Duration = Duration::from_secs(1);
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Why something could not be done with a VM.
 #[derive(Debug, thiserror::Error)]
@@ -270,6 +278,34 @@ impl Held {
         }
     }
 
+    /// As [`Held::take`], once a phase of the guest's boot is saved, if one is being saved: nobody asked for that at just this moment.
+    ///
+    /// # Errors
+    /// As for [`Held::take`]; [`LockError::Late`] when that takes too long.
+    pub fn take_once_saved(host: &Host, name: &str, operation: &str) -> Result<Self, LifeError> {
+        Self::take_patiently(host, name, operation, SAVED)
+    }
+
+    fn take_patiently(host: &Host, name: &str, operation: &str, saved: Duration) -> Result<Self, LifeError> {
+        let begun = Instant::now();
+        loop {
+            let (name, holder, theirs) = match Self::take(host, name, operation) {
+                Err(LifeError::Lock(LockError::Held { name, holder, operation })) => (name, holder, operation),
+                other => return other,
+            };
+            let patience = match theirs.as_deref() {
+                Some(phases::SAVING) => saved,
+                // It has not said yet what it does.
+                None => SAID,
+                Some(_) => return Err(LockError::Held { name, holder, operation: theirs }.into()),
+            };
+            if begun.elapsed() > patience {
+                return Err(LockError::Late { name, holder, patience }.into());
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
     /// As [`Held::take`], with the journal that an operation left behind. A QEMU that is just ending has ended wholly then.
     ///
     /// # Errors
@@ -363,57 +399,6 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
     directory.join(format!("{}.state", unique_name(rundir)))
 }
 
-/// Give a VM whose QEMUs have ended RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
-///
-/// # Errors
-/// [`RamError`].
-pub fn renew_ram(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
-    forget_fill(rundir);
-    let _ = disks::let_go(rundir, hardware, false);
-    let ram = ram_directory(hardware)?;
-    hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&ram_name(&path), bytes).map(drop))
-}
-
-/// The same beside what of the former RAM its disks' servers keep, which is given back as the guest takes the new one. Gives what that is:
-/// nothing where there is no room for both.
-///
-/// # Errors
-/// [`RamError`].
-pub fn renew_ram_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
-    forget_fill(rundir);
-    if let Some(kept) = disks::let_go(rundir, hardware, true) {
-        let ram = ram_directory(hardware)?;
-        let mut files = hardware.ram_files().into_iter();
-        match files.try_for_each(|(path, bytes)| ram.renew_beside(&ram_name(&path), bytes).map(drop)) {
-            Ok(()) => {
-                fault::point("cache.renew.memory", None, None);
-                return Ok(Some(kept));
-            }
-            Err(e) => tracing::warn!("nothing of what the guest had of its disks is kept: {e}"),
-        }
-    }
-    renew_ram(rundir, hardware).map(|()| None)
-}
-
-/// What a restore was still bringing into the former RAM is not wanted any more.
-fn forget_fill(rundir: &RunDir) {
-    match fs::remove_file(rundir.fill()) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => tracing::warn!("{}: {e}", rundir.fill().display()),
-        Ok(()) => disks::filled(rundir),
-    }
-}
-
-fn ram_directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
-    RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))
-}
-
-/// The name under which [`RamDirectory`] knows a RAM file.
-#[must_use]
-pub fn ram_name(path: &Path) -> String {
-    path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
 /// Shut a VM down and remove all that Rekindle keeps of it. `patience` zero: at once.
 ///
 /// *Needs:* nothing else at work on the VM. *On success:* nothing of it is left but its disks.
@@ -471,7 +456,7 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
         for (path, _) in state.hardware.ram_files() {
-            RamDirectory::at(directory)?.remove(&ram_name(&path))?;
+            RamDirectory::at(directory)?.remove(&ram::name(&path))?;
         }
     }
     // Its disks' servers have gone, so no candidate of it is to be used any more.
@@ -486,4 +471,30 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     rundir.remove().map_err(failed)?;
     host.release_ram();
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_phase_that_is_being_saved_is_waited_for_and_nothing_else() {
+        let root = tempfile::tempdir().unwrap();
+        let host = Host::at(root.path());
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let lock = Lock::acquire(&rundir, "stop").unwrap();
+        let e = Held::take_once_saved(&host, "web", "reboot os").unwrap_err().to_string();
+        assert!(e.contains("`stop`") && !e.contains("not done within"), "{e}");
+        drop(lock);
+        let lock = Lock::acquire(&rundir, phases::SAVING).unwrap();
+        let e = Held::take_patiently(&host, "web", "reboot os", Duration::from_millis(20)).unwrap_err().to_string();
+        assert!(e.contains("saving a phase") && e.contains("was not done within 0 s"), "{e}");
+        thread::scope(|scope| {
+            let next = scope.spawn(|| Held::take_once_saved(&host, "web", "reboot os").map(drop));
+            drop(lock);
+            // It is nobody's turn any more; that there is no VM is the next thing that speaks against it.
+            assert!(matches!(next.join().unwrap(), Err(LifeError::Unknown { .. })));
+        });
+    }
 }

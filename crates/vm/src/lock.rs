@@ -19,8 +19,20 @@ pub enum LockError {
     Held {
         /// The VM.
         name: String,
-        /// Who.
+        /// Who, in words.
         holder: String,
+        /// What it does, if it has said so.
+        operation: Option<String>,
+    },
+    /// Somebody else is at work, and was waited for.
+    #[error("VM {name} is busy: {holder}, and was not done within {} s; wait for it to end, or end it", patience.as_secs())]
+    Late {
+        /// The VM.
+        name: String,
+        /// Who, in words.
+        holder: String,
+        /// How long it was waited for.
+        patience: Duration,
     },
     /// The lock file cannot be used.
     #[error("lock file {}", path.display())]
@@ -80,7 +92,8 @@ impl Lock {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => {
-                    return Err(LockError::Held { name: rundir.name().into(), holder: describe(&mut file) });
+                    let (holder, operation) = describe(&mut file);
+                    return Err(LockError::Held { name: rundir.name().into(), holder, operation });
                 }
                 Err(e) => return Err(failed(e.into())),
             }
@@ -127,7 +140,7 @@ impl RunState {
                 }
                 Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
                     let holder = "somebody keeps its guest stopped, or a checkpoint of it does not end".into();
-                    return Err(LockError::Held { name: rundir.name().into(), holder });
+                    return Err(LockError::Held { name: rundir.name().into(), holder, operation: None });
                 }
                 Err(e) => return Err(failed(e.into())),
             }
@@ -135,12 +148,15 @@ impl RunState {
     }
 }
 
-fn describe(file: &mut File) -> String {
+/// Who holds it, in words, and what it does, if that has been written.
+fn describe(file: &mut File) -> (String, Option<String>) {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);
     match serde_json::from_str::<Holder>(&text) {
-        Ok(holder) => format!("`{}` (process {}) is at work on it", holder.operation, holder.pid),
-        Err(_) => "another rekindle has just begun to work on it".into(),
+        Ok(holder) => {
+            (format!("`{}` (process {}) is at work on it", holder.operation, holder.pid), Some(holder.operation))
+        }
+        Err(_) => ("another rekindle has just begun to work on it".into(), None),
     }
 }
 

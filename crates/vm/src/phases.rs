@@ -19,6 +19,8 @@ use std::path::PathBuf;
 
 /// A file of the run directory, there if it is to be seen when the guest is healthy.
 const EXPECTED: &str = "phase.expected";
+/// The operation of whoever saves a phase, as [`crate::lock::holder`] tells it.
+pub const SAVING: &str = "saving a phase";
 
 /// One disk at the moment of a candidate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

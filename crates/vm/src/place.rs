@@ -9,10 +9,11 @@ use crate::disks::{self, DisksError, Epochs};
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation};
-use crate::life::{LifeError, clean_up, ram_name, unique_name};
+use crate::life::{LifeError, clean_up, unique_name};
 use crate::lock::Lock;
 use crate::network;
 use crate::phases;
+use crate::ram;
 use crate::rundir::RunDir;
 use crate::state::{Prepared, State, format_of};
 use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
@@ -247,7 +248,7 @@ impl<'a> Place<'a> {
             disks::start_waiting(&self.rundir, &self.state.hardware)
         })?;
         let mut hardware = self.state.hardware.clone();
-        hardware.ram.path = self.ram.waiting(&ram_name(&hardware.ram.path));
+        hardware.ram.path = self.ram.waiting(&ram::name(&hardware.ram.path));
         Ok((made, hardware))
     }
 
@@ -261,7 +262,7 @@ impl<'a> Place<'a> {
         let journal = Journal::open(&self.rundir, kind, None, self.state.generation).map_err(failed)?;
         let fds = network::create(self.host, &self.state)?;
         for (path, bytes) in self.state.hardware.ram_files() {
-            create(&self.ram, &ram_name(&path), bytes)?;
+            create(&self.ram, &ram::name(&path), bytes)?;
         }
         serve()?;
         // A guest that is restored knows its disks already.
@@ -279,7 +280,7 @@ impl<'a> Place<'a> {
     pub fn claim(&self, waits: &Vmm) -> Result<Journal, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         for (path, bytes) in self.state.hardware.ram_files() {
-            self.ram.claim(&ram_name(&path), bytes)?;
+            self.ram.claim(&ram::name(&path), bytes)?;
         }
         let mut journal = Journal::open(&self.rundir, Kind::Restore, None, self.state.generation).map_err(failed)?;
         journal.operation.to = Some(waits.clone());

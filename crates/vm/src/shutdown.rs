@@ -1,5 +1,7 @@
-//! Bringing a guest to its end: through its agent, else by the power button, else by pulling the plug.
+//! Bringing a guest to its end: through its agent, else by the power button, else by pulling the plug; or, if that is wanted, by freezing its
+//! file systems and pulling the plug then.
 
+use crate::fault;
 use crate::life::{LifeError, run_state};
 use rekindle_qemu::agent;
 use rekindle_qemu::qmp::Qmp;
@@ -11,6 +13,18 @@ use std::time::{Duration, Instant};
 /// How long an agent may take to answer at all.
 const ANSWER: Duration = Duration::from_secs(1);
 
+/// How a guest is to be brought to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum End {
+    /// It shuts itself down: its services end in order, its file systems are unmounted.
+    #[default]
+    Shutdown,
+    /// Its agent writes its file systems out and freezes them, and it is powered off: whatever programs have written to files is there, but they are
+    /// not asked to end.
+    Freeze,
+}
+
 /// How a guest came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -19,6 +33,8 @@ pub enum Ended {
     ByAgent,
     /// It shut itself down, asked through the ACPI power button.
     ByAcpi,
+    /// Its agent had frozen its file systems, as was wanted, and it was powered off.
+    Frozen,
     /// It did not, and was powered off.
     PoweredOff,
     /// It had ended before: it rebooted itself, panicked or powered itself off.
@@ -34,6 +50,7 @@ impl Ended {
         match self {
             Self::ByAgent => "shut down by the agent",
             Self::ByAcpi => "shut down by ACPI",
+            Self::Frozen => "frozen by the agent and powered off",
             Self::PoweredOff => "powered off",
             Self::Before | Self::Prepared => "at its end already",
         }
@@ -44,6 +61,29 @@ impl Ended {
 pub const SHUT_DOWN: &[&str] = &["shutdown", PANICKED];
 /// That of one whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
+
+/// Bring a guest to its end in the way that is wanted. One whose file systems cannot be frozen is shut down.
+///
+/// On success: its QEMU has ended.
+///
+/// # Errors
+/// As for [`shut_down`].
+pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> {
+    if how == End::Freeze && !patience.is_zero() && !has_ended(vmm) {
+        match agent::freeze(&vmm.directory().agent(), patience / 2) {
+            Ok(count) => {
+                tracing::debug!("{count} file systems are frozen");
+                fault::point("cold.suspend.frozen", Some(vmm), None);
+                return power_off(vmm).map(|()| Ended::Frozen);
+            }
+            Err(e) => {
+                let why = std::error::Error::source(&e).map(|why| format!(": {why}")).unwrap_or_default();
+                tracing::warn!("{e}{why}; it is shut down instead");
+            }
+        }
+    }
+    shut_down(vmm, patience)
+}
 
 /// Shut a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
 /// of `patience`; after `patience` by pulling the plug, as a reset does. `patience` zero: at once.
@@ -62,8 +102,10 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
         ended = Ended::Before;
     } else {
         let deadline = Instant::now() + patience;
-        let asked = agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience));
-        if asked.is_ok() && gone(patience / 2) {
+        // Where no program has the agent's port open nobody would answer.
+        let listens = vmm.connect(vmm::START).is_ok_and(|mut qmp| agent::listens(&mut qmp).unwrap_or(true));
+        let asked = listens && agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience)).is_ok();
+        if asked && gone(patience / 2) {
             return Ok(Ended::ByAgent);
         }
         let pressed = vmm.connect(vmm::START).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ()));
@@ -71,14 +113,24 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
             return Ok(Ended::ByAcpi);
         }
     }
-    // `quit` closes images in order; a QEMU that does not obey is killed.
+    power_off(vmm).map(|()| ended)
+}
+
+/// Pull the plug. `quit` closes images in order; a QEMU that does not obey is killed.
+fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
     if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
         let _ = qmp.execute::<Value>("quit", ());
     }
-    if !gone(Duration::from_secs(10)) {
+    if !vmm.process().wait_end(Duration::from_secs(10)).unwrap_or(false) {
         vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
     }
-    Ok(ended)
+    Ok(())
+}
+
+/// Whether its guest has come to its end by itself.
+fn has_ended(vmm: &Vmm) -> bool {
+    let state = vmm.connect(vmm::START).map(|mut qmp| run_state(&mut qmp));
+    matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
 }
 
 /// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.

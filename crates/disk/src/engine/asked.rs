@@ -2,8 +2,10 @@
 
 use super::Engine;
 use super::command::{Command, Refused, Status};
+use super::front::Front;
 use super::logged::Logged;
 use crate::attic::Attic;
+use crate::beside::beside;
 use crate::image::Image;
 use crate::limit::Throttle;
 use crate::memory::Memory;
@@ -84,7 +86,7 @@ impl Engine {
     /// The memory of the guest that has ended becomes the attic of the next one.
     fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refused> {
         // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
-        if self.jobs.iter().next().is_some() || !self.fronts.is_empty() {
+        if self.is_used() {
             return Err(Refused("a QEMU is still connected".into()));
         }
         let failed = |e: io::Error| {
@@ -117,12 +119,23 @@ impl Engine {
     /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
     fn drop_attic(&mut self) {
         (self.emptied, self.reuse) = (None, false);
-        if !self.fronts.is_empty() || !self.jobs.is_empty() {
+        if self.is_used() {
             self.attic.iter_mut().for_each(Attic::give_up);
             return;
         }
-        // What is known of its memory keeps that from going.
-        (self.attic, self.map) = (None, None);
+        // What is known of its memory keeps that from going. The next guest may be waiting for the answer.
+        if let Some(attic) = self.attic.take() {
+            beside("attic", attic, drop);
+        }
+        if let Some((_, memory)) = self.map.take() {
+            Memory::unmap_beside(memory);
+        }
+    }
+
+    /// Whether a guest uses the disk, or may go on with it: one that is stopped has memory here. A QEMU that has connected and waits for its
+    /// guest has none.
+    pub(super) fn is_used(&self) -> bool {
+        !self.jobs.is_empty() || !self.fronts.values().all(Front::waits)
     }
 
     fn status(&self) -> Status {
@@ -130,6 +143,7 @@ impl Engine {
         Status {
             bytes: self.capacity,
             connected: self.fronts.len(),
+            waiting: self.fronts.values().filter(|front| front.waits()).count(),
             active: self.active.is_some(),
             under_way: self.jobs.len(),
             mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),

@@ -57,6 +57,9 @@ pub struct Status {
     pub bytes: u64,
     /// Front ends that are connected.
     pub connected: usize,
+    /// Those of them that have not begun: QEMUs that wait for their guest's state.
+    #[serde(default)]
+    pub waiting: usize,
     /// Whether the queues of one of them run.
     pub active: bool,
     /// Requests under way.

@@ -49,6 +49,11 @@ pub(super) struct Front {
 }
 
 impl Front {
+    /// Whether it has only connected: no queue of it has run, and it has not said where its memory is. So is a QEMU that waits for its guest's state.
+    pub(super) fn waits(&self) -> bool {
+        self.memory.is_none() && self.lines.is_empty()
+    }
+
     fn tell_grown(&mut self) {
         self.is_untold = self.lines.is_empty();
         if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {

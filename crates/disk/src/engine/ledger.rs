@@ -62,11 +62,7 @@ impl Engine {
     }
 
     fn without_guest(&self) -> Result<(), Refused> {
-        if self.fronts.is_empty() && self.jobs.is_empty() {
-            Ok(())
-        } else {
-            Err(Refused("a QEMU is still connected".into()))
-        }
+        if self.is_used() { Err(Refused("a QEMU is still connected".into())) } else { Ok(()) }
     }
 
     fn mark_moment(&mut self) -> Result<Moment, Refused> {

@@ -49,9 +49,7 @@ impl Pager {
         end: &AtomicBool,
         mut last: impl FnMut() -> Last,
     ) -> Result<Progress, PagerError> {
-        let everything: Vec<_> =
-            self.blocks.iter().enumerate().map(|(n, block)| (n, 0..block.range.end - block.range.start)).collect();
-        let mut order: VecDeque<_> = order.into_iter().chain(everything).collect();
+        let mut order: VecDeque<_> = order.into_iter().chain(self.everything()).collect();
         while !end.load(Ordering::Relaxed) {
             self.events(self.time_to_wait())?;
             self.serve(source)?;
@@ -78,24 +76,43 @@ impl Pager {
     }
 
     /// Serve who waits, and bring what is beside those pages, but nothing else, until `end` is set: while a guest is being
-    /// brought to run, whatever else is fetched would be in the way. Another pager can take over then.
+    /// brought to run, whatever else is fetched would be in the way. Another pager can take over then. As long as `all` is set the
+    /// guest is waited with, and the rest is brought, too; where that fails it is left to the next pager.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered.
-    pub fn run_on_demand<S: PageSource>(&mut self, source: &mut S, end: &AtomicBool) -> Result<Progress, PagerError> {
+    pub fn run_on_demand<S: PageSource>(
+        &mut self,
+        source: &mut S,
+        end: &AtomicBool,
+        all: &AtomicBool,
+    ) -> Result<Progress, PagerError> {
         /// So that it ends soon when it is told to.
         const TICK: Duration = Duration::from_millis(2);
+        let mut rest = self.everything();
         while !end.load(Ordering::Relaxed) && self.remote.is_some() {
             let next = self.wanted.values().map(|wanted| wanted.due).min();
-            let around = (!self.around.is_empty()).then_some(self.behind.1);
+            let wants_all = all.load(Ordering::Relaxed) && !rest.is_empty();
+            let around = (wants_all || !self.around.is_empty()).then_some(self.behind.1);
             let next = next.into_iter().chain(around).min();
             self.events(next.map_or(TICK, |next| next.saturating_duration_since(Instant::now()).min(TICK)))?;
             self.serve(source)?;
-            if self.due().is_none() && Instant::now() >= self.behind.1 {
-                self.bring_around(source)?;
+            if self.due().is_none()
+                && Instant::now() >= self.behind.1
+                && !self.bring_around(source)?
+                && wants_all
+                && let Err(e) = self.bring_some(&mut rest, source)
+            {
+                tracing::debug!("what nobody waits for is brought later: {e}");
+                rest.clear();
             }
         }
         Ok(self.progress())
+    }
+
+    /// All of its blocks, in order.
+    fn everything(&self) -> VecDeque<(usize, Range<u64>)> {
+        self.blocks.iter().enumerate().map(|(n, block)| (n, 0..block.range.end - block.range.start)).collect()
     }
 
     /// A wanted page whose time has come.

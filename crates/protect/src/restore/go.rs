@@ -53,6 +53,8 @@ const PORT: Duration = Duration::from_millis(20);
 pub enum Clock {
     /// Its agent has set it.
     Set,
+    /// The guest was told the time, and sets it itself.
+    Told,
     /// No agent runs in the guest.
     NoAgent,
     /// It could not be set.
@@ -63,6 +65,7 @@ impl std::fmt::Display for Clock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Set => write!(f, "its clock is set"),
+            Self::Told => write!(f, "it was told the time"),
             Self::NoAgent => write!(f, "its clock is that of the checkpoint, since no agent runs in it"),
             Self::Failed(why) => write!(f, "its clock is that of the checkpoint, since it cannot be set: {why}"),
         }
@@ -116,12 +119,32 @@ struct OnDemand<'scope, 'env> {
     _lock: File,
 }
 
+/// A QEMU has all that it can have before its guest is loaded into it: empty RAM whose pages are waited for, and devices that have done nothing.
+pub struct Moment<'a> {
+    /// The timeline.
+    pub recorder: &'a mut Recorder,
+    /// The operation's.
+    pub journal: &'a mut Journal,
+    /// Into the QEMU that waits.
+    pub injector: Injector,
+    /// Set while there is time to bring memory that nobody waits for.
+    pub bring_all: &'a AtomicBool,
+}
+
+/// What is done at that moment. Gives how much of the time that took is nobody's loading.
+pub type Ready<'a> = dyn FnMut(Moment<'_>) -> Result<Duration, RestoreError> + 'a;
+
 /// The VM that a guest is loaded into.
 pub(crate) struct Seat<'a> {
     pub(crate) rundir: &'a RunDir,
     pub(crate) hardware: &'a Hardware,
+    /// Called when nothing is left but to load the guest's devices, and to let it go on. Until then another QEMU may run; what a load sets outside of
+    /// its QEMU, as the offloads of a tap, is not to be another guest's.
+    pub(crate) ready: &'a mut Ready<'a>,
     /// Called as soon as the guest runs.
     pub(crate) resumed: &'a dyn Fn(),
+    /// Whether the guest has been told the time by then. An agent that sets it has the guest's processor busy for a second (`hwclock --systohc`).
+    pub(crate) told: &'a dyn Fn() -> bool,
     /// Records the QEMU that runs it, and ends the operation.
     pub(crate) settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
 }
@@ -152,16 +175,18 @@ pub(super) fn go_in(
     let seat = Seat {
         rundir: &place.rundir,
         hardware: &place.state.hardware,
+        ready: &mut |_| Ok(Duration::ZERO),
         resumed: &|| {},
+        told: &|| false,
         settle: &|journal, vmm, qmp| Ok(place.settle(journal, vmm, qmp.version().clone()).map(drop)?),
     };
     let load = Load { store: &request.store, identity: request.identity.as_ref(), eager: request.eager, began };
-    go(&seat, waiting, ahead, fence, &load, recorder)
+    go(seat, waiting, ahead, fence, &load, recorder)
 }
 
 /// Load the checkpoint and let the guest go, once `fence` says that the store is ours and the checkpoint its newest.
 pub(crate) fn go(
-    seat: &Seat<'_>,
+    seat: Seat<'_>,
     waiting: Waiting,
     ahead: &Ahead,
     fence: Option<Fence<'_>>,
@@ -176,6 +201,7 @@ pub(crate) fn go(
         let said = log_tail(&vmm.directory(), 10);
         RestoreError::Load { name: seat.rundir.name().to_owned(), number: info.number, said, source }
     };
+    let injector = Injector::new(vmm.process())?;
     let (stream, mut pager, mut feed) = thread::scope(|scope| {
         let stream = scope.spawn(|| ahead.stream(&ram));
         let first = scope.spawn(|| ahead.first());
@@ -183,45 +209,45 @@ pub(crate) fn go(
         let mut silent = |_: &_| {};
         let mut source = Source::new(&ahead.image, &mut silent);
         let chosen = |id: &str| ahead.paged.iter().any(|paged| paged == id);
-        let mut pager = Pager::begin(Injector::new(vmm.process())?, &ram, chosen, &mut source, None)?;
+        let mut pager = Pager::begin(injector, &ram, chosen, &mut source, None)?;
         let feed = Feed::open(&mut qmp, &[]).map_err(&unloaded)?;
         let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         ahead.put_first(&first, &mut pager)?;
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, RestoreError>((stream, pager, feed))
     })?;
-    let paged = ahead.paged.clone();
-    Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(seat.rundir)?;
     fault::point("restore.renew.registered", None, Some(&vmm));
     recorder.step("register its memory");
 
     let name = seat.rundir.name().to_owned();
-    let end = AtomicBool::new(false);
+    let (end, all) = (AtomicBool::new(false), AtomicBool::new(false));
     // The thread that serves keeps nothing of what a failed restore gives back.
     let image = &ahead.image;
     thread::scope(|scope| {
         let ending = Ending(&end);
-        let held = lock(seat.rundir)?;
-        let stop = &end;
+        let (stop, all) = (&end, &all);
         // Its descriptor goes with the thread: once the pager has ended that took over, a zero page would be waited for as long as ours is open.
         let thread = scope.spawn(move || {
             let mut silent = |_: &_| {};
-            pager.run_on_demand(&mut Source::new(image, &mut silent), stop)
+            pager.run_on_demand(&mut Source::new(image, &mut silent), stop, all)
         });
-        let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
 
+        let moment = Moment { recorder: &mut *recorder, journal: &mut journal, injector, bring_all: all };
+        let elsewhere = (seat.ready)(moment)?;
+        all.store(false, Ordering::Relaxed);
         recorder.phase(Phase::Renew);
-        // Its main thread and its monitor go before the guest's processors and before what reads the store.
-        let mut at_first = First::default();
-        let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
-        if let Err(e) = at_first.threads_of(vmm.process(), rank) {
-            tracing::debug!("the load is scheduled as everything else: {e}");
-        }
+        let at_first = go_first(&vmm);
         feed.write(&stream).map_err(&unloaded)?;
         drop(feed);
         wait_loaded(&mut qmp, LOAD).map_err(&unloaded)?;
         fault::point("restore.renew.loaded", None, Some(&vmm));
         recorder.step("load its devices");
+
+        // From here on the memory that is brought is this VM's.
+        let held = lock(seat.rundir)?;
+        let paged = ahead.paged.clone();
+        Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(seat.rundir)?;
+        let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
         if let Some(on_demand) = on_demand.take_if(|_| load.eager) {
             hand_over(seat.rundir, on_demand);
             wait_filled(seat.rundir, &vmm)?;
@@ -238,7 +264,8 @@ pub(crate) fn go(
         qmp.execute::<Value>("cont", ())?;
         let named = |e: &rekindle_qemu::qmp::Event| (e.name == "RESUME").then_some(e.host_us);
         let resumed = qmp.wait_event("RESUME", Duration::from_secs(10), named)?;
-        let us = (load.began.elapsed().as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed));
+        let us = (load.began.elapsed().saturating_sub(elsewhere).as_micros() as u64)
+            .saturating_sub(host_us().saturating_sub(resumed));
         drop(at_first);
         (seat.resumed)();
         fault::point("restore.resume.resumed", None, Some(&vmm));
@@ -260,12 +287,22 @@ pub(crate) fn go(
             recorder.step("start its pager");
         }
         fault::point("restore.settle.handed-over", None, Some(&vmm));
-        let clock = set_clock(&mut qmp, &vmm, seat.hardware.agent);
-        recorder.step("set its clock");
+        let clock = if (seat.told)() { Clock::Told } else { set_clock(&mut qmp, &vmm, seat.hardware.agent) };
+        recorder.step(if clock == Clock::Told { "tell the guest" } else { "set its clock" });
         let filled = !seat.rundir.fill().exists();
         let (checkpoint, taken_us) = (info.number, info.time_us);
         Ok(Restored { name: name.clone(), checkpoint, taken_us, us, pid, filled, prepared, unused: None, clock })
     })
+}
+
+/// Its main thread and its monitor go before the guest's processors and before what reads the store.
+fn go_first(vmm: &Vmm) -> First {
+    let mut at_first = First::default();
+    let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
+    if let Err(e) = at_first.threads_of(vmm.process(), rank) {
+        tracing::debug!("the load is scheduled as everything else: {e}");
+    }
+    at_first
 }
 
 /// Start the process that brings the VM's memory, and let it take over from this one. The guest runs: what goes wrong is told,

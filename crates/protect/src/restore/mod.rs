@@ -168,6 +168,9 @@ pub enum RestoreError {
         /// The end of its log.
         said: String,
     },
+    /// What had to be done before it could go on.
+    #[error(transparent)]
+    Before(Box<dyn std::error::Error + Send + Sync>),
     /// It runs, and that cannot be recorded.
     #[error("the guest runs, but that cannot be recorded")]
     Record(#[source] Box<dyn std::error::Error + Send + Sync>),

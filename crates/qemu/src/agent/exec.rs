@@ -1,6 +1,6 @@
 //! Running a program in the guest through its agent.
 
-use super::Agent;
+use super::{Agent, has};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
@@ -92,13 +92,6 @@ pub fn boot_id(path: &Path, timeout: Duration) -> Result<String, ExecError> {
     }
 }
 
-/// Whether an agent has a command and it is not switched off. One that does not list its commands is believed to have it.
-fn has(info: &Value, command: &str) -> bool {
-    let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
-    let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
-    found.is_some_and(|known| known.get("enabled").and_then(Value::as_bool) != Some(false))
-}
-
 fn text(status: &Value, key: &str) -> String {
     let encoded = status.get(key).and_then(Value::as_str).unwrap_or_default();
     String::from_utf8_lossy(&STANDARD.decode(encoded).unwrap_or_default()).into_owned()
@@ -106,29 +99,8 @@ fn text(status: &Value, key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::agent;
     use super::*;
-    use std::io::{BufRead, BufReader, Write};
-    use std::os::unix::net::UnixListener;
-
-    /// An agent that answers commands in order, after the first, which is `guest-sync`.
-    fn agent(path: &Path, answers: Vec<(&'static str, Value)>) -> thread::JoinHandle<Vec<Value>> {
-        let listener = UnixListener::bind(path).unwrap();
-        thread::spawn(move || {
-            let (stream, _) = listener.accept().unwrap();
-            let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
-            let mut out = stream;
-            let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
-            writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
-            let mut asked = Vec::new();
-            for (command, answer) in answers {
-                let line: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
-                assert_eq!(line["execute"], command);
-                asked.push(line["arguments"].clone());
-                writeln!(out, "{answer}").unwrap();
-            }
-            asked
-        })
-    }
 
     fn info(enabled: bool) -> (&'static str, Value) {
         let commands =
@@ -141,15 +113,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let ended = json!({"return": {"exited": true, "exitcode": 3, "out-data": "b3V0Cg==", "err-data": "ZXJy"}});
-        let served = agent(
-            &path,
-            vec![
-                info(true),
-                ("guest-exec", json!({"return": {"pid": 12}})),
-                ("guest-exec-status", json!({"return": {"exited": false}})),
-                ("guest-exec-status", ended),
-            ],
-        );
+        let answers = vec![
+            info(true),
+            ("guest-exec", json!({"return": {"pid": 12}})),
+            ("guest-exec-status", json!({"return": {"exited": false}})),
+            ("guest-exec-status", ended),
+        ];
+        let served = agent(&path, vec![answers]);
         let ran = run(&path, "/bin/sh", &["-c", "exit 3"], Duration::from_secs(10)).unwrap();
         assert_eq!(ran, Ran { status: Some(3), out: "out\n".into(), err: "err".into() });
         let asked = served.join().unwrap();
@@ -163,7 +133,7 @@ mod tests {
         let path = directory.path().join("agent.sock");
         let none = run(&path, "/bin/true", &[], Duration::from_millis(50)).unwrap_err();
         assert!(none.to_string().contains("install and start qemu-guest-agent"), "{none}");
-        let served = agent(&path, vec![info(false)]);
+        let served = agent(&path, vec![vec![info(false)]]);
         let blocked = run(&path, "/bin/true", &[], Duration::from_secs(10)).unwrap_err();
         assert!(blocked.to_string().contains("guest-exec is switched off"), "{blocked}");
         served.join().unwrap();

@@ -1,8 +1,10 @@
 //! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow or stale.
 
 mod exec;
+mod freeze;
 
 pub use exec::{ExecError, Ran, boot_id, run};
+pub use freeze::{FreezeError, can_freeze, freeze, thaw};
 
 use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
@@ -20,6 +22,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// When nobody answers within `timeout`.
 pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
+    // Whoever has frozen the file systems has been killed: a guest that cannot write them does not come to its end.
+    if let Err(e) = freeze::thaw_all(&mut agent) {
+        tracing::debug!("whether the guest's file systems are frozen is not known: {e}");
+    }
     // A successful shutdown is not answered.
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
@@ -52,6 +58,14 @@ pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     let ports: Vec<Value> = qmp.execute("query-chardev", ())?;
     let found = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some(chardev));
     Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
+}
+
+/// Whether an agent has a command and it is not switched off, as its `guest-info` says. One that does not list its commands is believed to
+/// have it.
+fn has(info: &Value, command: &str) -> bool {
+    let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
+    let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
+    found.is_some_and(|known| known.get("enabled").and_then(Value::as_bool) != Some(false))
 }
 
 /// A connection to an agent that listens.
@@ -118,6 +132,29 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
+    /// An agent that answers, in one connection after the other, commands in order, after the first of each, which is `guest-sync`. Gives with
+    /// what it was asked.
+    pub(super) fn agent(path: &Path, connections: Vec<Vec<(&'static str, Value)>>) -> thread::JoinHandle<Vec<Value>> {
+        let listener = UnixListener::bind(path).unwrap();
+        thread::spawn(move || {
+            let mut asked = Vec::new();
+            for answers in connections {
+                let (stream, _) = listener.accept().unwrap();
+                let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
+                let mut out = stream;
+                let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
+                writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
+                for (command, answer) in answers {
+                    let line: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
+                    assert_eq!(line["execute"], command);
+                    asked.push(line["arguments"].clone());
+                    writeln!(out, "{answer}").unwrap();
+                }
+            }
+            asked
+        })
+    }
+
     #[test]
     fn a_stale_answer_is_skipped_and_the_guest_is_asked() {
         let directory = tempfile::tempdir().unwrap();
@@ -130,6 +167,9 @@ mod tests {
             writeln!(out, r#"{{"return": {{"stale": true}}}}"#).unwrap();
             let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
             writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
+            let status: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
+            assert_eq!(status["execute"], "guest-fsfreeze-status");
+            writeln!(out, "{}", json!({"return": "thawed"})).unwrap();
             String::from_utf8(lines.next().unwrap().unwrap()).unwrap()
         });
         shut_down(&path, Duration::from_secs(10)).unwrap();

@@ -25,7 +25,7 @@ use rekindle_vm::lock::RunState;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, fault};
+use rekindle_vm::{disks, fault, ram};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io;
@@ -325,7 +325,7 @@ impl Saved {
             // What is saved is on a disk; its RAM has no further use.
             let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
             for (path, _) in hardware.ram_files() {
-                RamDirectory::at(directory)?.remove(&life::ram_name(&path))?;
+                RamDirectory::at(directory)?.remove(&ram::name(&path))?;
             }
         }
         self.change.recorder.write(&self.change.held.rundir);

@@ -18,9 +18,10 @@ use rekindle_vm::fault;
 use rekindle_vm::hardware::has_kvm;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::{self, Held, LifeError};
+use rekindle_vm::life::{Held, LifeError};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
+use rekindle_vm::ram;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{self, Phase, Recorder, host_us};
@@ -139,7 +140,7 @@ pub fn give_up(host: &Host, name: &str) -> Result<bool, HostError> {
     // Where the RAM itself is gone there is nothing to remove.
     if let Ok(directory) = RamDirectory::at(&directory) {
         for (path, _) in entry.state.hardware.ram_files() {
-            let removed = directory.remove(&life::ram_name(&path));
+            let removed = directory.remove(&ram::name(&path));
             removed.map_err(|e| HostError::File { path, source: io::Error::other(e) })?;
         }
     }
@@ -306,7 +307,7 @@ fn from_entry(
     let binary = held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
     let (new, mut qmp) = match entry.how {
         How::Saved => {
-            life::renew_ram(rundir, hardware)?;
+            ram::renew(rundir, hardware)?;
             saved::start_from_disk(rundir, hardware, binary, (generation, saved), taps)?
         }
         _ => handover::start_from(rundir, hardware, binary, (generation, saved), taps)?,

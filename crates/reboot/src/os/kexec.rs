@@ -58,7 +58,7 @@ pub struct Loaded {
 pub(super) fn reboot(host: &Host, name: &str, wanted: &Wanted) -> Result<Rebooted, Failure> {
     let mut recorder = Recorder::new(name, "reboot os --how kexec");
     let as_it_was = |error: RebootError| Failure { left: Left::AsItWas, error: Box::new(error) };
-    let held = Held::take(host, name, "reboot os --how kexec").map_err(|e| as_it_was(e.into()))?;
+    let held = Held::take_once_saved(host, name, "reboot os --how kexec").map_err(|e| as_it_was(e.into()))?;
     let begun = begin(&held, wanted, &mut recorder).map_err(as_it_was)?;
     let journal = begun.journal(&held).map_err(as_it_was)?;
     fault::point("kexec.prepare.journalled", Some(&begun.vmm), None);

@@ -19,15 +19,20 @@ pub use kexec::{Loaded, Wanted};
 
 use crate::vmm::{self, Failure, Problem, Report};
 use rekindle_memory::directory::huge_page_size;
+use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
-use rekindle_vm::life::Ended;
+use rekindle_vm::life::{End, Ended, SHUT_DOWN, run_state};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::time::Duration;
+
+/// How long QEMU, or an agent, may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// How a guest's system is rebooted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +87,8 @@ pub struct Request {
     pub kexec: Wanted,
     /// The phase that [`How::Phase`] is to go on from, and no other; none: the latest that may be used.
     pub candidate: Option<String>,
+    /// How the former guest is brought to its end; by kexec it always shuts itself down.
+    pub end: End,
 }
 
 /// Reboot the system of VM `name`.
@@ -95,19 +102,22 @@ pub struct Request {
 /// [`Failure`].
 pub fn reboot(host: &Host, name: &str, request: &Request) -> Result<Rebooted, Failure> {
     match request.how {
-        How::Cold => boot_unless(host, name, false, |_| None),
-        How::WarmCache => boot_unless(host, name, true, |_| None),
+        How::Cold => boot_unless(host, name, false, request.end, |state| no_freeze(state, request.end)),
+        How::WarmCache => boot_unless(host, name, true, request.end, |state| no_freeze(state, request.end)),
         How::Kexec => kexec::reboot(host, name, &request.kexec),
-        How::Phase => phase::reboot(host, name, request.candidate.as_deref(), |_| None),
+        How::Phase => {
+            phase::reboot(host, name, request.candidate.as_deref(), request.end, |state| no_freeze(state, request.end))
+        }
     }
 }
 
-/// Shut it down and boot it, with a warm cache or a cold one, unless `against` finds something that speaks against it once nobody else
+/// Bring it to its end and boot it, with a warm cache or a cold one, unless `against` finds something that speaks against it once nobody else
 /// is at work on the VM.
 fn boot_unless(
     host: &Host,
     name: &str,
     warm: bool,
+    end: End,
     against: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Rebooted, Failure> {
     let (operation, kind) = match warm {
@@ -115,7 +125,7 @@ fn boot_unless(
         true => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
     let against = |state: &State| against(state).or_else(|| warm.then(|| no_cache(&state.hardware)).flatten());
-    vmm::boot_again(host, name, (operation, kind), against).map(|again| Rebooted {
+    vmm::boot_again(host, name, (operation, kind), end, against).map(|again| Rebooted {
         report: again.report,
         kept: again.kept,
         ended: Some(again.ended),
@@ -131,12 +141,33 @@ fn no_cache(hardware: &Hardware) -> Option<Problem> {
                    VM again, or use --how cold";
         return Some(Problem(why.into()));
     }
-    let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
-    matches!(huge_page_size(directory), Ok(Some(_))).then(|| {
+    huge_pages(hardware).map(|directory| {
         let directory = directory.display();
         Problem(format!(
             "its RAM is in huge pages ({directory}), which are the next guest's as soon as it starts; put `ram.dir` on a tmpfs, or \
              use --how cold"
         ))
     })
+}
+
+/// The directory of its RAM, if that is in huge pages.
+fn huge_pages(hardware: &Hardware) -> Option<&Path> {
+    let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
+    matches!(huge_page_size(directory), Ok(Some(_))).then_some(directory)
+}
+
+/// Why its file systems could not be frozen, if that is wanted. One that has come to its end by itself needs no freezing.
+fn no_freeze(state: &State, end: End) -> Option<Problem> {
+    let vmm = state.vmm.as_ref().filter(|_| end == End::Freeze)?;
+    let otherwise = |why: String| Some(Problem(format!("{why}; or leave --end freeze out")));
+    if !state.hardware.agent {
+        return otherwise("it has no port for an agent, which would freeze its file systems; leave out agent = false under [devices] and start it again".into());
+    }
+    let ended = vmm.connect(ANSWER).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
+    if ended.is_some_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+        return None;
+    }
+    let e = agent::can_freeze(&vmm.directory().agent(), ANSWER).err()?;
+    let cause = std::error::Error::source(&e).map(|cause| format!(" ({cause})")).unwrap_or_default();
+    otherwise(format!("{e}{cause}"))
 }

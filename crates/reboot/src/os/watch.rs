@@ -11,7 +11,7 @@ use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{LifeError, SHUT_DOWN, run_state};
+use rekindle_vm::life::{End, LifeError, SHUT_DOWN, run_state};
 use rekindle_vm::lock;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -212,8 +212,10 @@ fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), WatchErro
     let deadline = Instant::now() + BUSY;
     loop {
         let done = match how {
-            How::Phase => phase::reboot(host, name, None, is_another),
-            How::Cold | How::WarmCache | How::Kexec => boot_unless(host, name, how == How::WarmCache, is_another),
+            How::Phase => phase::reboot(host, name, None, End::Shutdown, is_another),
+            How::Cold | How::WarmCache | How::Kexec => {
+                boot_unless(host, name, how == How::WarmCache, End::Shutdown, is_another)
+            }
         };
         match done {
             Err(failure)

@@ -5,26 +5,26 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{Ended, LifeError};
+use rekindle_vm::life::{End, Ended, LifeError};
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, life, network, phases};
+use rekindle_vm::{disks, life, network, phases, ram};
 
 /// Shut the guest down and boot it.
-pub(crate) fn reboot(mut change: Change, kind: Kind) -> Result<Again, Failure> {
+pub(crate) fn reboot(mut change: Change, kind: Kind, end: End) -> Result<Again, Failure> {
     let mut journal = change.open_journal(kind).map_err(|error| Failure::new(Left::AsItWas, error))?;
-    let done =
-        shut_down(&mut change, &mut journal).and_then(|(stopped, ended)| boot(&mut change, journal, stopped, ended));
+    let done = shut_down(&mut change, &mut journal, end)
+        .and_then(|(stopped, ended)| boot(&mut change, journal, stopped, ended));
     done.map_err(|error| Failure::new(Left::NeedsRecovery, error))
 }
 
-/// Shut the guest down: gives when it had ended, and how that came about.
-pub(crate) fn shut_down(change: &mut Change, journal: &mut Journal) -> Result<(u64, Ended), RebootError> {
+/// Bring the guest to its end: gives when it had ended, and how that came about.
+pub(crate) fn shut_down(change: &mut Change, journal: &mut Journal, end: End) -> Result<(u64, Ended), RebootError> {
     let old = change.old.clone();
     change.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(change.file_error("operation.json"))?;
     fault::point("cold.suspend.journalled", Some(&old), None);
     change.recorder.phase(Phase::Suspend);
-    let ended = life::shut_down(&old, change.held.state.definition.shutdown_timeout.as_duration())?;
+    let ended = life::end(&old, end, change.held.state.definition.shutdown_timeout.as_duration())?;
     let stopped = host_us();
     change.recorder.step(ended.step());
     fault::point("cold.suspend.off", Some(&old), None);
@@ -44,9 +44,9 @@ pub(crate) fn boot(
     let hardware = &change.held.state.hardware;
     let warm = journal.operation.kind == Kind::OsWarmCache;
     let kept = if warm {
-        life::renew_ram_beside(&rundir, hardware)?
+        ram::renew_beside(&rundir, hardware)?
     } else {
-        life::renew_ram(&rundir, hardware)?;
+        ram::renew(&rundir, hardware)?;
         None
     };
     fault::point("cold.renew.memory", Some(&old), None);

@@ -32,7 +32,7 @@ use rekindle_vm::disks::Kept;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::life::{Ended, Held, LifeError};
+use rekindle_vm::life::{End, Ended, Held, LifeError};
 use rekindle_vm::lock;
 use rekindle_vm::network::NetworkError;
 use rekindle_vm::state::State;
@@ -178,6 +178,14 @@ pub enum RebootError {
          QEMU and is lost; rekindle recover {name} boots it from its disks; the new QEMU said:\n{said}"
     )]
     DiedRunning {
+        /// The VM.
+        name: String,
+        /// The end of its log.
+        said: String,
+    },
+    /// The new QEMU died while it waited for the guest of a candidate to go on.
+    #[error("the new QEMU of {name} died before its guest went on; it said:\n{said}")]
+    DiedWaiting {
         /// The VM.
         name: String,
         /// The end of its log.
@@ -392,7 +400,7 @@ fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Resul
         }
         How::Cold => {
             together.barrier.wait();
-            cold::reboot(begun?, Kind::VmmCold).map(|again| again.report)
+            cold::reboot(begun?, Kind::VmmCold, End::Shutdown).map(|again| again.report)
         }
     }
 }
@@ -406,14 +414,15 @@ pub(crate) struct Again {
     pub(crate) ended: Ended,
 }
 
-/// Shut the guest of VM `name` down and boot it, for `operation` of `kind`, unless `against` finds something that speaks against it.
+/// Bring the guest of VM `name` to its `end` and boot it, for `operation` of `kind`, unless `against` finds something that speaks against it.
 pub(crate) fn boot_again(
     host: &Host,
     name: &str,
     (operation, kind): (&str, Kind),
+    end: End,
     against: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Again, Failure> {
-    cold::reboot(begin_again(host, name, operation, against)?, kind)
+    cold::reboot(begin_again(host, name, operation, against)?, kind, end)
 }
 
 /// Begin with that: the VM is held, and nothing has been stopped.
@@ -496,7 +505,7 @@ pub(crate) fn begin(
     probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
 ) -> Result<Change, RebootError> {
     let recorder = Recorder::new(name, operation);
-    let held = Held::take(host, name, operation)?;
+    let held = Held::take_once_saved(host, name, operation)?;
     let old = held.vmm()?.clone();
     held.refuse_attached("giving its guest to another QEMU")?;
     if held.state.hardware.foreign.is_some() {

@@ -21,6 +21,7 @@ use rekindle_vm::life::{self, Held, LifeError};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::network;
 use rekindle_vm::phases;
+use rekindle_vm::ram;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -251,6 +252,9 @@ pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, R
     }
     if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
         if journal.operation.step == Step::Prepare {
+            // A QEMU may have waited beside it.
+            ram::forget_waiting(&held.state.hardware)?;
+            let _ = std::fs::remove_dir_all(held.rundir.vmm(generation).0);
             journal.close().map_err(|source| file(held, source))?;
             return Ok(Recovered::Undone);
         }
@@ -304,7 +308,7 @@ pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recov
             let hardware = &held.state.hardware;
             let start = |binary: &Path| {
                 if with_ram {
-                    life::renew_ram(&held.rundir, hardware)?;
+                    ram::renew(&held.rundir, hardware)?;
                     saved::start_from_disk(
                         &held.rundir,
                         hardware,
@@ -399,7 +403,7 @@ pub(crate) fn boot(
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
     // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
-    life::renew_ram_beside(&held.rundir, hardware)?;
+    ram::renew_beside(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     phases::begin(&held.rundir, hardware, &held.state.definition);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;

@@ -10,7 +10,7 @@ use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
 use rekindle_vm::life::LifeError;
 use rekindle_vm::timeline::Phase;
-use rekindle_vm::{disks, life, network};
+use rekindle_vm::{disks, life, network, ram};
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -86,7 +86,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     old.kill().map_err(change.file_error("qemu"))?;
     fault::point("saved.renew.old-gone", Some(&old), None);
     change.recorder.step("end the old QEMU");
-    life::renew_ram(&rundir, &change.held.state.hardware)?;
+    ram::renew(&rundir, &change.held.state.hardware)?;
     let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
     let (new, mut qmp) =
         start_from_disk(&rundir, hardware, &change.binary.path, (generation, saved), network::reopen(hardware)?)?;

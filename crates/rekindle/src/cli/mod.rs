@@ -11,7 +11,7 @@ mod vm;
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
 pub use protect::{DiskRule, Pager, Protect, Restore};
-pub use reboot::{How, HowOs, Reboot, RebootOs, RebootVmm};
+pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Run, Show, Stop};

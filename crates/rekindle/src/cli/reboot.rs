@@ -16,7 +16,8 @@ pub enum Reboot {
     /// Reboot the guest's system: shut it down, by its agent, else the power button, else (after `shutdown_timeout`) the plug, and boot it.
     ///
     /// Needs: the VM runs; for --how warm-cache a disk with `server = true`, and RAM that is not in huge pages; for --how kexec
-    /// qemu-guest-agent that may run programs, systemd and kexec-tools in the guest; for --how phase [phase] in its definition.
+    /// qemu-guest-agent that may run programs, systemd and kexec-tools in the guest; for --how phase [phase] in its definition; for --end
+    /// freeze qemu-guest-agent.
     /// On success: the guest boots. With --how warm-cache it is given what it had cached of its disk from its former memory, each block
     /// only if it is what is on the disk. With --how kexec its new kernel runs, without firmware and boot loader, and its agent answers. With
     /// --how phase it goes on from the latest phase of an earlier boot of which no block of a disk that it knew was written since; where there
@@ -29,6 +30,16 @@ pub enum Reboot {
     /// On success: the host goes down; in its next boot the guests go on.
     /// On failure: exit status 1, and all guests run as before.
     Host(RebootHost),
+}
+
+/// How a guest is brought to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EndOs {
+    /// It shuts itself down: services end in order, file systems are unmounted.
+    Shutdown,
+    /// Its agent writes its file systems out and freezes them, and it is powered off: what programs have written to files is there, but they are
+    /// not asked to end.
+    Freeze,
 }
 
 /// How a VMM is replaced.
@@ -74,6 +85,9 @@ pub struct RebootOs {
     /// With --how phase: the phase to go on from, and no other [default: the latest that may be used].
     #[arg(long, value_name = "PHASE")]
     pub candidate: Option<String>,
+    /// How its former life ends; by kexec it always shuts itself down.
+    #[arg(long, value_enum, default_value = "shutdown")]
+    pub end: EndOs,
     /// With --how kexec: the kernel, a path in the guest [default: the guest's own].
     #[arg(long, value_name = "PATH")]
     pub kernel: Option<String>,

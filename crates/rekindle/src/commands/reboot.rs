@@ -1,6 +1,6 @@
 //! `rekindle reboot`.
 
-use crate::cli::{How, HowOs, NameOnly, RebootOs, RebootVmm};
+use crate::cli::{EndOs, How, HowOs, NameOnly, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,7 +9,7 @@ use rekindle_reboot::os::{self, Rebooted};
 use rekindle_reboot::vmm::{self, Options, Outcome, Report};
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Ended, Status};
+use rekindle_vm::life::{self, End, Ended, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::Serialize;
@@ -96,9 +96,19 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     if how != os::How::Phase && arguments.candidate.is_some() {
         return Err(Usage("--candidate is for --how phase".into()).into());
     }
+    let end = match arguments.end {
+        EndOs::Shutdown => End::Shutdown,
+        EndOs::Freeze if how == os::How::Kexec => {
+            return Err(Usage(
+                "--end freeze is not for --how kexec: the guest shuts itself down to start the next kernel".into(),
+            )
+            .into());
+        }
+        EndOs::Freeze => End::Freeze,
+    };
     let kexec = os::Wanted { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
     let waiting = spinner(output, format!("reboot of {name}"));
-    let rebooted = os::reboot(&host, name, &os::Request { how, kexec, candidate: arguments.candidate.clone() });
+    let rebooted = os::reboot(&host, name, &os::Request { how, kexec, candidate: arguments.candidate.clone(), end });
     waiting.finish_and_clear();
     let Rebooted { report, kept, ended, kexec, phase } = &rebooted?;
     save_phases(&host, name);

@@ -25,7 +25,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
                 let how = match ended {
                     Ended::ByAgent => "shut down by its agent",
                     Ended::ByAcpi => "shut down by ACPI",
-                    Ended::PoweredOff => "powered off",
+                    Ended::Frozen | Ended::PoweredOff => "powered off",
                     Ended::Prepared => "was only prepared; the QEMU that waited has ended",
                     Ended::Before => "had ended by itself",
                 };

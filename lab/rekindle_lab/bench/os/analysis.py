@@ -6,7 +6,7 @@ from rekindle_lab.bench.report import Bar, Figure, Found
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.stats import median, median_interval, p95
 
-from .rows import PEERS, WAYS
+from .rows import FROZEN, PEERS, WAYS
 
 STAGES = {
     "shut down": ("silent_host_us", "ended_host_us"),
@@ -76,24 +76,31 @@ def _kexec(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _late(frame: pd.DataFrame, found: Found) -> None:
-    late, cold = _boots(frame, "immutable", "phase-services"), _boots(frame, "immutable", "cold")
-    extra = {}
-    samples = [between(rows, "ended_host_us", "served_host_us") for rows in (late, cold)]
-    if all(samples):
-        extra["ratio_without_shutting_down"] = median(samples[0]) / median(samples[1])
-    words = ("late phase, immutable", "cold, immutable")
-    downtimes_s = (gaps(frame, "immutable", "phase-services"), gaps(frame, "immutable", "cold"))
-    found.ratio("phase_late_vs_cold", Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
+    """The late phase against cold: with the former guest shut down in order, as is the default, and with it frozen."""
+    for how, name, what in (
+        ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
+        (f"phase-services{FROZEN}", "phase_late_frozen_vs_cold", "late phase, file systems frozen, immutable"),
+    ):
+        late, cold = _boots(frame, "immutable", how), _boots(frame, "immutable", "cold")
+        extra = {}
+        samples = [between(rows, "ended_host_us", "served_host_us") for rows in (late, cold)]
+        if all(samples):
+            extra["ratio_without_shutting_down"] = median(samples[0]) / median(samples[1])
+        downtimes_s = (gaps(frame, "immutable", how), gaps(frame, "immutable", "cold"))
+        words = (what, "cold, immutable")
+        found.ratio(name, Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
 
 
 def _restore(frame: pd.DataFrame, found: Found) -> None:
     for guest, name in (("immutable", "phase_restore_ms"), ("micro", "phase_restore_ms_micro")):
-        values = milliseconds(pick(_boots(frame, guest, "phase-services"), "load_us", memory_mib=512))
+        rows = _boots(frame, guest, "phase-services")
+        values = milliseconds(pick(rows, "load_us", memory_mib=512))
         if not values:
             found.lacks(name, f"{guest}, 512M")
             continue
         low, high = median_interval(values)
         extra = {"low95": low, "high95": high}
+        extra["after_the_former_guests_end"] = median(between(rows, "ended_host_us", "running_host_us")) * 1e3
         found.add(Figure(name, median(values), "ms", len(values), p95(values), Bar(100.0), found.raw, extra=extra))
 
 
@@ -165,6 +172,8 @@ def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
         served = between(of, "ended_host_us", "served_host_us")
         low, high = median_interval(served)
         line |= {"first answer": median(served), "low": low, "high": high}
+        loads = milliseconds(pick(of, "load_us"))
+        line |= {"load ms": median(loads) if loads else None}
         lines.append(line | {"first request ms": median(milliseconds(pick(of, "first_us"))), "n": len(of)})
     return lines
 

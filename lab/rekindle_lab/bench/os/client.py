@@ -1,7 +1,8 @@
 """A client that asks a guest's web server again and again, over new connections, and notes when it is answered.
 
 New connections, because an old one is dead after a boot and only its retransmissions would tell, seconds apart.
-Several askers, because one that waits for a guest that has just gone would not see the next one come.
+Many askers, because one that waits for a guest that has just gone does not see the next one come: each that had a
+connection just then waits for its answer for `ANSWER_S`.
 """
 
 import itertools
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
-ASKERS = 4
-EVERY_S = 0.04
+ASKERS = 16
+EVERY_S = 0.16
 """Between two requests of one asker: 100 requests a second at most of all."""
 CONNECT_S = 0.1
 """A guest that does not take a connection for so long is asked anew."""

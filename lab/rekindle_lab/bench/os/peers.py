@@ -8,6 +8,8 @@
 - `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up. With a phase.
 - `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. With a phase.
 
+Of ours, most of a load is done before its former guest ends: `load_us` counts that too, as it counts all of a peer's.
+
 All get QEMU's own disks (qcow2 over the image) and RAM, and the accelerator, processor and number of processors of
 ours. Their former guest is not shut down, its QEMU is killed: that is not in their time, and ours is told without it,
 too. The last two go back to an older disk, and give up what was written since; `phase` does not.

@@ -8,7 +8,9 @@ import pandas as pd
 
 from rekindle_lab.bench.rows import read_rows
 
-WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services")
+FROZEN = "-frozen"
+"""Ends the name of a way in which the former guest's file systems are frozen by its agent, and it is powered off."""
+WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services", "phase-services-frozen")
 """How Rekindle reboots a guest; a phase with the candidate that is asked for."""
 PEERS = ("qboot", "microvm", "incoming", "loadvm")
 """The kernel started by a firmware for that; by the machine `microvm`; a full save, an internal snapshot, loaded."""
@@ -48,7 +50,8 @@ class Row:
     served_host_us: int | None = None
     """The first answer after it."""
     load_us: int | None = None
-    """By phase: from the former guest's end to the guest's running. Of a peer that loads: from its QEMU's start."""
+    """By phase: from the command to the guest's running, without the end of the former one, beside which most of it is
+    done. Of a peer that loads: from its QEMU's start."""
     command_us: int | None = None
     candidate: str = ""
     """The phase that it went on from."""

@@ -19,7 +19,7 @@ from rekindle_lab.slow import run
 
 from .boot import Firmware, debug_port, kernel_began, user_space_after_us
 from .client import Client, Gap, longest_gap
-from .rows import Row
+from .rows import FROZEN, Row
 
 IMAGE = "micro"
 SSH_DEADLINE_S = 300.0
@@ -168,24 +168,18 @@ class Stage(bench.Stage):
         wait_saved(self.rekindle, guest)
 
     def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
-        """Give the command: when that was, what it told, how long it took; once no phase is being saved."""
-        deadline = time.monotonic() + SAVED_DEADLINE_S
-        while True:
-            began_us, began = time.time_ns() // 1000, time.monotonic()
-            try:
-                told = self.rekindle.call("reboot", "os", guest.name, *words)
-            except RekindleError as error:
-                if "saving a phase" not in str(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-            else:
-                return began_us, told, int((time.monotonic() - began) * 1e6)
+        """Give the command: when that was, what it told, how long it took."""
+        began_us, began = time.time_ns() // 1000, time.monotonic()
+        told = self.rekindle.call("reboot", "os", guest.name, *words)
+        return began_us, told, int((time.monotonic() - began) * 1e6)
 
     def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
         """Reboot a guest in one of the ways with a client at it, and give what was seen. It is well again then."""
         words = ["--how", how]
-        if how.startswith("phase-"):
-            words = ["--how", "phase", "--candidate", how.removeprefix("phase-")]
+        if phase := phase_of(how):
+            words = ["--how", "phase", "--candidate", phase]
+        if how.endswith(FROZEN):
+            words += ["--end", "freeze"]
         row = Row(case, guest.kind, guest.memory_mib, how, number)
         booted = how in ("cold", "warm-cache")
         ask_often(guest.netns)
@@ -223,6 +217,11 @@ def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
         time.sleep(0.1)
 
 
+def phase_of(how: str) -> str:
+    """The phase that a way goes on from; none of the others."""
+    return how.removeprefix("phase-").removesuffix(FROZEN) if how.startswith("phase-") else ""
+
+
 def ask_often(namespace: str) -> None:
     """A neighbour that has gone is asked for its address every 20 ms, not every second: else that would be measured."""
     words = "for file in /proc/sys/net/ipv4/neigh/*/retrans_time_ms; do echo 20 >$file; done"
@@ -239,7 +238,7 @@ def fill(row: Row, told: dict[str, Any], gap: Gap) -> None:
     row.ended = told.get("ended") or ""
     phase = told.get("phase") or {}
     row.candidate, row.load_us = phase.get("candidate") or "", phase.get("load_us")
-    if row.how.startswith("phase-") and row.candidate != row.how.removeprefix("phase-"):
+    if row.candidate != phase_of(row.how):
         raise RekindleError(f"{told.get('name')}: it goes on from {row.candidate or 'nothing'}: {phase.get('skipped')}")
 
 

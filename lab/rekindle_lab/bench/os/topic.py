@@ -1,5 +1,6 @@
 """Measuring and analysing, one after the other or each by itself."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rekindle_lab import guests
@@ -10,6 +11,7 @@ from . import analysis, plots, rows
 from .cases import CASES
 from .leak import leak_image
 from .plan import FULL, QUICK, left_out
+from .plan import quick as quick_plan
 from .stage import IMAGE, stage
 
 TOPIC = "os"
@@ -21,7 +23,8 @@ def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only
     for kind in ("debian", "immutable"):
         guests.build(root, kind)  # now, so that it is not in the time of a quick run
     leak_image(root)
-    return _TOPIC.measure(root, out, binary, qemu, quick=quick, only=only, command=command)
+    topic = replace(_TOPIC, quick=quick_plan(only))
+    return topic.measure(root, out, binary, qemu, quick=quick, only=only, command=command)
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

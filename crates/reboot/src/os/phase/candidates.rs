@@ -140,13 +140,23 @@ fn like(hardware: &Hardware) -> Hardware {
     like
 }
 
-/// The latest phase of which there is a candidate that may be used, and why those after it may not. `only`: this one or none.
-pub(super) fn choose(host: &Host, rundir: &RunDir, state: &State, only: Option<&str>) -> (Option<Good>, Vec<Skipped>) {
+/// The latest phase of which there is a candidate that may be used, and why those after it may not. `only`: this one or none. `failed`: those
+/// that were tried.
+pub(super) fn choose(
+    host: &Host,
+    rundir: &RunDir,
+    state: &State,
+    only: Option<&str>,
+    failed: &[Skipped],
+) -> (Option<Good>, Vec<Skipped>) {
     let mut skipped = Vec::new();
     let wanted = state.definition.phase.save.iter().rev().filter(|name| only.is_none_or(|only| only == name.as_str()));
     for name in wanted {
         match find(host, rundir, state, name).good {
-            Ok(good) => return (Some(good), skipped),
+            Ok(good) => match failed.iter().find(|failed| failed.name == *name) {
+                Some(failed) => skipped.push(failed.clone()),
+                None => return (Some(good), skipped),
+            },
             Err(why) => skipped.push(Skipped { name: name.clone(), why }),
         }
     }

@@ -1,35 +1,26 @@
-//! The reboot itself: the guest is shut down, and the next one goes on from the latest candidate that may be used; where there is none, or
-//! it cannot be loaded, it is booted cold. The former guest has ended in order by then, so nothing is lost either way.
+//! The reboot itself: the next guest is loaded from the latest candidate that may be used while the former one still runs; then that one is brought
+//! to its end, and the next one goes on. Where there is none, or it cannot be loaded, the guest is booted cold: the former one has ended in order
+//! by then, so nothing is lost either way.
 
-use super::candidates::{Good, chain, choose};
-use super::port::{Port, wait_read};
+use super::candidates::{chain, choose};
+use super::next::{self, Went};
 use super::{Outcome, Skipped};
 use crate::os::Rebooted;
 use crate::vmm::{self, Change, Failure, Left, Problem, RebootError, cold, switch};
-use rekindle_protect::candidate::{self, Loaded, Next};
-use rekindle_protect::pager;
-use rekindle_protect::restore::{Clock, RestoreError};
-use rekindle_qemu::agent;
-use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::hardware::new_generation;
+use rekindle_memory::directory::Former;
+use rekindle_protect::restore::Clock;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::LifeError;
-use rekindle_vm::place::Made;
+use rekindle_vm::life::{End, Ended};
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, fault, life, network, phases};
-use std::cell::RefCell;
-use std::time::{Duration, Instant};
-
-/// How long a QEMU may take to answer.
-const ANSWER: Duration = Duration::from_secs(5);
-/// How long a pager of the former guest may take to see that it has gone.
-const PAGER: Duration = Duration::from_secs(10);
+use rekindle_vm::timeline::Phase;
+use rekindle_vm::{disks, fault, ram};
+use std::time::Instant;
 
 const OPERATION: &str = "reboot os --how phase";
-/// What a guest that has announced nothing is to do.
-const RESTORED: &str = "systemctl --no-block start rekindle-restored.target";
+
+/// When the former guest had ended, by the host's clock in µs, and how that came about.
+pub(super) type Over = (u64, Ended);
 
 /// Reboot the guest of VM `name` from a candidate; `only` from this one; unless `unless` finds something that speaks against it once
 /// nobody else is at work on the VM.
@@ -41,164 +32,142 @@ pub(in crate::os) fn reboot(
     host: &Host,
     name: &str,
     only: Option<&str>,
+    end: End,
     unless: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Rebooted, Failure> {
+    let began = Instant::now();
     let rundir = rekindle_vm::rundir::RunDir::new(&host.root, name);
     let against = |state: &State| unless(state).or_else(|| against(host, &rundir, state, only));
-    let mut change = vmm::begin_again(host, name, OPERATION, against)?;
-    let mut journal =
+    let change = vmm::begin_again(host, name, OPERATION, against)?;
+    let journal =
         change.open_journal(Kind::OsPhase).map_err(|error| Failure { left: Left::AsItWas, error: error.into() })?;
-    let done = shut_down_and_go_on(&mut change, &mut journal, only).and_then(|gone_on| match gone_on {
-        GoneOn::Done(rebooted) => Ok(*rebooted),
-        GoneOn::Not { skipped, stopped, ended } => {
-            let again = cold::boot(&mut change, journal, stopped, ended)?;
-            let phase = Some(Outcome { candidate: None, skipped, clock: None, load_us: None });
-            Ok(Rebooted { report: again.report, kept: None, ended: Some(ended), kexec: None, phase })
-        }
-    });
-    done.map_err(|error| Failure { left: Left::NeedsRecovery, error: error.into() })
+    let attempt = Attempt { change, only: only.map(str::to_owned), end, began, over: None, failed: Vec::new() };
+    attempt.go(journal)
 }
 
-/// What speaks against it while the guest still runs. What is written in its shutdown may still make a candidate void.
+/// What speaks against it while the guest still runs. What is written until its end may still make a candidate void.
 fn against(host: &Host, rundir: &rekindle_vm::rundir::RunDir, state: &State, only: Option<&str>) -> Option<Problem> {
     let phases = &state.definition.phase.save;
     if phases.is_empty() {
         let why = "no phase of its boot is kept; name those that its guest announces under [phase], start the VM again, or use --how cold";
         return Some(Problem(why.into()));
     }
+    if let Some(why) = super::unfit(&state.hardware) {
+        return Some(Problem(format!("{why}; put `ram.dir` on a tmpfs, or use --how cold")));
+    }
     let only = only?;
     if !phases.iter().any(|name| name == only) {
         let why = format!("it keeps no phase {only}; there are: {}", phases.join(", "));
         return Some(Problem(why));
     }
-    match choose(host, rundir, state, Some(only)) {
+    match choose(host, rundir, state, Some(only), &[]) {
         (Some(_), _) => None,
         (None, skipped) => {
             let why = skipped.into_iter().next().map(|skipped| skipped.why).unwrap_or_default();
-            Some(Problem(format!("candidate {only} may not be used: {why}; leave --candidate out, or use --how cold")))
+            Some(Problem(unusable(only, &format!("may not be used: {why}"))))
         }
     }
 }
 
-/// How far it has come.
-enum GoneOn {
-    /// The guest runs.
-    Done(Box<Rebooted>),
-    /// It is to be booted.
-    Not { skipped: Vec<Skipped>, stopped: u64, ended: life::Ended },
+fn unusable(only: &str, why: &str) -> String {
+    format!("candidate {only} {why}; leave --candidate out, or use --how cold")
 }
 
-fn shut_down_and_go_on(change: &mut Change, journal: &mut Journal, only: Option<&str>) -> Result<GoneOn, RebootError> {
-    let (stopped, ended) = cold::shut_down(change, journal)?;
-    let began = Instant::now();
-    change.recorder.phase(Phase::Renew);
-    let (host, rundir) = (change.host.clone(), change.held.rundir.clone());
-    let (chosen, mut skipped) = choose(&host, &rundir, &change.held.state, only);
-    let Some(good) = chosen else { return Ok(GoneOn::Not { skipped, stopped, ended }) };
-    change.recorder.step("choose a candidate");
-    fault::point("phase.renew.chosen", Some(&change.old), None);
-    let name = good.name.clone();
-    match load(change, journal, &good, began) {
-        Ok((new, loaded, resumed)) => {
-            change.recorder.write(&rundir);
-            let state = State::read(&rundir).ok().flatten().unwrap_or_else(|| change.held.state.clone());
-            let report = change.report(&new, &state, (stopped, resumed), None);
-            let clock = Some(loaded.clock).filter(|clock| *clock != Clock::NoAgent);
-            let phase = Some(Outcome { candidate: Some(name), skipped, clock, load_us: Some(loaded.us) });
-            Ok(GoneOn::Done(Box::new(Rebooted { report, kept: None, ended: Some(ended), kexec: None, phase })))
-        }
-        Err(why) => {
-            let failed = change.file_error("operation.json");
-            let left = Journal::left_behind(&rundir).map_err(failed)?;
-            if left.as_ref().is_none_or(|left| left.operation.step >= Step::Resume) {
-                // The guest may have run, or runs.
-                return Err(why);
-            }
-            let why = chain(&why);
-            tracing::warn!("candidate {name} cannot be loaded, and the guest is booted: {why}");
-            switch::end_generation(&rundir, journal.operation.generation)?;
-            // They were told that the guest's memory is on its way.
-            disks::filled(&rundir);
-            skipped.push(Skipped { name, why });
-            Ok(GoneOn::Not { skipped, stopped, ended })
-        }
-    }
-}
-
-/// Start the new QEMU and load the candidate into it. Gives when the guest began to run.
-fn load(
-    change: &mut Change,
-    journal: &Journal,
-    good: &Good,
+/// A reboot under way.
+struct Attempt {
+    change: Change,
+    only: Option<String>,
+    end: End,
     began: Instant,
-) -> Result<(Vmm, Loaded, u64), RebootError> {
-    let rundir = change.held.rundir.clone();
-    let name = rundir.name().to_owned();
-    // The former guest's RAM goes; and if it was still being brought, that has no sense any more.
-    pager::wait_ended(&rundir, PAGER).map_err(|e| RebootError::Candidate(Box::new(RestoreError::Fill(e))))?;
-    life::renew_ram(&rundir, &change.held.state.hardware)?;
-    disks::start(&rundir, &change.held.state.hardware).map_err(LifeError::from)?;
-    // Another one, so that the guest knows that it was set back; recorded before it is told.
-    if change.held.state.hardware.vm_generation.is_some() {
-        let unfit = |problem| LifeError::Unfit { name: name.clone(), problems: vec![problem] };
-        change.held.state.hardware.vm_generation = Some(new_generation().map_err(unfit)?);
-        change.held.state.write(&rundir).map_err(change.file_error("state.json"))?;
-    }
-    let hardware = change.held.state.hardware.clone();
-    // Asked once more, now that no QEMU can write any of them.
-    phases::go_on(&rundir, &hardware, good.about.disks())
-        .map_err(|why| RebootError::Against { name: name.clone(), problem: Problem(why) })?;
-    change.recorder.step("renew its memory");
-    let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
-    let fds = network::reopen(&hardware)?;
-    let again = Journal::left_behind(&rundir).map_err(change.file_error("operation.json"))?;
-    let again = again.ok_or_else(|| change.file_error("operation.json")(std::io::ErrorKind::NotFound.into()))?;
-    let is_announced = change.held.state.definition.phase.healthy.as_ref() != Some(&good.name);
-    if is_announced {
-        phases::expect_healthy(&rundir, &change.held.state.definition);
-    }
-    let (port, resumed, new) = (RefCell::new(None), RefCell::new(host_us()), RefCell::new(None));
-    let old = change.old.clone();
-    let state = change.held.state.clone();
-    let next = Next {
-        rundir: &rundir,
-        hardware: &hardware,
-        binary: &change.binary.path.clone(),
-        made: Made { journal: again, directory, fds },
-        started: &|vmm| {
-            // Before the state comes: to the guest the port has been open all the time.
-            let connect = || Port::connect(vmm).map_err(|e| tracing::debug!("its port for phases: {e}")).ok();
-            *port.borrow_mut() = is_announced.then(connect).flatten();
-            *new.borrow_mut() = Some(vmm.clone());
-            fault::point("phase.renew.spawned", Some(&old), Some(vmm));
-        },
-        resumed: &|| {
-            *resumed.borrow_mut() = host_us();
-            if let Some(Err(e)) = port.borrow_mut().as_mut().map(Port::restored) {
-                tracing::warn!("{name}: the guest is not told that it was set back: {e}");
+    /// The former guest has ended.
+    over: Option<Over>,
+    /// Candidates that could not be loaded after that.
+    failed: Vec<Skipped>,
+}
+
+impl Attempt {
+    fn go(mut self, mut journal: Journal) -> Result<Rebooted, Failure> {
+        let needs_recovery = |error: RebootError| Failure { left: Left::NeedsRecovery, error: error.into() };
+        loop {
+            let Change { host, held, .. } = &self.change;
+            let (chosen, skipped) = choose(host, &held.rundir, &held.state, self.only.as_deref(), &self.failed);
+            let Some(good) = chosen else { return self.boot(journal, skipped).map_err(needs_recovery) };
+            self.change.recorder.step("choose a candidate");
+            fault::point("phase.prepare.chosen", Some(&self.change.old), None);
+            let why = match next::load(&mut self.change, journal, &good, self.end, self.began, &mut self.over) {
+                Ok(went) => return Ok(self.gone_on(went, good.name, skipped)),
+                Err(why) => why,
+            };
+            journal = match self.undo().map_err(needs_recovery)? {
+                Some(journal) => journal,
+                None => return Err(needs_recovery(why)),
+            };
+            let why = chain(&why);
+            match (&self.only, self.over) {
+                (_, Some(_)) => {
+                    tracing::warn!("candidate {} cannot be loaded: {why}", good.name);
+                    self.failed.push(Skipped { name: good.name, why });
+                }
+                // For want of memory for two, perhaps: it is tried once more when the former one has ended.
+                (None, None) => {
+                    tracing::info!("candidate {} cannot be loaded while the former guest runs: {why}", good.name);
+                    self.shut_down(&mut journal).map_err(needs_recovery)?;
+                }
+                (Some(only), None) => {
+                    let problem = Problem(unusable(only, &format!("cannot be loaded: {why}")));
+                    let error = RebootError::Against { name: self.change.name().into(), problem };
+                    let closed = journal.close().map_err(self.change.file_error("operation.json"));
+                    closed.map_err(needs_recovery)?;
+                    return Err(Failure { left: Left::AsItWas, error: error.into() });
+                }
             }
-        },
-        settle: &|journal, vmm, qmp| {
-            let settled = switch::settle(&rundir, state.clone(), None, &vmm, qmp, journal, None);
-            settled.map(drop).map_err(|e| RestoreError::Record(Box::new(e)))
-        },
-    };
-    let loaded = candidate::load(&good.store, next, &mut change.recorder, began);
-    let loaded = loaded.map_err(|e| RebootError::Candidate(Box::new(e)))?;
-    let new = new.into_inner().unwrap_or_else(|| change.old.clone());
-    if port.borrow().is_some() {
-        match new.watch(ANSWER).and_then(|mut qmp| wait_read(&mut qmp)) {
-            Ok(true) => change.recorder.step("tell the guest"),
-            Ok(false) => tracing::warn!("{name}: the guest does not take the word that it was set back"),
-            Err(e) => tracing::debug!("{name}: whether the guest was told cannot be seen: {e}"),
         }
     }
-    if !is_announced && loaded.clock != Clock::NoAgent {
-        match agent::run(&new.directory().agent(), "/bin/sh", &["-c", RESTORED], ANSWER) {
-            Ok(ran) if ran.status == Some(0) => change.recorder.step("tell the guest's agent"),
-            Ok(ran) => tracing::info!("{name}: {RESTORED}: exit status {:?}", ran.status),
-            Err(e) => tracing::info!("{name}: its agent does not run {RESTORED}: {e}"),
-        }
+
+    fn shut_down(&mut self, journal: &mut Journal) -> Result<Over, RebootError> {
+        let over = match self.over {
+            Some(over) => over,
+            None => cold::shut_down(&mut self.change, journal, self.end)?,
+        };
+        self.over = Some(over);
+        Ok(over)
     }
-    Ok((new, loaded, resumed.into_inner()))
+
+    /// Boot it.
+    fn boot(mut self, mut journal: Journal, skipped: Vec<Skipped>) -> Result<Rebooted, RebootError> {
+        let (stopped, ended) = self.shut_down(&mut journal)?;
+        let again = cold::boot(&mut self.change, journal, stopped, ended)?;
+        let phase = Some(Outcome { candidate: None, skipped, clock: None, load_us: None });
+        Ok(Rebooted { report: again.report, kept: None, ended: Some(ended), kexec: None, phase })
+    }
+
+    /// After a load that failed: the new QEMU is ended, and the journal goes on. None if that is for `recover`: the guest may have run in the new
+    /// QEMU, or runs, or the former one does not come to its end.
+    fn undo(&self) -> Result<Option<Journal>, RebootError> {
+        let (rundir, hardware) = (&self.change.held.rundir, &self.change.held.state.hardware);
+        let left = Journal::left_behind(rundir).map_err(self.change.file_error("operation.json"))?;
+        let can_go_on = |step: Step| step == Step::Prepare || (step == Step::Suspend && self.over.is_some());
+        let Some(mut journal) = left.filter(|left| can_go_on(left.operation.step)) else { return Ok(None) };
+        switch::end_generation(rundir, journal.operation.generation)?;
+        let _ = std::fs::remove_dir_all(rundir.vmm(journal.operation.generation).0);
+        // They were told that the guest's memory is on its way.
+        disks::filled(rundir);
+        ram::forget_waiting(hardware)?;
+        journal.operation.to = None;
+        journal.write().map_err(self.change.file_error("operation.json"))?;
+        Ok(Some(journal))
+    }
+
+    fn gone_on(self, went: Went, candidate: String, skipped: Vec<Skipped>) -> Rebooted {
+        let Self { mut change, over, .. } = self;
+        let (stopped, ended) = over.unwrap_or((went.resumed, Ended::Before));
+        change.recorder.phase(Phase::Settle);
+        went.former.into_iter().for_each(Former::give_back);
+        change.recorder.step("give the former memory back");
+        change.recorder.write(&change.held.rundir);
+        let report = change.report(&went.vmm, &went.state, (stopped, went.resumed), None);
+        let clock = Some(went.loaded.clock).filter(|clock| *clock != Clock::NoAgent);
+        let phase = Some(Outcome { candidate: Some(candidate), skipped, clock, load_us: Some(went.loaded.us) });
+        Rebooted { report, kept: None, ended: Some(ended), kexec: None, phase }
+    }
 }

@@ -8,6 +8,7 @@
 //! | [`keeper`] | the process that waits for both |
 //! | `save` | what it has saved |
 //! | `go` | the reboot |
+//! | `next` | the guest that goes on, from a QEMU that waits beside the former one |
 //!
 //! A candidate may be used while none of the blocks that its guest had read or written has been written since: `docs/os-reboot.md` has the
 //! argument.
@@ -16,6 +17,7 @@ pub mod candidates;
 mod go;
 mod health;
 pub mod keeper;
+mod next;
 mod port;
 mod save;
 
@@ -23,6 +25,7 @@ pub use candidates::Candidate;
 pub(super) use go::reboot;
 
 use rekindle_protect::restore::Clock;
+use rekindle_qemu::command::Hardware;
 use serde::{Deserialize, Serialize};
 
 /// What has come of a reboot by phase.
@@ -34,8 +37,16 @@ pub struct Outcome {
     pub skipped: Vec<Skipped>,
     /// What became of the guest's clock, if an agent ran in it.
     pub clock: Option<Clock>,
-    /// From the command to the guest's running, in µs, without its being shut down.
+    /// From the command to the guest's running, in µs, without the end of the former one.
     pub load_us: Option<u64>,
+}
+
+/// Why no candidate of such a machine can be used, whatever it holds.
+fn unfit(hardware: &Hardware) -> Option<String> {
+    super::huge_pages(hardware).map(|directory| {
+        let directory = directory.display();
+        format!("its RAM is in huge pages ({directory}), which keep what the former guest has left in them")
+    })
 }
 
 /// A candidate that could not be used.

@@ -45,6 +45,9 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     if !state.definition.phase.save.iter().any(|name| name == phase) {
         return Err("the VM's definition does not name it under phase.save".into());
     }
+    if let Some(why) = super::unfit(&state.hardware) {
+        return Err(why);
+    }
     if let Some(why) = uncarriable(&state.definition).first() {
         return Err(why.clone());
     }
@@ -95,7 +98,7 @@ fn unwatched(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, QmpError>
 fn hold(host: &Host, rundir: &RunDir) -> Result<Held, String> {
     let deadline = Instant::now() + BUSY;
     loop {
-        match Held::take(host, rundir.name(), "saving a phase") {
+        match Held::take(host, rundir.name(), phases::SAVING) {
             Err(LifeError::Lock(_)) if Instant::now() < deadline => thread::sleep(LOOK),
             held => return held.map_err(|e| chain(&e)),
         }

@@ -1,0 +1,148 @@
+//! Freezing a guest's file systems: what was written is on its disks, and they stay as they are until they are thawed.
+
+use super::{Agent, has};
+use serde_json::json;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+const FREEZE: &str = "guest-fsfreeze-freeze";
+const THAW: &str = "guest-fsfreeze-thaw";
+const STATUS: &str = "guest-fsfreeze-status";
+
+/// Why a guest's file systems are not frozen.
+#[derive(Debug, thiserror::Error)]
+pub enum FreezeError {
+    /// Nobody answers.
+    #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
+    NoAgent(#[source] io::Error),
+    /// It does not freeze.
+    #[error(
+        "the guest's agent does not freeze file systems ({command} is switched off); allow that: take it off the list of blocked \
+         commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
+    )]
+    Blocked {
+        /// What it lacks.
+        command: &'static str,
+    },
+    /// Somebody else has frozen them, who relies on that.
+    #[error("the guest's file systems are frozen already, for a backup perhaps; wait for its end")]
+    Frozen,
+    /// It fails. What it had frozen is thawed.
+    #[error("the guest's file systems cannot be frozen")]
+    Failed(#[source] io::Error),
+}
+
+/// Whether [`freeze`] could be asked for now. Nothing is changed.
+///
+/// # Errors
+/// [`FreezeError`].
+pub fn can_freeze(path: &Path, timeout: Duration) -> Result<(), FreezeError> {
+    ready(path, timeout).map(drop)
+}
+
+/// An agent that can.
+fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
+    let mut agent = Agent::connect(path, timeout).map_err(FreezeError::NoAgent)?;
+    if is_frozen(&mut agent).map_err(FreezeError::Failed)? {
+        return Err(FreezeError::Frozen);
+    }
+    let info = agent.ask("guest-info", json!({})).map_err(FreezeError::Failed)?;
+    match [FREEZE, THAW].into_iter().find(|command| !has(&info, command)) {
+        Some(command) => Err(FreezeError::Blocked { command }),
+        None => Ok(agent),
+    }
+}
+
+/// Have the agent behind the socket at `path` write out all file systems of the guest that are on disks, and freeze them. Gives how many.
+///
+/// *On success:* what programs have written to their files is on the disks, and nothing is written there any more; journals are clean. A file
+/// system that knows no freezing (VFAT) is left out by the agent.
+/// *On failure:* the guest is as it was.
+///
+/// # Errors
+/// [`FreezeError`].
+pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
+    let asked = ready(path, timeout)?.ask(FREEZE, json!({}));
+    asked.map(|count| count.as_u64().unwrap_or(0)).map_err(|e| {
+        // It may have done some, or be about it.
+        if let Err(e) = thaw(path, timeout) {
+            tracing::warn!("what the guest's agent has frozen cannot be thawed: {e}");
+        }
+        FreezeError::Failed(e)
+    })
+}
+
+/// Have the agent behind the socket at `path` thaw what is frozen.
+///
+/// # Errors
+/// When nobody answers within `timeout`, or the agent refuses.
+pub fn thaw(path: &Path, timeout: Duration) -> io::Result<()> {
+    thaw_all(&mut Agent::connect(path, timeout)?)
+}
+
+/// The same, asked through a connection that is there.
+pub(super) fn thaw_all(agent: &mut Agent) -> io::Result<()> {
+    if is_frozen(agent)? { agent.ask(THAW, json!({})).map(drop) } else { Ok(()) }
+}
+
+fn is_frozen(agent: &mut Agent) -> io::Result<bool> {
+    agent.ask(STATUS, json!({})).map(|status| status.as_str() == Some("frozen"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::agent;
+    use super::*;
+    use serde_json::Value;
+
+    const LONG: Duration = Duration::from_secs(10);
+
+    fn status(text: &str) -> (&'static str, Value) {
+        (STATUS, json!({ "return": text }))
+    }
+
+    fn info(enabled: bool) -> (&'static str, Value) {
+        let commands = json!([{"name": FREEZE, "enabled": enabled}, {"name": THAW, "enabled": true}]);
+        ("guest-info", json!({"return": {"version": "7.2", "supported_commands": commands}}))
+    }
+
+    #[test]
+    fn all_are_frozen_and_thawed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent.sock");
+        let served = agent(&path, vec![vec![status("thawed"), info(true), (FREEZE, json!({"return": 2}))]]);
+        assert_eq!(freeze(&path, LONG).unwrap(), 2);
+        served.join().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let served = agent(&path, vec![vec![status("frozen"), (THAW, json!({"return": 2}))]]);
+        thaw(&path, LONG).unwrap();
+        served.join().unwrap();
+    }
+
+    #[test]
+    fn what_somebody_else_has_frozen_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent.sock");
+        let served = agent(&path, vec![vec![status("frozen")]]);
+        assert!(matches!(freeze(&path, LONG), Err(FreezeError::Frozen)));
+        served.join().unwrap();
+    }
+
+    #[test]
+    fn a_freeze_that_fails_is_thawed_and_one_that_is_not_allowed_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent.sock");
+        let refused = json!({"error": {"class": "GenericError", "desc": "failed to freeze /srv: EIO"}});
+        let first = vec![status("thawed"), info(true), (FREEZE, refused)];
+        let served = agent(&path, vec![first, vec![status("frozen"), (THAW, json!({"return": 1}))]]);
+        let e = freeze(&path, LONG).unwrap_err();
+        assert!(std::error::Error::source(&e).unwrap().to_string().contains("failed to freeze /srv"), "{e:?}");
+        served.join().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let served = agent(&path, vec![vec![status("thawed"), info(false)]]);
+        let e = can_freeze(&path, LONG).unwrap_err().to_string();
+        assert!(e.contains("guest-fsfreeze-freeze is switched off"), "{e}");
+        served.join().unwrap();
+    }
+}
