@@ -57,10 +57,12 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     if has_shut_down(&rundir) {
         tell_end(&rundir);
     }
-    let runs = matches!(life::status(&rundir), Ok(Status::Running | Status::Stopped(_) | Status::Protected));
+    let status = life::status(&rundir);
+    let runs = matches!(status, Ok(Status::Running | Status::Stopped(_) | Status::Protected));
     let (lost, patience) = match how {
         How::Suspend if runs => (loops::once(&rundir, resource, guest).err(), Duration::ZERO),
         How::ShutDown if runs => (None, guest.saturating_duration_since(Instant::now())),
+        _ if matches!(status, Ok(Status::Silent)) => (Some("its QEMU does not answer".into()), Duration::ZERO),
         How::Suspend | How::ShutDown => (None, Duration::ZERO),
     };
     if let Some(why) = &lost {

@@ -30,7 +30,7 @@ def interval_s(told: list[dict[str, int]]) -> float:
 
 
 def allowed(interval: float) -> int:
-    """Ticks that a fail-over may take back: one checkpoint interval, as it came out, and the tick under way at either end."""
+    """Ticks that a fail-over may take back: one checkpoint interval, as it came out, and a tick at either end."""
     return int(interval / PERIOD_S) + 2
 
 
