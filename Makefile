@@ -1,18 +1,19 @@
 # Rekindle. `make help` lists what there is.
 
-.PHONY: help build demo test lint unit guests host lab bench campaign clean
+.PHONY: help build demo demo-cluster test lint unit guests host cluster lab bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; reboot a guest cold and'
 	@echo '                      with a warm cache; crash a guest and restore it'
+	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest goes on on another, with the timeline'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
-	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host'
+	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'
 	@echo '                      run a designed experiment of ours (TRIAL=1: one run a level)'
-	@echo 'make lint | unit | guests | host | lab   parts of make test'
+	@echo 'make lint | unit | guests | host | cluster | lab   parts of make test'
 
 build:
 	cargo build --release --locked
@@ -20,10 +21,13 @@ build:
 demo:
 	scripts/demo
 
+demo-cluster:
+	scripts/demo-cluster
+
 test:
 	scripts/test
 
-lint unit guests host lab:
+lint unit guests host cluster lab:
 	scripts/test $@
 
 bench:

@@ -8,6 +8,7 @@
 //! | [`protector`] | the loop |
 //! | [`candidate`] | snapshots of phases of a boot |
 //! | [`event`] | what the loop tells |
+//! | [`owned`] | with which owner epoch a guest began to run here, and when it may not any more |
 //! | [`restore`] | a guest goes on from a checkpoint, its pages come on demand |
 //! | [`pager`] | brings them |
 //!
@@ -18,6 +19,7 @@ mod epochs;
 pub mod event;
 mod filling;
 mod first;
+pub mod owned;
 pub mod pager;
 mod pause;
 pub mod policy;

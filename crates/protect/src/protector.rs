@@ -2,6 +2,7 @@
 
 use crate::event::{Compared, Done, Event};
 use crate::filling::{Held, Worth, judge};
+use crate::owned::{GiveUpError, Over, Owned};
 use crate::pause::PauseError;
 use crate::policy::Policy;
 use crate::progress::{Commit, Progress};
@@ -11,6 +12,7 @@ use rekindle_memory::directory::is_direct;
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
+use rekindle_store::types::{Guest, OnlyIf, Owner};
 use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
@@ -72,6 +74,12 @@ pub enum ProtectError {
     /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// Another host has the guest; what ran of it here was ended.
+    #[error(transparent)]
+    Over(#[from] Over),
+    /// Another host has the guest, and what runs of it here could not be ended.
+    #[error("another host has the guest, and what runs of it here could not be ended")]
+    GiveUp(#[from] GiveUpError),
     /// Its memory is written where nobody can see it, or not to be read.
     #[error("{name} cannot be protected:\n{}", listed(.obstacles))]
     Obstacles {
@@ -173,7 +181,7 @@ pub enum Ended {
 ///
 /// *Needs:* the VM runs; root, or the same user with `kernel.yama.ptrace_scope=0`.
 /// *On success:* the store holds its newest checkpoint.
-/// *On failure:* the guest runs on; the store holds what was committed before.
+/// *On failure:* the guest runs on, but where another host has it now ([`ProtectError::Over`]); the store holds what was committed before.
 ///
 /// # Errors
 /// [`ProtectError`].
@@ -197,12 +205,31 @@ pub fn protect(
     let mut options = Options::new(target.identity(), &format!("protect {name}"));
     options.keep = settings.keep;
     options.identity.clone_from(&settings.identity);
-    let writer = Writer::open(&settings.store, &options)?;
-    options.only_if = Some(writer.epoch());
+    let (owned, writer) = own(&target, settings, &options)?;
+    options.only_if = Some(OnlyIf::Run { run: owned.run() });
     let now = Instant::now();
     let (writer, base) = (Some(writer), None);
-    Loop { host, settings, stop, options, writer, base, taken: 0, newest: None, newest_at: now, away: false }
+    Loop { host, settings, stop, options, owned, writer, base, taken: 0, newest: None, newest_at: now, away: false }
         .run(target, tell)
+}
+
+/// Become the owner of the store: of a guest that it knows to run here, if it still is to; of another one as of one that was booted.
+fn own(target: &Target, settings: &Settings, options: &Options) -> Result<(Owned, Writer), ProtectError> {
+    let Some(owned) = Owned::read(target.rundir())?.filter(|owned| owned.is_of(&settings.store)) else {
+        let writer = Writer::open(&settings.store, &Options { guest: Guest::Booted, ..options.clone() })?;
+        let owned = Owned::new(&settings.store, settings.identity.as_ref(), writer.epoch());
+        owned.write(target.rundir())?;
+        return Ok((owned, writer));
+    };
+    owned.may_run(target.rundir())?;
+    let only_if = Some(OnlyIf::Run { run: owned.run() });
+    match Writer::open(&settings.store, &Options { only_if, ..options.clone() }) {
+        Ok(writer) => Ok((owned, writer)),
+        Err(e) => Err(match e.guest_is_over(owned.run()) {
+            Some(owner) => owned.give_up(target.rundir(), owner).map_or_else(ProtectError::from, ProtectError::from),
+            None => e.into(),
+        }),
+    }
 }
 
 struct Loop<'a> {
@@ -210,6 +237,8 @@ struct Loop<'a> {
     settings: &'a Settings,
     stop: &'a AtomicBool,
     options: Options,
+    /// As the owner of what the store is written.
+    owned: Owned,
     /// None after it has failed for good: it is opened again.
     writer: Option<Writer>,
     /// The checkpoint that the next one goes on from, if it is known who committed it.
@@ -412,7 +441,12 @@ impl Loop<'_> {
                 }
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))
             }
-            SessionError::Store(e) => Err(e.into()),
+            SessionError::Store(e) => match e.guest_is_over(self.owned.run()) {
+                // Its last checkpoint is of no use any more, and it is about to be gone anyway.
+                Some(Owner { guest: Guest::Ended, .. }) if !target.vmm().is_alive() => Ok(Next::End(Ended::QemuEnded)),
+                Some(owner) => Err(self.owned.give_up(target.rundir(), owner)?.into()),
+                None => Err(e.into()),
+            },
             SessionError::Pause(PauseError::NotRunning { state }) if target.vmm().is_alive() => {
                 tell(&Event::Waiting { state: format!("somebody has stopped the guest ({state})") });
                 Ok(Next::Wait(self.settings.every.max(AGAIN)))

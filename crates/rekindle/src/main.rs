@@ -42,6 +42,7 @@ fn main() -> ExitCode {
         Command::Store(Store::Export(arguments)) => commands::store::export(&output, &arguments),
         Command::Store(Store::Import(arguments)) => commands::store::import(&output, &arguments),
         Command::Store(Store::Serve(arguments)) => commands::store::serve(&output, &arguments),
+        Command::Ocf(command) => commands::ocf::run(&output, &command),
         Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
         Command::Monitor(arguments) => commands::monitor::monitor(&output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),

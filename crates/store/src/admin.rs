@@ -1,12 +1,12 @@
 //! What an administrator does with a store, wherever it is.
 
-use crate::disk::LocalDisk;
+use crate::disk::{Disk, LocalDisk};
 use crate::error::Result;
 use crate::home::Home;
 use crate::listing::{Listing, list};
 use crate::log;
 use crate::remote::{self, Identity};
-use crate::types::{Owner, Vm};
+use crate::types::{Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
 use crate::writer::{Options, Writer};
@@ -68,18 +68,31 @@ pub struct Fenced {
 }
 
 /// Become the owner of a store without writing to it: whoever was it before can commit nothing any more. A restore does this
-/// before it reads.
+/// before it reads; who boots a guest ([`Guest::Booted`]) makes the store if there is none.
 ///
 /// # Errors
 /// As [`Writer::open`].
-pub fn fence(url: &StoreUrl, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<Fenced> {
+pub fn fence(
+    url: &StoreUrl,
+    vm: &Vm,
+    owner: &Owner,
+    only_if: Option<OnlyIf>,
+    identity: Option<&Identity>,
+) -> Result<Fenced> {
     match url {
         StoreUrl::Directory(path) => {
-            let home = Home::open(Arc::new(LocalDisk::new(path)), Some(vm.uuid))?;
-            let (claim, tail) = log::claim(&home, &Owner::here(operation), None)?;
-            let newest = tail.state.and_then(|(_, manifest)| manifest.newest()).map_or(0, |kept| kept.number);
-            Ok(Fenced { epoch: claim.epoch, newest })
+            fence_in(Arc::new(LocalDisk::new(path)), vm, owner, only_if).map(|(_, fenced)| fenced)
         }
-        StoreUrl::Remote(server) => remote::fence(server, vm, operation, identity),
+        StoreUrl::Remote(server) => remote::fence(server, vm, owner, only_if, identity),
     }
+}
+
+pub(crate) fn fence_in(disk: Arc<dyn Disk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Home, Fenced)> {
+    let home = match (owner.guest, only_if) {
+        (Guest::Booted, None) => Home::open_or_create(disk, vm)?,
+        _ => Home::open(disk, Some(vm.uuid))?,
+    };
+    let (claim, tail) = log::claim(&home, owner, only_if)?;
+    let newest = tail.state.and_then(|(_, manifest)| manifest.newest()).map_or(0, |kept| kept.number);
+    Ok((home, Fenced { epoch: claim.epoch, newest }))
 }

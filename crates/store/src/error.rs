@@ -253,6 +253,16 @@ impl StoreError {
         }
     }
 
+    /// Who runs the guest now, or has shut it down, where one that began with epoch `run` has to be stopped because of that. `None` if
+    /// it is about something else: an administrator, or another protector of the same guest, may have taken the store over.
+    #[must_use]
+    pub fn guest_is_over(&self, run: u64) -> Option<&Owner> {
+        match self {
+            Self::Superseded { owner, .. } => Some(owner).filter(|owner| owner.run > run),
+            _ => None,
+        }
+    }
+
     /// The system refused to do something with a file of a store.
     pub(crate) fn io(store: &str, file: &str, doing: &'static str, source: io::Error) -> Self {
         let (store, file) = (store.to_owned(), file.to_owned());

@@ -38,6 +38,18 @@ pub struct Listed {
     pub error: Option<String>,
 }
 
+impl Listing {
+    /// The newest checkpoint, if it is of the guest as it was last: one that was booted since, or shut down in order, is not to be
+    /// taken back to what it was before.
+    #[must_use]
+    pub fn restorable(&self) -> Option<u64> {
+        let boot = self.owner.as_ref().map_or(0, |owner| owner.boot);
+        // Of one that is damaged it is not known; whoever wants it is told.
+        let counts = |listed: &&Listed| listed.info.as_ref().is_none_or(|info| info.epoch >= boot);
+        self.checkpoints.last().filter(counts).map(|listed| listed.number)
+    }
+}
+
 /// Look into a store.
 pub(crate) fn list(home: &Home) -> Result<Listing> {
     let tail = log::tail(home)?;

@@ -10,7 +10,7 @@ use crate::format::entry::{self, Entry, Kind, Section};
 use crate::format::manifest::Manifest;
 use crate::format::names;
 use crate::home::{Home, read_whole, write_new};
-use crate::types::Owner;
+use crate::types::{Guest, OnlyIf, Owner};
 use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
@@ -186,20 +186,26 @@ pub(crate) fn append(
 }
 
 /// Become the owner of the store: from now on nothing of an earlier owner can count any more. With `only_if`, only if
-/// that is still the owner epoch.
+/// that holds still.
 ///
 /// # Errors
 /// [`StoreError::Superseded`] if it is not; damage and the system's errors, after which the earlier owner still holds.
-pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<u64>) -> Result<(Claim, Tail)> {
+pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, Tail)> {
     for _ in 0..TRIES {
         let tail = tail(home)?;
-        if let Some(mine) = only_if.filter(|mine| *mine != tail.epoch) {
+        let owner = follow(home, owner, &tail)?;
+        let over = match only_if {
+            Some(OnlyIf::Epoch(mine)) if mine != tail.epoch => Some(mine),
+            Some(OnlyIf::Run { run }) if run != before_it(home, &tail)?.run => Some(run),
+            _ => None,
+        };
+        if let Some(mine) = over {
             return Err(superseded(home, mine, tail.claim));
         }
         // What we found must last at least as long as what we build on it.
         home.disk.sync_directory(names::LOG).map_err(home.failed(names::LOG, "making the log durable"))?;
         let (epoch, slot) = (tail.epoch + 1, tail.top + 1);
-        let text = serde_json::to_vec(owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
+        let text = serde_json::to_vec(&owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
         let mut before = Vec::new();
         before.put_u64(tail.state.as_ref().map_or(0, |(entry, _)| entry.slot));
         let sections: &[(Section, &[u8])] = &[(Section::Claim, &text), (Section::Before, &before)];
@@ -211,14 +217,60 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<u64>) -> Result<
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
         // A file server's client may have shown an old list of the directory. It is fresh now, since we changed it.
-        if slots(home)?.0.last() == Some(&slot) {
-            return Ok((Claim { epoch, owner: owner.clone(), slot }, tail));
+        if follows(home, epoch, slot)? {
+            return Ok((Claim { epoch, owner, slot }, tail));
         }
         let _ = home.disk.remove(&names::last(slot));
         let _ = home.disk.remove(&names::entry(slot));
     }
     let e = io::Error::new(io::ErrorKind::ResourceBusy, "others claim it all the time");
     Err(StoreError::io(home.name(), "", "claiming", e))
+}
+
+/// Whether a claim that has just got its number is where it belongs: what comes after it is of later owners, which have seen it. A
+/// claim among entries of its own or an earlier epoch has taken the number of one that is not needed any more. A claim that was right
+/// must stay: the owner before it must find its next number taken for ever.
+fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
+    let (slots, _) = slots(home)?;
+    if slots.binary_search(&slot).is_err() {
+        return Ok(false);
+    }
+    for later in slots.into_iter().filter(|other| *other > slot) {
+        match read(home, later) {
+            Ok(entry) if entry.epoch > epoch => {}
+            Ok(_) => return Ok(false),
+            // Its owner needs it no more.
+            Err(e) if e.is_not_found() => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(true)
+}
+
+/// When the guest of the owner so far began.
+#[derive(Debug, Clone, Copy, Default)]
+struct Before {
+    run: u64,
+    boot: u64,
+}
+
+fn before_it(home: &Home, tail: &Tail) -> Result<Before> {
+    if tail.claim == 0 {
+        return Ok(Before::default());
+    }
+    let Owner { run, boot, .. } = claim_in(home, tail.claim)?.owner;
+    Ok(Before { run, boot })
+}
+
+/// `owner` as it is going to be in the log, with the epochs of its guest.
+fn follow(home: &Home, owner: &Owner, tail: &Tail) -> Result<Owner> {
+    let now = tail.epoch + 1;
+    let Before { run, boot } = match owner.guest {
+        Guest::Booted | Guest::Ended => Before { run: now, boot: now },
+        Guest::Restored => Before { run: now, ..before_it(home, tail)? },
+        Guest::Same => before_it(home, tail)?,
+    };
+    Ok(Owner { run, boot, ..owner.clone() })
 }
 
 /// The error for an owner whose epoch `mine` is over, because of the entry `slot` of another owner.

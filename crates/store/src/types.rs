@@ -41,6 +41,34 @@ impl Block {
     }
 }
 
+/// What becomes of the guest when its store gets a new owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Guest {
+    /// Nothing: who runs it, runs it on.
+    #[default]
+    Same,
+    /// It was booted: no checkpoint from before is of it.
+    Booted,
+    /// It goes on from a checkpoint.
+    Restored,
+    /// It was shut down in order: no checkpoint is of it any more.
+    Ended,
+}
+
+/// On what condition somebody becomes the owner of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum OnlyIf {
+    /// This is still the owner epoch.
+    Epoch(u64),
+    /// The guest is still the one that began with this epoch, whoever else has had the store since.
+    Run {
+        /// The epoch.
+        run: u64,
+    },
+}
+
 /// Who owns a store: the one whose checkpoints count.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
@@ -52,20 +80,37 @@ pub struct Owner {
     pub operation: String,
     /// Since when, in microseconds since 1970 by its own clock.
     pub since_us: u64,
+    /// What it has done with the guest.
+    #[serde(default)]
+    pub guest: Guest,
+    /// The epoch with which the guest began to run where it runs, or was shut down. Whoever runs one of an earlier epoch has to
+    /// stop it. The store fills it in; 0: not known, since an older Rekindle has claimed the store.
+    #[serde(default)]
+    pub run: u64,
+    /// The epoch with which the guest was booted, or shut down: checkpoints of an earlier epoch are not of it. As `run`.
+    #[serde(default)]
+    pub boot: u64,
 }
 
 impl Owner {
-    /// This process, doing `operation`, from now on.
+    /// This process, doing `operation`, from now on, with the guest as it is.
     #[must_use]
     pub fn here(operation: &str) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Self { host, pid: std::process::id(), operation: operation.to_owned(), since_us: now_us() }
+        let (pid, operation, since_us) = (std::process::id(), operation.to_owned(), now_us());
+        Self { host, pid, operation, since_us, guest: Guest::Same, run: 0, boot: 0 }
+    }
+
+    /// The same, which has done this with the guest.
+    #[must_use]
+    pub fn with(self, guest: Guest) -> Self {
+        Self { guest, ..self }
     }
 }
 
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { host, pid, operation, since_us } = self;
+        let Self { host, pid, operation, since_us, .. } = self;
         write!(f, "`{operation}` on {host} (process {pid}), since {}", utc(*since_us))
     }
 }

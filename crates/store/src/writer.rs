@@ -17,7 +17,7 @@ use crate::format::page::{Digester, Packer};
 use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
 use crate::remote::{self, Identity};
 use crate::sparse::PageSet;
-use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
+use crate::types::{Block, Committed, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
 use crate::url::StoreUrl;
 use rekindle_kernel::large::HUGE;
 use serde_json::Value;
@@ -42,8 +42,10 @@ pub struct Options {
     pub keep: u32,
     /// What the owner does, for those who look: `protect web`.
     pub operation: String,
-    /// Become the owner only if this is still the owner epoch.
-    pub only_if: Option<u64>,
+    /// What becomes of the guest.
+    pub guest: Guest,
+    /// Become the owner only if this holds still, of a store that is there.
+    pub only_if: Option<OnlyIf>,
     /// Threads that compress; 0 for what suits this machine.
     pub packers: usize,
     /// Who we are to a server.
@@ -57,7 +59,8 @@ impl Options {
     #[must_use]
     pub fn new(vm: Vm, operation: &str) -> Self {
         let operation = operation.to_owned();
-        Self { vm, keep: 10, operation, only_if: None, packers: 0, identity: None, segment: 0 }
+        let (guest, only_if) = (Guest::Same, None);
+        Self { vm, keep: 10, operation, guest, only_if, packers: 0, identity: None, segment: 0 }
     }
 }
 
@@ -138,7 +141,7 @@ impl Writer {
     /// As [`Writer::open`].
     pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
         let settings = Settings { keep: options.keep.max(1), segment: options.segment };
-        let owner = Owner::here(&options.operation);
+        let owner = Owner::here(&options.operation).with(options.guest);
         let engine = Engine::open(disk, &options.vm, &owner, options.only_if, settings)?;
         let opened = Opened { digester: engine.digester(), newest: engine.newest(), epoch: engine.owner().epoch };
         Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))

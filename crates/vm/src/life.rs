@@ -26,7 +26,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
+use uuid::Uuid;
 
+use crate::shutdown::end_qemus;
 pub use crate::shutdown::{End, Ended, PANICKED, SHUT_DOWN, end, shut_down};
 
 /// How long saving a phase may be in the way of an operation: all of the guest's memory that is in use is written.
@@ -363,12 +365,32 @@ impl Held {
 /// # Errors
 /// [`LifeError`].
 pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>, newest_disk: bool) -> Result<State, LifeError> {
+    run_as(host, definition, qemu, newest_disk, None, |_, _| Ok(()))
+}
+
+/// As [`run`], as the VM of this UUID. `own` is called when all that may be refused has been looked at, before anything of its disks
+/// is merged and before the guest runs: it may forbid both.
+///
+/// # Errors
+/// [`LifeError`], and those of `own`. Nothing is left behind.
+pub fn run_as<E: From<LifeError>>(
+    host: &Host,
+    definition: Definition,
+    qemu: Option<&Path>,
+    newest_disk: bool,
+    uuid: Option<Uuid>,
+    own: impl FnOnce(&RunDir, &Hardware) -> Result<(), E>,
+) -> Result<State, E> {
     let choose = |hardware: &mut Hardware| {
+        hardware.uuid = uuid.or(hardware.uuid);
         let left = disks::left_behind(hardware, !newest_disk);
         if left.is_empty() { Ok(()) } else { Err(left) }
     };
     let place = Place::take(host, definition, qemu, "run", choose)?;
-    let started = disks::merge_left(&place.state.hardware).map_err(LifeError::from).and_then(|()| boot(&place));
+    let started = own(&place.rundir, &place.state.hardware).and_then(|()| {
+        let merged = disks::merge_left(&place.state.hardware).map_err(LifeError::from);
+        Ok(merged.and_then(|()| boot(&place))?)
+    });
     if started.is_err() {
         place.undo();
     }
@@ -407,6 +429,19 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
 /// # Errors
 /// [`LifeError`].
 pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended, LifeError> {
+    stop_with(host, name, patience, |_, _| true)
+}
+
+/// As [`stop`]. `may_merge` is asked once the guest has shut itself down in order: else the redo logs of its disks stay as they are.
+///
+/// # Errors
+/// [`LifeError`].
+pub fn stop_with(
+    host: &Host,
+    name: &str,
+    patience: Option<Duration>,
+    may_merge: impl FnOnce(&RunDir, &State) -> bool,
+) -> Result<Ended, LifeError> {
     // An operation that was cut off does not matter any more: all its QEMUs are ended.
     let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
     if held.vmm().is_ok() {
@@ -423,7 +458,7 @@ pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended
     };
     drop(journal);
     // It has come to its end in order: its disks are what they are. Otherwise the last checkpoint's may be wanted.
-    if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
+    if matches!(ended, Ended::ByAgent | Ended::ByAcpi) && may_merge(&held.rundir, &held.state) {
         disks::end_epochs(&held.rundir, &held.state.hardware);
     }
     clean_up(host, &held.rundir, &held.state)?;
@@ -446,12 +481,7 @@ pub fn processes_of(directory: &Directory) -> io::Result<Vec<process::Process>> 
 /// What cannot be removed.
 pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    for generation in 1..=state.generation + 1 {
-        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
-            process.kill().map_err(failed)?;
-            process.wait_end(Duration::from_secs(10)).map_err(failed)?;
-        }
-    }
+    end_qemus(rundir, state)?;
     disks::end(rundir, &state.hardware)?;
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {

@@ -1,8 +1,12 @@
 //! Bringing a guest to its end: through its agent, else by the power button, else by pulling the plug; or, if that is wanted, by freezing its
 //! file systems and pulling the plug then.
 
+use crate::disks;
 use crate::fault;
-use crate::life::{LifeError, run_state};
+use crate::life::{LifeError, processes_of, run_state};
+use crate::lock::{Lock, LockError};
+use crate::rundir::RunDir;
+use crate::state::State;
 use rekindle_qemu::agent;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
@@ -10,6 +14,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
+/// How long an operation in hand may go on when the plug is pulled under it.
+const BUSY: Duration = Duration::from_secs(10);
+/// How long until it is looked again whether it has ended.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long a process may take to end.
+const END: Duration = Duration::from_secs(10);
 /// How long an agent may take to answer at all.
 const ANSWER: Duration = Duration::from_secs(1);
 
@@ -142,4 +152,43 @@ fn is_shut_down(vmm: &Vmm) -> bool {
     // One that does not know it was not told otherwise.
     let _ = qmp.execute::<Value>("set-action", json!({"shutdown": "poweroff"}));
     false
+}
+
+/// End every QEMU of a VM at once, and the servers of its disks, whoever is at work on it. The run directory stays, and so do the redo
+/// logs of its disks: nothing of them is merged. Where there is no VM, nothing is done.
+///
+/// # Errors
+/// [`LifeError`]: what could not be ended, or an operation that goes on regardless.
+pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    let deadline = Instant::now() + BUSY;
+    while let Some(state) = State::read(rundir).map_err(failed)? {
+        let held = match Lock::acquire(rundir, "ending it") {
+            Err(LockError::Held { .. }) if Instant::now() < deadline => None,
+            other => Some(other?),
+        };
+        // Under an operation in hand too: it may not begin anything new once this has the lock.
+        end_qemus(rundir, &state)?;
+        // One that somebody else has started has nothing of the run directory among its arguments.
+        if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+            vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+        }
+        if held.is_some() {
+            return Ok(disks::end(rundir, &state.hardware)?);
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}
+
+/// End every QEMU of a VM at once.
+pub(crate) fn end_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    for generation in 1..=state.generation + 1 {
+        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
+            process.kill().map_err(failed)?;
+            process.wait_end(END).map_err(failed)?;
+        }
+    }
+    Ok(())
 }

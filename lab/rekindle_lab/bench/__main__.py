@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import faults, host, protect, restore, vmm, warm_cache
+from rekindle_lab.bench import cluster, faults, host, protect, restore, vmm, warm_cache
 from rekindle_lab.bench import os as os_reboot
 from rekindle_lab.bench.stage import taken_down_on_signals
 
@@ -29,6 +29,7 @@ TOPICS = {
     "faults": faults,
     "os": os_reboot,
     "host": host,
+    "cluster": cluster,
 }
 
 

@@ -4,15 +4,17 @@
 use super::{Request, RestoreError};
 use crate::epochs;
 use crate::first;
+use crate::owned::Owned;
 use crate::recipe::{Recipe, RecipeError};
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::types::{Block, PAGE_SIZE, Page, Vm};
-use rekindle_store::{Image, Which, admin};
+use rekindle_store::types::{Block, Guest, Owner, PAGE_SIZE, Page, Vm};
+use rekindle_store::{Image, Which};
 use rekindle_vm::disks::Epochs;
+use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
@@ -58,15 +60,18 @@ struct Pages {
     first: first::Pages,
 }
 
-/// Become the store's owner: a host that was declared dead and is not can commit nothing any more. Gives the newest checkpoint
-/// that was committed until then.
-fn fence(request: &Request, vm: &Vm, name: &str) -> Result<u64, RestoreError> {
-    Ok(admin::fence(&request.store, vm, &format!("restore {name}"), request.identity.as_ref())?.newest)
+/// Become the store's owner: a host that was declared dead and is not can commit nothing any more, and ends its guest when it sees
+/// that. Gives the newest checkpoint that was committed until then.
+fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
+    let owner = Owner::here(&format!("restore {}", rundir.name())).with(Guest::Restored);
+    let fenced = Owned::begin(rundir, &request.store, request.identity.as_ref(), vm, &owner)?;
+    Ok(fenced.newest)
 }
 
 /// Become the store's owner beside a load of checkpoint `number`, which counts only if this says so.
-pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, name: &str) -> Result<(), RestoreError> {
-    match fence(request, vm, name)? {
+pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
+    let name = rundir.name();
+    match fence(request, vm, rundir)? {
         newest if request.at.is_none() && newest != number => Err(RestoreError::Newer { name: name.into(), newest }),
         _ => Ok(()),
     }
@@ -74,8 +79,9 @@ pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, name: &str) 
 
 /// Become the store's owner; what was committed until then counts: if that is a newer checkpoint, it is taken. Then read what
 /// is needed at once.
-pub(super) fn fetch(mut chosen: Chosen, request: &Request, name: &str) -> Result<Ahead, RestoreError> {
-    let newest = fence(request, chosen.image.vm(), name)?;
+pub(super) fn fetch(mut chosen: Chosen, request: &Request, rundir: &RunDir) -> Result<Ahead, RestoreError> {
+    let name = rundir.name();
+    let newest = fence(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = Chosen::open(request)?;
         if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs {

@@ -14,8 +14,10 @@ pub mod prepare;
 
 pub use go::{Clock, start_pager};
 
+use crate::owned::OwnError;
 use crate::pager::FillError;
 use crate::recipe::RecipeError;
+use crate::target::TargetError;
 use checkpoint::Chosen;
 use go::Waiting;
 use rekindle_kernel::inject::InjectError;
@@ -73,6 +75,9 @@ pub enum RestoreError {
     /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The store's owner epoch cannot be noted.
+    #[error(transparent)]
+    RunDir(TargetError),
     /// How to build its VM is not known.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
@@ -183,6 +188,15 @@ pub enum RestoreError {
         #[source]
         source: io::Error,
     },
+}
+
+impl From<OwnError> for RestoreError {
+    fn from(e: OwnError) -> Self {
+        match e {
+            OwnError::Store(e) => Self::Store(e),
+            OwnError::RunDir(e) => Self::RunDir(e),
+        }
+    }
 }
 
 fn listed(words: &[(String, u64, u64)]) -> String {
@@ -324,9 +338,8 @@ fn fresh(
     let made = place.make(Kind::Restore)?;
     fault::point("restore.prepare.journalled", None, None);
     recorder.step("make its place");
-    let name = place.rundir.name();
     thread::scope(|scope| {
-        let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, name));
+        let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
         let waiting = Waiting::start(&place.rundir, &place.state.definition.qemu, made, &place.state.hardware)?;
         fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
         recorder.step("start QEMU");

@@ -246,12 +246,12 @@ pub(super) fn resume_in(
     plan.check_room()?;
     let had = Had::new(&site.rundir, &plan.state.hardware, &chosen.epochs)?;
     recorder.step("open its disks");
-    let name = site.rundir.name().to_owned();
+    let rundir = site.rundir.clone();
     let (vm, number) = (chosen.image.vm().clone(), chosen.image.info().number);
     thread::scope(|scope| {
         // It waits for the store's disk several times. Whether that comes before the load or beside it nobody sees, as long as
         // the guest does not run before.
-        let fence = scope.spawn(|| checkpoint::fence_beside(request, &vm, number, &name));
+        let fence = scope.spawn(|| checkpoint::fence_beside(request, &vm, number, &rundir));
         let ahead = checkpoint::read(chosen)?;
         recorder.step("read its devices");
         let place = site.place_of(plan);

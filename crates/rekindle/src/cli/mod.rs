@@ -2,6 +2,7 @@
 
 mod disk;
 mod host;
+mod ocf;
 mod protect;
 mod reboot;
 mod store;
@@ -10,6 +11,7 @@ mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
+pub use ocf::{HowStop, Ocf, OcfMonitor, OcfResource, OcfStop};
 pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
@@ -81,7 +83,8 @@ pub enum Command {
     ///
     /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
     /// On success: the store holds the newest checkpoint; the guest runs on.
-    /// On failure: the guest runs on; the store holds what was committed before.
+    /// On failure: the guest runs on; the store holds what was committed before. Only where the guest was restored or booted on another
+    /// host since, from or with that store, it is ended here.
     Protect(Protect),
     /// Let a guest go on from a checkpoint; its memory comes on demand.
     ///
@@ -117,6 +120,9 @@ pub enum Command {
     /// Serve a guest's disk, and keep its cache warm over a reboot.
     #[command(subcommand)]
     Disk(Disk),
+    /// What the resource agent `ocf:rekindle:vm` of a cluster manager does.
+    #[command(subcommand)]
+    Ocf(Ocf),
     /// Watch a service and tell its gaps: the longest silence a client sees.
     Probe(Probe),
     /// Write what the host and its guests have left, time after time, for `rekindle-lab aging`.

@@ -3,6 +3,7 @@
 use crate::cli::NameOnly;
 use crate::output::Output;
 use anyhow::Result;
+use rekindle_protect::owned::Owned;
 use rekindle_protect::restore::start_pager;
 use rekindle_reboot::os::watch;
 use rekindle_reboot::vmm;
@@ -16,6 +17,10 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
+    if let Some(owned) = Owned::read(&rundir)? {
+        // What was cut off may have been the end of it.
+        owned.may_run(&rundir)?;
+    }
     let given_up = Journal::left_behind(&rundir)?.is_some_and(|left| {
         matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
     });

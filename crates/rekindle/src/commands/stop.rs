@@ -3,6 +3,7 @@
 use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
+use rekindle_cluster::stop::tell_end;
 use rekindle_reboot::host;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Ended, LifeError};
@@ -14,7 +15,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     let patience = if arguments.now { Some(Duration::ZERO) } else { arguments.timeout.map(|span| span.as_duration()) };
     let mut failed = None;
     for name in &arguments.names {
-        let stopped = match life::stop(&host, name.as_str(), patience) {
+        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| tell_end(rundir)) {
             // This boot does not know of it yet.
             Err(LifeError::Unknown { .. }) if host::give_up(&host, name.as_str())? => Ok(Ended::Before),
             Ok(ended) => host::give_up(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),

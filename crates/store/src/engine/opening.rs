@@ -11,14 +11,23 @@ use crate::index::Index;
 use crate::log;
 use crate::segments::Files;
 use crate::sparse::{Digests, Sparse};
-use crate::types::{Owner, Vm};
+use crate::types::{OnlyIf, Owner, Vm};
 use std::sync::Arc;
 
 impl Engine {
-    /// Open the store in `disk`, or make it, and become its owner. With `only_if`, only if that is still the owner
-    /// epoch.
-    pub fn open(disk: Arc<dyn Disk>, vm: &Vm, owner: &Owner, only_if: Option<u64>, settings: Settings) -> Result<Self> {
-        let home = Home::open_or_create(disk, vm)?;
+    /// Open the store in `disk`, or make it, and become its owner. With `only_if`, only if that holds still, and nothing is made.
+    pub fn open(
+        disk: Arc<dyn Disk>,
+        vm: &Vm,
+        owner: &Owner,
+        only_if: Option<OnlyIf>,
+        settings: Settings,
+    ) -> Result<Self> {
+        let home = match only_if {
+            None => Home::open_or_create(disk, vm)?,
+            // Of what is not there nothing can hold still: its file system may not be mounted.
+            Some(_) => Home::open(disk, Some(vm.uuid))?,
+        };
         let (claim, tail) = log::claim(&home, owner, only_if)?;
         let mut engine = Self {
             slot: claim.slot,

@@ -20,7 +20,7 @@ mod session;
 use crate::admin::Fenced;
 use crate::error::{Result, StoreError};
 use crate::listing::Listing;
-use crate::types::{Owner, Vm};
+use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::Remote;
 use crate::verify::Verified;
 use line::Line;
@@ -55,8 +55,14 @@ pub(crate) fn verified(server: &Remote, identity: Option<&Identity>) -> Result<V
     line.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
 }
 
-pub(crate) fn fence(server: &Remote, vm: &Vm, operation: &str, identity: Option<&Identity>) -> Result<Fenced> {
-    let purpose = Purpose::Fence { vm: vm.clone(), owner: Owner::here(operation) };
+pub(crate) fn fence(
+    server: &Remote,
+    vm: &Vm,
+    owner: &Owner,
+    only_if: Option<OnlyIf>,
+    identity: Option<&Identity>,
+) -> Result<Fenced> {
+    let purpose = Purpose::Fence { vm: vm.clone(), owner: owner.clone(), only_if };
     let (_, welcome) = greet(server, identity, &purpose)?;
     Ok(Fenced { epoch: welcome.epoch, newest: welcome.newest })
 }

@@ -3,7 +3,7 @@
 use crate::error::StoreError;
 use crate::format::codec::{Reader, Writer};
 use crate::image::PageId;
-use crate::types::{Block, CheckpointInfo, Owner, Vm};
+use crate::types::{Block, CheckpointInfo, OnlyIf, Owner, Vm};
 use crate::url::ImageName;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -118,7 +118,7 @@ pub(crate) struct Hello {
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Purpose {
     /// Write, as this owner.
-    Write { vm: Vm, owner: Owner, only_if: Option<u64>, keep: u32, segment: u64 },
+    Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64 },
     /// Read a checkpoint; `unlooked`: its pages are looked for when the first is wanted.
     Read {
         vm: Option<Uuid>,
@@ -129,7 +129,12 @@ pub(crate) enum Purpose {
     /// List and verify.
     Look,
     /// Become the owner, and no more.
-    Fence { vm: Vm, owner: Owner },
+    Fence {
+        vm: Vm,
+        owner: Owner,
+        #[serde(default)]
+        only_if: Option<OnlyIf>,
+    },
 }
 
 /// The answer to it.

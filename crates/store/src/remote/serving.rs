@@ -6,6 +6,7 @@ use super::protocol::{
     encode_stored,
 };
 use super::server::Patience;
+use crate::admin::{self, Fenced};
 use crate::disk::LocalDisk;
 use crate::engine::{self, Begun, Engine, Frame, Request, Settings, State};
 use crate::error::{Result, StoreError};
@@ -15,8 +16,7 @@ use crate::format::segment::FRAME_HEADER_LEN;
 use crate::home::Home;
 use crate::image::LocalImage;
 use crate::listing::list;
-use crate::log;
-use crate::types::{Owner, Vm};
+use crate::types::{OnlyIf, Owner, Vm};
 use crate::verify::verify;
 use serde::de::DeserializeOwned;
 use std::path::Path;
@@ -70,7 +70,7 @@ pub(super) fn serve(mut line: Line, directory: &Path, patience: Patience) -> End
             Ok(home) => return look(&mut line, &home),
             Err(e) => Err(e),
         },
-        Purpose::Fence { vm, owner } => fence(disk, &vm, &owner),
+        Purpose::Fence { vm, owner, only_if } => fence(disk, &vm, &owner, only_if),
     };
     match result {
         Ok(welcome) => line.send_json(Kind::Welcome, &welcome),
@@ -91,11 +91,9 @@ fn refuse(line: &mut Line, text: &str) -> Ended {
     Err(LineError::protocol(text))
 }
 
-fn fence(disk: Arc<LocalDisk>, vm: &Vm, owner: &Owner) -> Result<Welcome> {
-    let home = Home::open(disk, Some(vm.uuid))?;
-    let (claim, tail) = log::claim(&home, owner, None)?;
-    let newest = tail.state.and_then(|(_, manifest)| manifest.newest()).map_or(0, |kept| kept.number);
-    Ok(Welcome { id: home.id, vm: home.vm, epoch: claim.epoch, newest, info: None })
+fn fence(disk: Arc<LocalDisk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<Welcome> {
+    let (home, Fenced { epoch, newest }) = admin::fence_in(disk, vm, owner, only_if)?;
+    Ok(Welcome { id: home.id, vm: home.vm, epoch, newest, info: None })
 }
 
 /// Wait for what somebody works on, and tell the client meanwhile that it is being worked on. `None` when the worker has

@@ -13,7 +13,7 @@ use crate::format::codec::{Reader, Writer};
 use crate::format::page::Digester;
 use crate::format::segment::{FRAME_HEADER_LEN, RECORD_LEN, Record};
 use crate::sparse::Digests;
-use crate::types::{Block, Committed, Owner};
+use crate::types::{Block, Committed, Guest, OnlyIf, Owner};
 use crate::url::Remote;
 use crate::writer::{Opened, Options};
 use std::sync::Arc;
@@ -52,7 +52,7 @@ pub(crate) struct WriteSession {
 impl WriteSession {
     /// Connect, and become the owner.
     pub fn open(server: &Remote, options: &Options) -> Result<Self> {
-        let owner = Owner::here(&options.operation);
+        let owner = Owner::here(&options.operation).with(options.guest);
         let Options { vm, only_if, keep, segment, .. } = options.clone();
         let purpose = Purpose::Write { vm, owner, only_if, keep, segment };
         let (line, welcome) = greet(server, options.identity.as_ref(), &purpose)?;
@@ -112,8 +112,10 @@ impl WriteSession {
     /// The line, made anew if it is broken.
     fn connected(&mut self) -> Result<&mut Line> {
         if self.line.is_none() {
-            if let Purpose::Write { only_if, keep, .. } = &mut self.purpose {
-                *only_if = Some(self.epoch);
+            if let Purpose::Write { owner, only_if, keep, .. } = &mut self.purpose {
+                // What was said of the guest was said once.
+                owner.guest = Guest::Same;
+                *only_if = Some(OnlyIf::Epoch(self.epoch));
                 *keep = self.kept.keep.unwrap_or(*keep);
             }
             let (mut line, welcome) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;

@@ -5,6 +5,7 @@ mod damage;
 mod disk;
 mod epoch;
 mod full;
+mod guest;
 mod history;
 mod model;
 mod remote;

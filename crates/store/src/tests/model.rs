@@ -7,7 +7,7 @@ use crate::format::page::Packer;
 use crate::format::segment::{FRAME_HEADER_LEN, Record};
 use crate::home::Home;
 use crate::image::LocalImage;
-use crate::types::{Block, Committed, Owner, PAGE_SIZE, Page, Vm};
+use crate::types::{Block, Committed, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use uuid::Uuid;
@@ -83,7 +83,7 @@ pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
 
 pub fn open_as(disk: &MemoryDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
     let settings = Settings { keep, segment: 48 << 10 };
-    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if, settings)
+    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if.map(OnlyIf::Epoch), settings)
 }
 
 pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {

@@ -9,7 +9,7 @@ use crate::remote::line::Line;
 use crate::remote::protocol::{Kind, Purpose};
 use crate::remote::server::{Patience, Server, Stop};
 use crate::remote::{Identity, LineError};
-use crate::types::{Owner, PAGE_SIZE, Page};
+use crate::types::{Guest, OnlyIf, Owner, PAGE_SIZE, Page};
 use crate::url::StoreUrl;
 use crate::writer::{Options, Writer};
 use proptest::prelude::*;
@@ -243,7 +243,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
     // Whoever takes over is told to the one before, by name.
-    let fenced = admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap();
+    let fenced = admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
     assert_eq!(super::model::owner_of(&e), Some((2, 3, "restore web")), "{e}");
@@ -322,9 +322,45 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
     cutter.left.store(0, Ordering::SeqCst);
     assert!(matches!(commit(&mut writer, 9), Err(StoreError::Line { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
-    admin::fence(&there, &vm(), "restore web", Some(&client)).unwrap();
+    admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     let e = commit(&mut writer, 9).unwrap_err();
     assert!(super::model::owner_of(&e).is_some_and(|(_, _, operation)| operation == "restore web"), "{e}");
+}
+
+#[test]
+fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = Running::new(directory.path(), &server, Patience::default());
+    let cutter = Cutter::new(running.address);
+    let there = url(cutter.address, "web");
+    let begin = |operation: &str, guest, only_if| {
+        admin::fence(&there, &vm(), &Owner::here(operation).with(guest), only_if, Some(&client))
+    };
+    // There is no store yet: it is made.
+    assert_eq!(begin("start web", Guest::Booted, None).unwrap().epoch, 1);
+    let options = Options { only_if: Some(OnlyIf::Run { run: 1 }), ..options(&client, "protect web") };
+    let mut writer = Writer::open(&there, &options).unwrap();
+    commit(&mut writer, 0).unwrap();
+    let restorable = || admin::listing(&there, Some(&client)).unwrap().restorable();
+    assert_eq!(restorable(), Some(1));
+    // A line that is made anew makes no new guest of it.
+    cutter.left.store(0, Ordering::SeqCst);
+    assert!(matches!(commit(&mut writer, 1), Err(StoreError::Line { .. })));
+    cutter.left.store(i64::MAX, Ordering::SeqCst);
+    commit(&mut writer, 1).unwrap();
+    assert_eq!((writer.epoch(), restorable()), (3, Some(2)));
+    assert_eq!(begin("restore web", Guest::Restored, None).unwrap().epoch, 4);
+    let e = commit(&mut writer, 2).unwrap_err();
+    assert_eq!(e.guest_is_over(1).map(|owner| (owner.run, owner.boot)), Some((4, 1)), "{e}");
+    let e = Writer::open(&there, &options).unwrap_err();
+    assert!(e.guest_is_over(1).is_some(), "{e}");
+    let e = begin("stop web", Guest::Ended, Some(OnlyIf::Run { run: 1 })).unwrap_err();
+    assert!(e.guest_is_over(1).is_some(), "{e}");
+    assert_eq!(restorable(), Some(2));
+    begin("stop web", Guest::Ended, Some(OnlyIf::Run { run: 4 })).unwrap();
+    assert_eq!(restorable(), None);
 }
 
 #[test]

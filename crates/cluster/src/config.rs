@@ -1,0 +1,92 @@
+//! Lines for the cluster manager's configuration, with what the VM takes as utilization, so that it is placed where there is room.
+
+use rekindle_vm::definition::Definition;
+use std::path::Path;
+
+/// What a VM takes of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Utilization {
+    /// RAM in MiB: its guest's. QEMU itself has some 100 MiB more, which a node's capacity should leave out.
+    pub memory: u64,
+    /// Virtual CPUs.
+    pub vcpus: u8,
+}
+
+impl Utilization {
+    /// Of a VM.
+    #[must_use]
+    pub fn of(definition: &Definition) -> Self {
+        Self { memory: definition.memory.as_u64().div_ceil(1 << 20), vcpus: definition.vcpus }
+    }
+}
+
+/// Timeouts of the operations, in seconds: name, interval, timeout, depth of the look.
+const OPERATIONS: [(&str, u32, u32, u32); 4] =
+    [("start", 0, 120, 0), ("stop", 0, 120, 0), ("monitor", 10, 30, 0), ("monitor", 60, 30, 10)];
+
+/// A word of a shell command.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+/// The lines for `crm` (crmsh) and for `pcs`, each whole by itself. `parameters`: what the resource is told beside the definition.
+#[must_use]
+pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
+    let Utilization { memory, vcpus } = Utilization::of(definition);
+    let name = definition.name.as_str();
+    let file = ("definition", file.display().to_string());
+    let given: Vec<_> =
+        std::iter::once(&file).chain(parameters).map(|(key, value)| quoted(&format!("{key}={value}"))).collect();
+    let given = given.join(" ");
+    let operations = |word: &str, level: &str| {
+        let one = |(name, interval, timeout, depth): &(&str, u32, u32, u32)| {
+            let depth = if *depth > 0 { format!(" {level}={depth}") } else { String::new() };
+            format!("{word}{name} interval={interval}s timeout={timeout}s{depth}")
+        };
+        OPERATIONS.iter().map(one).collect::<Vec<_>>()
+    };
+    let crm = operations("op ", "op_params OCF_CHECK_LEVEL").join(" \\\n    ");
+    let pcs = operations("", "OCF_CHECK_LEVEL").join(" \\\n    ");
+    format!(
+        "# A node is told once what it has for guests, in MiB and processors, e.g. 60 GiB and 16:\n\
+         #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
+         #   pcs node utilization NODE memory=61440 vcpus=16\n\
+         # and the cluster to go by that, and not to move what runs:\n\
+         #   crm configure property placement-strategy=balanced && crm configure rsc_defaults resource-stickiness=100\n\
+         #   pcs property set placement-strategy=balanced && pcs resource defaults update resource-stickiness=100\n\
+         \n# crmsh\n\
+         crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
+         utilization memory={memory} vcpus={vcpus}\n\
+         \n# pcs\n\
+         pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs}\n\
+         pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn utilization_and_parameters_come_from_the_definition() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("vmlinuz"), "").unwrap();
+        let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
+        let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
+        assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
+        let told = lines(&definition, Path::new("/etc/rekindle/my web.toml"), &[("store", "tls://s:7001/web".into())]);
+        for wanted in [
+            "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web \\\n",
+            "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3\n",
+            "pcs resource utilization web memory=1536 vcpus=3",
+        ] {
+            assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The process that takes checkpoints beside a guest: `rekindle protect`, in a session of its own.
+//!
+//! `protector.json` in the run directory names it. It may die at any time: the monitor starts another one, which goes on where that one
+//! was.
+
+use crate::resource::Resource;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::spawn::detach;
+use rekindle_vm::rundir::{RunDir, write_json};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Between two looks whether a child has ended.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// `protector.json`.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Noted {
+    pid: u32,
+    started: u64,
+}
+
+/// The one that was started last, if it lives.
+#[must_use]
+pub fn running(rundir: &RunDir) -> Option<Process> {
+    let text = fs::read(rundir.file("protector.json")).ok()?;
+    // Torn or unknown: another one is started, and the store lets one of them commit.
+    let Noted { pid, started } = serde_json::from_slice(&text).ok()?;
+    Some(Process { pid, started }).filter(Process::is_alive)
+}
+
+fn command(rundir: &RunDir, resource: &Resource, count: Option<u64>) -> io::Result<Command> {
+    let log = rundir.file("protect.log");
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(resource.protect_arguments(count)).stdout(open()?).stderr(open()?);
+    if let Some(root) = rundir.path().parent() {
+        command.env("REKINDLE_RUN_DIR", root);
+    }
+    Ok(command)
+}
+
+/// Start one, if there is none. Whether it was started.
+///
+/// # Errors
+/// The system's.
+pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
+    if running(rundir).is_some() {
+        return Ok(false);
+    }
+    // What the one before has said is told no more; it would grow for ever.
+    let log = rundir.file("protect.log");
+    match fs::rename(&log, log.with_extension("log.old")) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let mut command = command(rundir, resource, None)?;
+    let child = detach(&mut command).stdin(Stdio::null()).spawn()?;
+    let Process { pid, started } = Process::of(child.id())?;
+    write_json(&rundir.file("protector.json"), &Noted { pid, started })?;
+    Ok(true)
+}
+
+/// End the one that runs, if there is one. It is given until `deadline` to end by itself, so that it does not leave the guest stopped.
+///
+/// # Errors
+/// When it can neither be told nor killed.
+pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
+    let Some(process) = running(rundir) else { return Ok(()) };
+    process.terminate()?;
+    if !process.wait_end(deadline.saturating_duration_since(Instant::now()))? {
+        process.kill()?;
+        process.wait_end(Duration::from_secs(5))?;
+    }
+    Ok(())
+}
+
+/// Take one more checkpoint, and wait for it until `deadline`.
+///
+/// # Errors
+/// A text: why there is none.
+pub fn once(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Result<(), String> {
+    let spawned = command(rundir, resource, Some(1)).and_then(|mut command| command.stdin(Stdio::null()).spawn());
+    let mut child = spawned.map_err(|e| e.to_string())?;
+    match wait(&mut child, deadline) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(format!("see {}", rundir.file("protect.log").display())),
+        Err(e) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(e.to_string())
+        }
+    }
+}
+
+fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status.success());
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "it was not committed in time"));
+        }
+        thread::sleep(LOOK);
+    }
+}

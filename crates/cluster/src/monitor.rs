@@ -1,0 +1,209 @@
+//! Whether the guest really runs: QEMU is asked, not only its process looked for.
+
+use crate::loops;
+use crate::resource::Resource;
+use rekindle_probe::{Target, check};
+use rekindle_protect::owned::Owned;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, SHUT_DOWN, Status};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::shutdown::pull_the_plug;
+use rekindle_vm::state::State;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fmt;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Between two looks at a guest that is just being stopped or let go.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long QEMU may take to answer.
+const ANSWER: Duration = Duration::from_secs(2);
+/// How long its store may take to say who has the guest.
+const STORE: Duration = Duration::from_secs(3);
+/// How long the guest's service may take to answer.
+const SERVICE: Duration = Duration::from_secs(5);
+
+/// What is to be said of the VM on this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "verdict", content = "why", rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Its guest runs.
+    Running,
+    /// Nothing of it runs that could harm a guest elsewhere.
+    NotRunning,
+    /// It is there, and its guest does not run, or not well.
+    Failed(String),
+}
+
+impl Verdict {
+    /// OCF's exit code.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Running => 0,
+            Self::Failed(_) => 1,
+            Self::NotRunning => 7,
+        }
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Running => f.write_str("running"),
+            Self::NotRunning => f.write_str("not running"),
+            Self::Failed(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Look at the VM. A guest that was taken over elsewhere, and runs here still, is ended. A guest that runs without a protector is given
+/// one. `deep`: its service is asked, as its definition's `probe` says.
+#[must_use]
+pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) -> Verdict {
+    let rundir = RunDir::new(&host.root, resource.name.as_str());
+    match look(&rundir, deadline) {
+        Verdict::Running => {}
+        other => return other,
+    }
+    if loops::running(&rundir).is_none() {
+        // It says why it has ended; whether the guest may run at all comes first.
+        match taken_over(&rundir) {
+            Ok(None) => {}
+            Ok(Some(over)) => {
+                tracing::error!("{over}");
+                return Verdict::NotRunning;
+            }
+            Err(why) => return Verdict::Failed(why),
+        }
+        match loops::ensure(&rundir, resource) {
+            Ok(_) => tracing::warn!("{}: nobody took checkpoints of it; a protector was started", resource.name),
+            Err(e) => {
+                return Verdict::Failed(format!("no checkpoints are taken of it, and that cannot be mended: {e}"));
+            }
+        }
+    }
+    if deep { service(&rundir) } else { Verdict::Running }
+}
+
+/// Whether the guest runs.
+fn look(rundir: &RunDir, deadline: Instant) -> Verdict {
+    if !rundir.exists() {
+        return Verdict::NotRunning;
+    }
+    match Owned::read(rundir) {
+        Ok(Some(owned)) if owned.may_run(rundir).is_err() => {
+            // Its end may have been cut off.
+            return match pull_the_plug(rundir) {
+                Ok(()) => Verdict::NotRunning,
+                Err(e) => Verdict::Failed(format!("another node has it, and it cannot be ended here: {e}")),
+            };
+        }
+        Ok(_) => {}
+        Err(e) => return Verdict::Failed(e.to_string()),
+    }
+    loop {
+        let verdict = match life::status(rundir) {
+            Ok(status) => judge(rundir, &status),
+            Err(e) => return Verdict::Failed(e.to_string()),
+        };
+        match verdict {
+            // A checkpoint stops it for milliseconds; a reboot is under way; its QEMU is slow.
+            None if Instant::now() < deadline => thread::sleep(LOOK),
+            None => return Verdict::Failed("its guest is stopped, or its QEMU does not answer".into()),
+            Some(verdict) => return verdict,
+        }
+    }
+}
+
+/// `None`: to be looked at again.
+fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
+    match status {
+        // Its only monitor is its protector's.
+        Status::Protected => Some(Verdict::Running),
+        Status::Running => match stays_when_shut_down(rundir) {
+            Ok(()) => Some(Verdict::Running),
+            Err(_) => None,
+        },
+        // It was in order, and is not to be gone back behind.
+        Status::Stopped(why) if why == "shutdown" => Some(Verdict::NotRunning),
+        Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()) => {
+            Some(Verdict::Failed(format!("its guest is {why}")))
+        }
+        Status::Stopped(_) | Status::Silent => None,
+        // The QEMU before has ended or is about to; there is going to be one.
+        Status::Busy(_) => None,
+        Status::Prepared | Status::Ended => Some(Verdict::NotRunning),
+        Status::Suspended => Some(Verdict::Failed("it is suspended for a reboot of this host".into())),
+        Status::NeedsRecovery => Some(Verdict::Failed("an operation on it was cut off; rekindle recover".into())),
+    }
+}
+
+/// Have QEMU stay when its guest powers itself off, so that this can be told from a crash.
+fn stays_when_shut_down(rundir: &RunDir) -> Result<(), QmpError> {
+    let Some(vmm) = State::read(rundir).ok().flatten().and_then(|state| state.vmm) else { return Ok(()) };
+    let mut qmp: Qmp = vmm.watch(ANSWER)?;
+    qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
+}
+
+/// Ask the store whether another node has the guest, and end it here if so.
+///
+/// A store that cannot be reached says nothing: the guest runs on, as it does while its protector waits for the store.
+fn taken_over(rundir: &RunDir) -> Result<Option<String>, String> {
+    let Some(owned) = Owned::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
+    let (answer, waits) = mpsc::channel();
+    let asks = owned.clone();
+    // Not longer than this, whatever the store's line is patient with: a look that takes too long counts as a guest that has failed.
+    thread::spawn(move || drop(answer.send(asks.ask())));
+    let Ok(asked) = waits.recv_timeout(STORE) else {
+        tracing::warn!("{}: its store does not answer", rundir.name());
+        return Ok(None);
+    };
+    match asked {
+        Ok(None) => Ok(None),
+        Ok(Some(owner)) => {
+            let over = owned.give_up(rundir, &owner);
+            over.map(|over| Some(over.to_string()))
+                .map_err(|e| format!("another node has it, and it cannot be ended here: {e}"))
+        }
+        Err(e) => {
+            tracing::warn!("{}: its store cannot be asked: {e}", rundir.name());
+            Ok(None)
+        }
+    }
+}
+
+/// Ask its service.
+fn service(rundir: &RunDir) -> Verdict {
+    let definition = match State::read(rundir) {
+        Ok(Some(state)) => state.definition,
+        Ok(None) => return Verdict::NotRunning,
+        Err(e) => return Verdict::Failed(e.to_string()),
+    };
+    let Some(probe) = &definition.probe else { return Verdict::Running };
+    let target: Target = match probe.to_string().parse() {
+        Ok(target) => target,
+        Err(e) => return Verdict::Failed(format!("`probe`: {e}")),
+    };
+    match check(&target, SERVICE, namespace(&definition)) {
+        Ok(_) => Verdict::Running,
+        Err(e) => Verdict::Failed(format!("its service does not answer: {e}")),
+    }
+}
+
+/// The network namespace in which its tap is.
+fn namespace(definition: &Definition) -> Option<&str> {
+    definition.nets.iter().find_map(|net| match &net.backend {
+        NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } => Some(netns.as_str()),
+        NetBackend::Tap { .. } | NetBackend::User { .. } => None,
+    })
+}
+
+/// Whether its guest has shut itself down in order, and its QEMU waits to be told what then.
+pub(crate) fn has_shut_down(rundir: &RunDir) -> bool {
+    matches!(life::status(rundir), Ok(Status::Stopped(why)) if why == "shutdown")
+}

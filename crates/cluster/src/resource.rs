@@ -1,0 +1,51 @@
+//! What the cluster manager is told of a VM, the same on each of its nodes.
+
+use rekindle_protect::protector::{Disks, Settings};
+use rekindle_vm::definition::Name;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// A VM as a resource.
+#[derive(Debug, Clone)]
+pub struct Resource {
+    /// The VM.
+    pub name: Name,
+    /// Its definition, for when it is booted; a restored one is built as it was at the checkpoint.
+    pub definition: PathBuf,
+    /// How it is protected, and where.
+    pub protect: Settings,
+}
+
+impl Resource {
+    /// The arguments of the `rekindle protect` that takes its checkpoints; `count`: that ends after so many.
+    #[must_use]
+    pub fn protect_arguments(&self, count: Option<u64>) -> Vec<OsString> {
+        let Settings { store, identity, every, policy, keep, max_lag, disks, .. } = &self.protect;
+        let mut all: Vec<OsString> = ["--json", "protect", self.name.as_str(), "--store"].map(OsString::from).into();
+        all.push(store.to_string().into());
+        let ms = |span: &std::time::Duration| format!("{}ms", span.as_millis());
+        let mut add = |flag: &str, value: OsString| all.extend([flag.into(), value]);
+        add("--every", ms(every).into());
+        add("--keep", keep.to_string().into());
+        if let Some(policy) = policy {
+            add("--policy", policy.to_string().into());
+        }
+        if let Some(lag) = max_lag {
+            add("--max-lag", ms(lag).into());
+        }
+        if let Some(identity) = identity {
+            add("--cert", identity.cert.clone().into());
+            add("--key", identity.key.clone().into());
+            add("--ca", identity.ca.clone().into());
+        }
+        match disks {
+            Disks::Refuse => {}
+            Disks::CrashConsistent => add("--disk", "crash-consistent".into()),
+            Disks::Hook(command) => add("--disk-hook", command.into()),
+        }
+        if let Some(count) = count {
+            add("--count", count.to_string().into());
+        }
+        all
+    }
+}

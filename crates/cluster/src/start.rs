@@ -1,0 +1,168 @@
+//! A node gets the VM: its guest goes on from its newest checkpoint; or it is booted, where there is none, or where it was shut down in
+//! order since.
+
+use crate::loops;
+use crate::monitor::{Verdict, has_shut_down, monitor};
+use crate::resource::Resource;
+use crate::stop::tell_end;
+use rekindle_protect::owned::{OwnError, Owned};
+use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
+use rekindle_protect::target::TargetError;
+use rekindle_store::listing::Listing;
+use rekindle_store::types::{Guest, Owner, Vm};
+use rekindle_store::{StoreError, StoreUrl, admin};
+use rekindle_vm::definition::{Definition, DefinitionErrors};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, LifeError, Status};
+use rekindle_vm::rundir::RunDir;
+use serde::Serialize;
+use std::io;
+use std::time::{Duration, Instant};
+
+/// Why the VM does not run here.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Its definition.
+    #[error(transparent)]
+    Definition(#[from] DefinitionErrors),
+    /// Its definition is of another VM.
+    #[error("the definition is of VM {found}, and the resource is {name}: they have to have the same name")]
+    Name {
+        /// The resource.
+        name: String,
+        /// The VM.
+        found: String,
+    },
+    /// The store: it is not known whether there is a checkpoint, nor who runs the guest.
+    #[error("it is not known where its guest is to go on from")]
+    Store(#[source] StoreError),
+    /// The directory in which the store is to be is not there.
+    #[error(
+        "{store} is no store, and the directory that it is to be made in is not there: is the shared storage mounted on this node?"
+    )]
+    NotMounted {
+        /// The store.
+        store: String,
+    },
+    /// The guest cannot go on.
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+    /// It cannot be booted.
+    #[error(transparent)]
+    Life(#[from] LifeError),
+    /// The store cannot be owned.
+    #[error(transparent)]
+    Own(#[from] OwnError),
+    /// The run directory.
+    #[error(transparent)]
+    RunDir(#[from] TargetError),
+    /// The guest runs, and nobody takes checkpoints of it.
+    #[error("its guest runs, and its protector cannot be started")]
+    Protector(#[source] io::Error),
+}
+
+/// How its guest came to run here.
+#[derive(Debug, Serialize)]
+#[serde(tag = "started", rename_all = "kebab-case")]
+pub enum Started {
+    /// It ran already.
+    Already,
+    /// It goes on from a checkpoint.
+    Restored(Restored),
+    /// It was booted.
+    Booted {
+        /// Why it was not restored.
+        why: &'static str,
+    },
+}
+
+/// Have the VM run here.
+///
+/// *Needs:* that nothing runs its guest on another node, which the cluster manager's fencing sees to; the store; room for its RAM.
+/// *On success:* its guest runs, a protector takes checkpoints of it, and whoever ran it before can commit nothing any more.
+/// *On failure:* nothing runs here; the checkpoint is where it was.
+///
+/// # Errors
+/// [`StartError`].
+pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Started, StartError> {
+    let name = resource.name.as_str();
+    let rundir = RunDir::new(&host.root, name);
+    if monitor(host, resource, Instant::now(), false) == Verdict::Running {
+        return Ok(Started::Already);
+    }
+    if has_shut_down(&rundir) {
+        // Before the store is asked what there is.
+        tell_end(&rundir);
+    }
+    let found = find(resource)?;
+    let restorable = found.as_ref().and_then(Listing::restorable);
+    clear(host, &rundir, restorable.is_some(), deadline)?;
+    let started = match (&found, restorable) {
+        (_, Some(_)) => Started::Restored(restore(host, &resource.name, &request(resource))?),
+        (found, None) => {
+            boot(host, resource, found.as_ref())?;
+            let why = match found {
+                None => "there is no store yet",
+                Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down in order",
+                Some(_) => "there is no checkpoint of it since it was booted",
+            };
+            Started::Booted { why }
+        }
+    };
+    loops::ensure(&rundir, resource).map_err(StartError::Protector)?;
+    Ok(started)
+}
+
+/// What its store has. `None`: there is none yet.
+fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
+    let store = &resource.protect.store;
+    match admin::listing(store, resource.protect.identity.as_ref()) {
+        Ok(found) => Ok(Some(found)),
+        Err(e) if e.kind() == "not-a-store" => match store {
+            // A file system that is not mounted has no store either, and a guest that is booted there would be a second one.
+            StoreUrl::Directory(path) if !path.parent().is_some_and(std::path::Path::is_dir) => {
+                Err(StartError::NotMounted { store: store.to_string() })
+            }
+            StoreUrl::Directory(_) | StoreUrl::Remote(_) => Ok(None),
+        },
+        Err(e) => Err(StartError::Store(e)),
+    }
+}
+
+/// Remove what an earlier guest has left here. A QEMU that waits for a restore is of use for one.
+fn clear(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
+    if !rundir.exists() || to_restore && matches!(life::status(rundir), Ok(Status::Prepared)) {
+        return Ok(());
+    }
+    if let Err(e) = loops::end(rundir, deadline.min(Instant::now() + Duration::from_secs(1))) {
+        tracing::warn!("{}: its former protector does not end: {e}", rundir.name());
+    }
+    match life::stop(host, rundir.name(), Some(Duration::ZERO)) {
+        Ok(_) | Err(LifeError::Unknown { .. }) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn request(resource: &Resource) -> Request {
+    let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
+    Request { store, identity, at: None, eager: false, definition: None, qemu: None }
+}
+
+/// Boot it from its newest disks: no checkpoint is wanted any more that they could belong to.
+fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(), StartError> {
+    let name = resource.name.as_str();
+    let definition = Definition::load(&resource.definition)?;
+    if definition.name != resource.name {
+        return Err(StartError::Name { name: name.into(), found: definition.name.to_string() });
+    }
+    let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
+    // A store is of one VM, however often that is booted.
+    let uuid = found.map(|found| found.vm.uuid);
+    life::run_as(host, definition, None, true, uuid, |rundir, hardware| {
+        let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
+        let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
+        Owned::begin(rundir, store, identity, &vm, &owner)?;
+        Ok::<_, StartError>(())
+    })?;
+    Ok(())
+}

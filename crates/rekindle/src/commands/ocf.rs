@@ -1,0 +1,118 @@
+//! `rekindle ocf`.
+
+use super::store::identity;
+use crate::cli::{DiskRule, HowStop, Ocf, OcfMonitor, OcfResource, OcfStop};
+use crate::output::{Output, Usage};
+use anyhow::Result;
+use rekindle_cluster::config::{Utilization, lines};
+use rekindle_cluster::monitor::{Verdict, monitor as look};
+use rekindle_cluster::resource::Resource;
+use rekindle_cluster::start::{Started, start as begin};
+use rekindle_cluster::stop::{How, stop as end};
+use rekindle_protect::protector::{Disks, Settings};
+use rekindle_reboot::os::watch;
+use rekindle_vm::definition::Definition;
+use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+pub fn run(output: &Output, command: &Ocf) -> Result<ExitCode> {
+    match command {
+        Ocf::Start(arguments) => start(output, arguments),
+        Ocf::Stop(arguments) => stop(output, arguments),
+        Ocf::Monitor(arguments) => monitor(output, arguments),
+        Ocf::ShowConfig(arguments) => show_config(output, arguments),
+    }
+}
+
+fn definition(arguments: &OcfResource) -> PathBuf {
+    let usual = || Path::new("/etc/rekindle").join(format!("{}.toml", arguments.name));
+    arguments.definition.clone().unwrap_or_else(usual)
+}
+
+fn resource(arguments: &OcfResource) -> Resource {
+    let disks = match (&arguments.disk_hook, arguments.disk) {
+        (Some(command), _) => Disks::Hook(command.clone()),
+        (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
+        (None, None) => Disks::Refuse,
+    };
+    let protect = Settings {
+        store: arguments.store.clone(),
+        identity: identity(&arguments.tls),
+        every: arguments.every.as_duration(),
+        policy: arguments.policy,
+        keep: arguments.keep,
+        max_lag: None,
+        disks,
+        count: None,
+        compare: false,
+    };
+    Resource { name: arguments.name.clone(), definition: definition(arguments), protect }
+}
+
+fn deadline(arguments: &OcfResource) -> Instant {
+    Instant::now() + arguments.within.as_duration()
+}
+
+fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
+    let (host, resource) = (Host::open()?, resource(arguments));
+    let started = begin(&host, &resource, deadline(arguments))?;
+    let name = &resource.name;
+    let rundir = RunDir::new(&host.root, name.as_str());
+    // It runs all the same: its reboots are cold then.
+    if let Some(state) = State::read(&rundir)?
+        && let Err(e) = watch::start(&rundir, &state.definition)
+    {
+        tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
+    }
+    super::reboot::save_phases(&host, name.as_str());
+    let text = match &started {
+        Started::Already => format!("{name} runs already"),
+        Started::Restored(restored) => format!("{name} goes on from checkpoint {}", restored.checkpoint),
+        Started::Booted { why } => format!("{name} was booted: {why}"),
+    };
+    output.result(&started, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
+    let how = match arguments.how {
+        HowStop::Suspend => How::Suspend,
+        HowStop::Shutdown => How::ShutDown,
+    };
+    let resource = resource(&arguments.resource);
+    let stopped = end(&Host::open()?, &resource, how, deadline(&arguments.resource))?;
+    let text = match &stopped.lost {
+        None => format!("{} is off", resource.name),
+        Some(why) => format!("{} is off, without a last checkpoint: {why}", resource.name),
+    };
+    output.result(&stopped, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
+    let resource = resource(&arguments.resource);
+    // Not to be known is not to run: whoever asks has to be told of it as of a failure.
+    let verdict = match Host::open() {
+        Ok(host) => look(&host, &resource, deadline(&arguments.resource), arguments.deep),
+        Err(e) => Verdict::Failed(e.to_string()),
+    };
+    output.result(&verdict, format!("{}: {verdict}", resource.name))?;
+    Ok(ExitCode::from(verdict.exit_code()))
+}
+
+fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
+    let file = definition(arguments);
+    let definition = Definition::load(&file).map_err(|e| Usage(e.to_string()))?;
+    let path = |path: &PathBuf| path.display().to_string();
+    let mut parameters = vec![("store", arguments.store.to_string())];
+    let tls = [("cert", &arguments.tls.cert), ("key", &arguments.tls.key), ("ca", &arguments.tls.ca)];
+    parameters.extend(tls.into_iter().filter_map(|(key, value)| Some((key, path(value.as_ref()?)))));
+    parameters.push(("every", arguments.every.to_string()));
+    let utilization = Utilization::of(&definition);
+    output.result(&utilization, lines(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters))?;
+    Ok(ExitCode::SUCCESS)
+}

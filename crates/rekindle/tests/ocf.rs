@@ -1,0 +1,185 @@
+//! `rekindle ocf`: what the resource agent has done, on one host that is every node in turn.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::protector::store;
+use common::{DEADLINE, Done, Guest, Lab, wait_for};
+use rekindle_kernel::process::{self, Process};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+struct Resource<'a> {
+    lab: &'a Lab,
+    guest: Guest<'a>,
+    definition: PathBuf,
+    store: PathBuf,
+}
+
+impl<'a> Resource<'a> {
+    fn new(lab: &'a Lab) -> Self {
+        let vm = lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\"");
+        Self { lab, definition: vm.write(), guest: vm.guest(), store: store(lab, "web") }
+    }
+
+    fn command(&self, action: &str, arguments: &[&str]) -> Command {
+        let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
+        let first = ["--json", "ocf", action, "web", "--definition", definition, "--store", store, "--every", "200ms"];
+        self.lab.command(first.into_iter().chain(arguments.iter().copied()))
+    }
+
+    fn ocf(&self, action: &str, arguments: &[&str]) -> Done {
+        self.lab.finish(self.command(action, arguments))
+    }
+
+    /// The same while QEMU answers nobody, and so cannot be asked for a picture of the scene.
+    fn ocf_unseen(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
+        let output = self.command(action, arguments).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    #[track_caller]
+    fn start(&self) -> Value {
+        let started = self.ocf("start", &[]).ok().json();
+        self.monitor(0);
+        self.guest.wait_ready();
+        started
+    }
+
+    #[track_caller]
+    fn monitor(&self, code: i32) -> Done {
+        self.ocf("monitor", &["--within", "10s"]).status(code)
+    }
+
+    fn newest(&self) -> u64 {
+        let listed = self.lab.rekindle(["--json", "store", "ls", self.store.to_str().unwrap()]).ok().json();
+        let last =
+            listed["checkpoints"].as_array().and_then(|all| all.last()).map(|one| one["number"].as_u64().unwrap());
+        last.unwrap_or(0)
+    }
+
+    /// So many checkpoints from now on.
+    fn wait_checkpoints(&self, count: u64) {
+        let wanted = self.newest() + count;
+        wait_for("checkpoints", DEADLINE, || (self.newest() >= wanted).then_some(()));
+    }
+
+    fn protector(&self) -> Process {
+        let text = fs::read(self.guest.file("protector.json")).unwrap();
+        let noted: Value = serde_json::from_slice(&text).unwrap();
+        let number = |key: &str| noted[key].as_u64().unwrap();
+        Process { pid: u32::try_from(number("pid")).unwrap(), started: number("started") }
+    }
+}
+
+#[test]
+fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.monitor(7);
+    web.ocf("stop", &[]).ok();
+    assert_eq!(web.start()["started"], "booted");
+    assert_eq!(web.start()["started"], "already");
+    let boot = web.guest.boot_id();
+    web.ocf("monitor", &["--deep"]).ok();
+    web.wait_checkpoints(2);
+
+    // A crash: its QEMU ends by itself.
+    let tick = web.guest.tick();
+    web.guest.only_qemu().process.kill().unwrap();
+    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    web.ocf("stop", &[]).ok();
+    assert_eq!(web.start()["started"], "restored");
+    assert_eq!(web.guest.boot_id(), boot, "it goes on");
+    assert!(web.guest.tick() + 500 > tick, "it has lost more than the interval by far");
+    web.wait_checkpoints(1);
+
+    // A stop: a last checkpoint.
+    let before = web.newest();
+    assert_eq!(web.ocf("stop", &[]).ok().json()["lost"], Value::Null);
+    assert!(web.newest() > before);
+    web.monitor(7);
+    assert!(!web.guest.file("").exists());
+    assert_eq!(web.start()["started"], "restored");
+    assert_eq!(web.guest.boot_id(), boot);
+    web.wait_checkpoints(1);
+
+    // It is shut down: no checkpoint is of it any more.
+    web.ocf("stop", &["--how", "shutdown"]).ok().says(&["by-acpi"]);
+    let started = web.start();
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    let second = web.guest.boot_id();
+    assert_ne!(second, boot);
+    web.wait_checkpoints(1);
+
+    // It shuts itself down.
+    web.guest.tell("poweroff");
+    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    web.ocf("stop", &[]).ok();
+    assert_eq!(web.start()["started"], "booted");
+    assert_ne!(web.guest.boot_id(), second);
+    web.ocf("stop", &[]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_time() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.start();
+    web.wait_checkpoints(1);
+    let first = web.protector();
+    first.kill().unwrap();
+    first.wait_end(DEADLINE).unwrap();
+    web.monitor(0);
+    assert_ne!(web.protector(), first);
+    web.wait_checkpoints(2);
+
+    // The store is away for a while: neither the guest nor its resource minds.
+    let away = web.store.with_extension("away");
+    fs::rename(&web.store, &away).unwrap();
+    let tick = web.guest.tick();
+    web.monitor(0);
+    wait_for("the guest to go on", DEADLINE, || (web.guest.tick() > tick + 20).then_some(()));
+    fs::rename(&away, &web.store).unwrap();
+    web.wait_checkpoints(2);
+
+    // Its QEMU answers nobody.
+    let qemu = web.guest.only_qemu().process;
+    kill_process(Pid::from_raw(i32::try_from(qemu.pid).unwrap()).unwrap(), Signal::STOP).unwrap();
+    let (code, said) = web.ocf_unseen("monitor", &["--within", "2s"]);
+    assert_eq!(code, Some(1), "{said}");
+    let (code, said) = web.ocf_unseen("stop", &["--within", "5s"]);
+    assert!(!qemu.is_alive(), "{code:?}: {said}");
+    assert!(code == Some(0) && said.contains("does not answer"), "{code:?}: {said}");
+    assert!(process::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());
+    assert_eq!(web.start()["started"], "restored");
+}
+
+#[test]
+fn lines_for_the_cluster_come_from_the_definition() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    let text = web.lab.rekindle([
+        "ocf",
+        "show-config",
+        "web",
+        "--definition",
+        web.definition.to_str().unwrap(),
+        "--store",
+        "tls://store:7001/web",
+        "--cert",
+        "/c.pem",
+        "--key",
+        "/k.pem",
+        "--ca",
+        "/ca.pem",
+    ]);
+    text.ok().says(&["ocf:rekindle:vm", "utilization memory=96 vcpus=1", "cert=/c.pem key=/k.pem ca=/ca.pem every=2s"]);
+    let utilization = web.ocf("show-config", &[]).ok().json();
+    assert_eq!((&utilization["memory"], &utilization["vcpus"]), (&96.into(), &1.into()));
+}

@@ -1,0 +1,10 @@
+"""Topic `cluster`: how soon a guest answers again when its node has died, and whether two of it ever run.
+
+Three Corosync and Pacemaker nodes as namespaces of this machine (`cluster/bed`).
+Follows sections II.B and IV of the HydraVM paper (HPL-2011-24).
+"""
+
+from .cases import CASES
+from .topic import analyse, measure
+
+__all__ = ["CASES", "analyse", "measure"]

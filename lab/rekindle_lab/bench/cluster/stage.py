@@ -1,0 +1,64 @@
+"""The stage of this topic: a test bed that is up, with its VM and a client."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab import guests
+from rekindle_lab.bench import stage as bench
+from rekindle_lab.bench.rows import RowFile
+from rekindle_lab.cluster.bed import VM, Bed, bed
+from rekindle_lab.rekindle import Rekindle
+
+EVERY_S = 1.0
+"""From one checkpoint to the next."""
+GUEST_BYTES = 96 << 20
+"""As `cluster/bed` has it."""
+
+
+@dataclass
+class Stage(bench.Stage):
+    """Everything that cases share."""
+
+    bed: Bed
+
+    def spare_bytes(self, node: str) -> int:
+        """Memory that the nodes other than `node` hold for its guest: processes, and files in their run directories."""
+        others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
+        return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
+
+
+def _processes(init: int) -> int:
+    """Bytes of the processes of a node that have to do with the VM."""
+    inside = Path(f"/proc/{init}/ns/pid").readlink()
+    total = 0
+    for process in Path("/proc").iterdir():
+        try:
+            if not process.name.isdigit() or (process / "ns" / "pid").readlink() != inside:
+                continue
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if VM.encode() not in words and not any(b"/run/rekindle/" in word for word in words):
+                continue
+            lines = (process / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _files(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+
+
+@contextmanager
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
+    """Set the stage. `disk`: a folder on a real disk, for the store."""
+    with ExitStack() as stack:
+        at = stack.enter_context(bench.folders(disk))
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-", dir=at.disk_dir)))
+        micro = guests.build(root, "micro").folder
+        here = stack.enter_context(bed(root, binary, qemu, micro, own, f"{EVERY_S:g}s"))
+        ours = Rekindle(binary, at.work / "run")
+        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, "", here)

@@ -1,0 +1,26 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+from pathlib import Path
+
+from rekindle_lab.bench import run
+from rekindle_lab.bench.report import Report
+
+from . import analysis, plots, rows
+from .cases import CASES
+from .plan import FULL, QUICK, left_out
+from .stage import stage
+
+TOPIC = "cluster"
+measure = run.Topic(TOPIC, "micro", rows.Row, CASES, FULL, QUICK, left_out, stage).measure
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out)
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    tables = {
+        "From a node's death to its guest's first answer elsewhere": analysis.summary(frame),
+        "Faults, and what came of them": analysis.by_kind(frame),
+    }
+    return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)

@@ -1,0 +1,112 @@
+"""A client of the micro guest's counter, which grows with each of its ticks: how far a fail-over takes it back.
+
+    python3 counter.py ADDRESS OUT [EVERY_MS]     until it is ended; a JSON line an answer: {"host_us", "tick"}
+
+Needs nothing but Python itself. An answer that does not come within `PATIENCE` makes a new connection: the guest of a
+checkpoint does not know what came after it.
+"""
+
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PORT = 7000
+PATIENCE = 0.15
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the counter was when the answer came, in microseconds since 1970."""
+
+    host_us: int
+    tick: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """It went back, or was silent: the last answer before, the highest count so far, the first answer after."""
+
+    before: Answer
+    highest: int
+    after: Answer
+
+    @property
+    def gap_s(self) -> float:
+        """How long there was no answer."""
+        return (self.after.host_us - self.before.host_us) / 1e6
+
+    @property
+    def back(self) -> int:
+        """Ticks that a client had seen, and that have not been."""
+        return max(0, self.highest - self.after.tick)
+
+
+def read(path: Path) -> list[Answer]:
+    """The answers of a file; a last line that was cut off is left out."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [Answer(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Drop]:
+    """Where the counter went back, and where nothing was heard for longer than `silence_s`.
+
+    >>> list(drops([Answer(0, 5), Answer(100_000, 6), Answer(900_000, 4), Answer(1_000_000, 5)]))[0].back
+    2
+    """
+    highest, last = 0, None
+    for answer in answers:
+        if last is not None:
+            drop = Drop(last, highest, answer)
+            if drop.back or drop.gap_s > silence_s:
+                yield drop
+                highest = 0
+        highest, last = max(highest, answer.tick), answer
+
+
+def _exchange(line: socket.socket) -> int:
+    line.sendall(b"tick\n")
+    reply = b""
+    while not reply.endswith(b"\n"):
+        part = line.recv(64)
+        if not part:
+            raise ConnectionError("closed")
+        reply += part
+    word, tick = reply.split()
+    if word != b"ok":
+        raise ConnectionError(f"said {reply!r}")
+    return int(tick)
+
+
+def watch(address: str, out: Path, every_s: float) -> None:
+    """Ask again and again, and write what is answered."""
+    line: socket.socket | None = None
+    with out.open("a", buffering=1) as file:
+        while True:
+            began = time.monotonic()
+            try:
+                if line is None:
+                    line = socket.create_connection((address, PORT), PATIENCE)
+                tick = _exchange(line)
+                file.write(json.dumps({"host_us": time.time_ns() // 1000, "tick": tick}) + "\n")
+            except (OSError, ValueError):
+                if line is not None:
+                    line.close()
+                line = None
+            time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+
+def main() -> None:
+    """As the command line says."""
+    address, out, *rest = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    watch(address, Path(out), int(rest[0] if rest else "20") / 1000)
+
+
+if __name__ == "__main__":
+    main()
