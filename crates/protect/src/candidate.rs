@@ -210,7 +210,7 @@ pub fn load(store: &StoreUrl, next: Next<'_>, recorder: &mut Recorder, began: In
     recorder.step("start the new QEMU");
     (next.started)(&waiting.vmm);
     let seat = Seat { rundir: next.rundir, hardware: next.hardware, resumed: next.resumed, settle: next.settle };
-    let load = Load { store, identity: None, eager: false, began };
+    let load = Load { store, identity: None, eager: false, began, hold: false, begun: None };
     let restored = go::go(&seat, waiting, &ahead, None, &load, recorder)?;
     Ok(Loaded { us: restored.us, pid: restored.pid, clock: restored.clock })
 }
