@@ -236,3 +236,52 @@ fn one_at_a_time_moves_it_and_what_cannot_be_moved_is_refused() {
     pair.here.rekindle(["run", plain.to_str().unwrap()]).ok();
     pair.run(&pair.here, &pair.there, &[]).status(1).says(&["disk0", "server = true"]);
 }
+
+#[test]
+fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
+    let pair = Pair::new("cut");
+    let guest = pair.boot();
+    guest.touch("8M");
+    let script = fs::read_to_string(pair.there.path("ssh")).unwrap();
+    // What is said goes through a pipe, which breaks when the word comes.
+    let breaks = |and: &str| {
+        let passes = format!(
+            "{{ while IFS= read -r line; do case $line in *'{{\"go\"'*) {and} exit 0;; esac; printf '%s\\n' \"$line\"; done; }} | REKINDLE"
+        );
+        fs::write(pair.there.path("ssh"), script.replace("\nREKINDLE", &format!("\n{passes}"))).unwrap();
+    };
+    breaks("");
+    let done = pair.run(&pair.here, &pair.there, &[]).status(1);
+    done.says(&["has not taken cut", "goes on here after all", "the line to b has broken"]);
+    guest.verify();
+    agrees(&guest);
+    guest.assert_sound();
+    wait_empty(&pair.there);
+    // And the store with it.
+    let away = pair.here.path("store-away");
+    breaks(&format!("mv {:?} {away:?};", pair.store));
+    let refused = ["cannot be known whether b has taken cut", "rekindle recover cut"];
+    pair.run(&pair.here, &pair.there, &[]).status(3).says(&refused);
+    wait_empty(&pair.there);
+    let stopped = || {
+        let [qemu] = guest.qemus().try_into().expect("one QEMU");
+        assert_eq!(qemu.run_state().as_deref(), Some("paused"));
+        assert_eq!(guest.status(), "needs-recovery");
+    };
+    stopped();
+    guest.rekindle(&["recover"]).status(3).says(&refused);
+    guest.rekindle(&["protect", "--store", pair.store.to_str().unwrap()]).status(1);
+    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["rekindle recover cut"]);
+    stopped();
+    let _ = fs::remove_dir_all(&pair.store);
+    fs::rename(&away, &pair.store).unwrap();
+    guest.rekindle(&["recover"]).ok().says(&["undone"]);
+    guest.verify();
+    agrees(&guest);
+    guest.assert_sound();
+    // Whatever was left: it can be moved as ever.
+    fs::write(pair.there.path("ssh"), &script).unwrap();
+    pair.run(&pair.here, &pair.there, &[]).ok();
+    wait_empty(&pair.here);
+    pair.guest(&pair.there).verify();
+}
