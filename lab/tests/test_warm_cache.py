@@ -40,6 +40,8 @@ def made_up():
             steps = [{"step": f"Q{n}", "us": 1000 * n} for n in range(1, 23)]
             runs = ((-1, 10.0), (1, 10.1 if how == "warm-cache" else 20.0))
             out += [Row("tpch", "tpch", how, "paper", number, at, us=int(s * 1e6), steps=steps) for at, s in runs]
+            if how == "cold":
+                out.append(Row("tpch", "tpch", "cold-read", "paper", number, 1, us=10_000_000, steps=steps))
             out += [second(how, number, at, 20.0) for at in (-3, -2, -1)]
             out += [second(how, number, at, 19.8 if how == "warm-cache" else 4.0) for at in range(1, 8)]
         for how, ms in (("map", 1010), ("no-map", 1000)):
@@ -61,6 +63,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert by_id["first_read_vs_before"].value == pytest.approx(1.835 / 2.035, rel=1e-4)
     assert by_id["first_read_vs_before"].met
     assert by_id["tpch_after_vs_before"].value == pytest.approx(1.01)
+    assert by_id["tpch_after_vs_floor"].value == pytest.approx(1.01)
     assert by_id["nginx_after_vs_before"].value == pytest.approx(0.99)
     assert by_id["map_cost"].met and by_id["map_cost_bytes"].value == pytest.approx(1.01, abs=1e-3)
     assert by_id["attic_read_native"].value == pytest.approx(GIB / 5e8)

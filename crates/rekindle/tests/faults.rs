@@ -88,6 +88,10 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("kexec.suspend.journalled", [Nobody; 3]),
     ("kexec.suspend.asked", [Nobody; 3]),
     ("kexec.settle.booted", [Nobody; 3]),
+    // Of a guest that is rebooted with its cache: `two_disks.rs` walks through them.
+    ("cache.renew.kept", [Nobody; 3]),
+    ("cache.renew.shared", [Nobody; 3]),
+    ("cache.renew.memory", [Nobody; 3]),
     // Of a guest with phases: `phase.rs` walks through them, and through those of a restore that it passes.
     ("phase.renew.chosen", [Nobody; 3]),
     ("phase.renew.spawned", [Nobody; 3]),

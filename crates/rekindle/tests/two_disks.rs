@@ -11,6 +11,7 @@ use rekindle_disk::attic::Told;
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_kernel::process::{self, Process};
+use rekindle_vm::fault::POINTS;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -162,5 +163,35 @@ fn what_a_server_has_needed_goes_with_it_and_the_other_serves_on() {
     assert!(told["kept"]["disks"]["disk0"].as_u64().unwrap_or_default() > BLOCKS / 2 * BLOCK, "{told}");
     assert_eq!(told["kept"]["disks"]["disk1"], Value::Null, "{told}");
     assert_reads(&guest, &images);
+    guest.assert_sound();
+}
+
+#[test]
+fn a_reboot_that_is_killed_while_it_keeps_the_caches_is_ended_with_them() {
+    let lab = Lab::new();
+    let images = images(&lab);
+    let guest = boot(&lab, "killed", &images);
+    let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("cache.")).collect();
+    assert!(!points.is_empty());
+    for point in points {
+        assert_reads(&guest, &images);
+        let boot = guest.boot_id();
+        let mut command = lab.command(["reboot", "os", &guest.name]);
+        command.env("REKINDLE_FAULT", format!("{point}:kill"));
+        let done = lab.finish(command);
+        assert_eq!((done.code, guest.status().as_str()), (None, "needs-recovery"), "{point}: {done}");
+        guest.rekindle(&["recover"]).ok();
+        guest.wait_ready();
+        assert_ne!(guest.boot_id(), boot, "{point}");
+        assert_reads(&guest, &images);
+        let told = [became(&guest, 0), became(&guest, 1)];
+        assert!(told[0].served > BLOCKS / 2 && told[0].refused < READ, "{point}: {told:?}");
+        assert!(told[1].served > READS[1] * 8 / 10 && told[1].refused < READS[1] / 20, "{point}: {told:?}");
+        // No third memory is left behind.
+        guest.touch("120M");
+        wait_for("the former memory to shrink", DEADLINE, || {
+            (former(&guest) + present(&guest) <= (256 << 20) * 105 / 100).then_some(())
+        });
+    }
     guest.assert_sound();
 }

@@ -9,7 +9,7 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec and by a phase, the preparation of a restore, a
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec, with its cache and by a phase, the preparation of a restore, a
 /// restore, a protector and a pager while it fills, a protector that holds what its guest sends, a move, and the suspend and resume of a host pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
@@ -45,6 +45,9 @@ pub const POINTS: &[&str] = &[
     "kexec.suspend.journalled",
     "kexec.suspend.asked",
     "kexec.settle.booted",
+    "cache.renew.kept",
+    "cache.renew.shared",
+    "cache.renew.memory",
     "phase.renew.chosen",
     "phase.renew.spawned",
     "prepare.journalled",

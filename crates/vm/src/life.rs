@@ -3,6 +3,7 @@
 use crate::attach;
 use crate::definition::Definition;
 use crate::disks::{self, DisksError, Kept};
+use crate::fault;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
@@ -406,7 +407,10 @@ pub fn renew_ram_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<K
         let ram = ram_directory(hardware)?;
         let mut files = hardware.ram_files().into_iter();
         match files.try_for_each(|(path, bytes)| ram.renew_beside(&ram_name(&path), bytes).map(drop)) {
-            Ok(()) => return Ok(Some(kept)),
+            Ok(()) => {
+                fault::point("cache.renew.memory", None, None);
+                return Ok(Some(kept));
+            }
             Err(e) => tracing::warn!("nothing of what the guest had of its disks is kept: {e}"),
         }
     }

@@ -10,12 +10,16 @@ mod plan;
 
 use super::CHUNK;
 use super::command::Session;
-use crate::block::{BLOCK, touched};
+use crate::block::{BLOCK, touched, whole};
+use crate::digest::{Digest, Digester};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::redo::log::Placed;
 use crate::request::{Kind, Range, Request, Segment, Status};
 use std::sync::Arc;
+
+/// Bytes that are copied and digested before the next are.
+const PIECE: usize = 32 << 10;
 
 /// What is to be done with a part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +72,8 @@ pub(super) struct Job {
     pub serial: u64,
     request: Request,
     pub parts: Vec<Part>,
+    /// Of the parts of a write, the digests of the whole blocks that were gathered.
+    digests: Vec<Vec<Digest>>,
     left: usize,
     status: Status,
     /// It has been let through by the rate.
@@ -92,10 +98,27 @@ impl Job {
         self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
     }
 
-    /// Copy the part of its data that begins at `offset` out of the guest.
-    pub fn gather(&self, offset: u64, into: &mut [u8]) -> Option<()> {
-        let len = into.len();
-        along(&self.request.data, offset, len, |at, from, len| self.memory.read(at, into.get_mut(from..from + len)?))
+    /// Copy the data of part `number` out of the guest. Piece by piece: with `digester`, what is copied is digested while it is at hand.
+    pub fn gather(&mut self, number: u32, digester: Option<Digester>, into: &mut [u8]) -> Option<()> {
+        let number = number as usize;
+        let part = *self.parts.get(number)?;
+        let mut digests = Vec::new();
+        let mut blocks = whole(part.at, part.bytes).map(|(_, offset)| offset).peekable();
+        for piece in (0..into.len()).step_by(PIECE) {
+            let end = (piece + PIECE).min(into.len());
+            let data = into.get_mut(piece..end)?;
+            let read = |at, from: usize, len| self.memory.read(at, data.get_mut(from..from + len)?);
+            along(&self.request.data, part.offset + piece as u64, end - piece, read)?;
+            let Some(digester) = digester else { continue };
+            while let Some(offset) = blocks.next_if(|offset| offset + BLOCK <= end) {
+                digests.push(digester.of(into.get(offset..)?.first_chunk()?));
+            }
+        }
+        if self.digests.len() <= number {
+            self.digests.resize(number + 1, Vec::new());
+        }
+        *self.digests.get_mut(number)? = digests;
+        Some(())
     }
 
     /// The frames that its blocks are in, beginning with the one at `offset` of the data; none for a block that is not in one page.

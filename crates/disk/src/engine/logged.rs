@@ -224,8 +224,7 @@ impl Engine {
             What::Data => {
                 let (data, rest) = data.split_at_mut(len);
                 rest.fill(0);
-                let read = self.jobs.get(number).and_then(|job| job.gather(work.offset, data));
-                if read.is_none() {
+                if self.gather(number, part, data).is_none() {
                     self.abandon(&placed);
                     self.put_back(Some(buffer));
                     return self.part_done(number, Status::Failed);
@@ -270,8 +269,7 @@ impl Engine {
                     (logged.waiting, logged.is_full) = (None, false);
                 }
                 let data = buffer.get(PAGE as usize..).unwrap_or_default();
-                let work = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied()?;
-                Some(self.moved(number, work, data.get(..placed.bytes as usize)))
+                Some(data.get(..placed.bytes as usize).map_or(Status::Ok, |data| self.moved(number, part, data)))
             }
             // A part of it: there is no room for the rest.
             Ok(_) => {

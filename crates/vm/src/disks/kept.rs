@@ -5,6 +5,7 @@
 //! Killed in between, nothing has been given back yet, and the same is done again.
 
 use super::{control, served};
+use crate::fault;
 use crate::rundir::RunDir;
 use rekindle_disk::block::BLOCK;
 use rekindle_disk::control::{Ask, Control};
@@ -59,10 +60,12 @@ pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> 
     let are_several = served(hardware).count() > 1;
     let kept: Vec<_> = servers.into_iter().filter_map(|server| server.keep(rundir, are_several)).collect();
     let mut kept = of_one_memory(kept);
+    fault::point("cache.renew.kept", None, None);
     if are_several {
         let claims: Vec<PathBuf> = kept.iter().map(|keeping| keeping.claim.clone()).collect();
         kept = kept.into_iter().filter_map(|keeping| keeping.share(&claims)).collect();
     }
+    fault::point("cache.renew.shared", None, None);
     let disks: BTreeMap<_, _> =
         kept.into_iter().map(|keeping| (keeping.idle.disk.id.clone(), keeping.blocks * BLOCK as u64)).collect();
     let bytes = disks.values().sum();

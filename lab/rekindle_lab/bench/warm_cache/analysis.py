@@ -66,6 +66,10 @@ def _runs(frame: pd.DataFrame, found: Found) -> None:
     warm = where(frame, case="tpch", how=WARM)
     after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
     found.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
+    floor = [float(us) / 1e6 for us in where(frame, case="tpch", how="cold-read", at=1)["us"]]
+    if floor:
+        words = ("first run, warm", "first run, all read beforehand")
+        found.ratio("tpch_after_vs_floor", Bar(1.02), after, floor, *words, of_peer=False, unit="s")
 
 
 def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:

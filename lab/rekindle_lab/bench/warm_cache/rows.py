@@ -21,7 +21,8 @@ class Row:
     what: str
     """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one a page), `tpch`, `http`, `memory`."""
     how: str
-    """One of the `WAYS`; `map` and `no-map`; `server` and `qsd`; `attic` (into buffers) and
+    """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
+    `map` and `no-map`; `server` and `qsd`; `attic` (into buffers) and
     `attic-fresh` (into memory that nobody has touched)."""
     limit: str
     """What the disk is held to: one of the plan's, or `none`."""
@@ -32,7 +33,7 @@ class Row:
     block: int | None = None
     """Bytes of a request."""
     bytes: int | None = None
-    """That were moved; of `memory`: that came out of the attic."""
+    """That were moved; of `memory`, and of a first run of `tpch`: that came out of the attic."""
     us: int | None = None
     requests: int | None = None
     cpu_us: int | None = None

@@ -1,8 +1,8 @@
 //! The parts of a request on their way to the disk and back, and its answer.
 
-use super::{Part, Place, Work, along, cut};
+use super::{PIECE, Part, Place, Work, along, cut};
 use crate::block::{BLOCK, touched, whole};
-use crate::engine::{DEPTH, Engine, Token};
+use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
@@ -11,8 +11,6 @@ use std::time::Instant;
 
 /// Bytes that are under way at a time, at most; one part always goes.
 const MOST_BYTES: usize = 64 << 20;
-/// Bytes that are copied and digested before the next are.
-const PIECE: usize = 32 << 10;
 /// Places in the ring that are kept for who waits for kicks.
 const KEPT: usize = 40;
 
@@ -46,11 +44,17 @@ impl Engine {
             }
             self.waiting.pop_front();
             self.begin_part(number, part, work);
+            // What was gathered has taken its time: meanwhile the disk is to have something to do.
+            if work.work == Work::Write && self.has_moved > FEED {
+                self.has_moved = 0;
+                // If that cannot be done, the next wait says why.
+                let _ = self.ring.submit();
+            }
         }
     }
 
     fn begin_part(&mut self, number: usize, part: u32, whole: Part) {
-        let Part { work, at, bytes, offset, place } = whole;
+        let Part { work, at, bytes, place, .. } = whole;
         if self.logged.is_some() && !matches!(work, Work::Read | Work::Sync) {
             return self.append(number, part, whole);
         }
@@ -92,8 +96,8 @@ impl Engine {
             }
             Work::Write => {
                 let mut buffer = self.buffer(len);
-                let Some(job) = self.jobs.get(number) else { return };
-                if buffer.get_mut(..len).and_then(|data| job.gather(offset, data)).is_none() {
+                if buffer.get_mut(..len).and_then(|data| self.gather(number, part, data)).is_none() {
+                    self.put_back(Some(buffer));
                     return self.part_done(number, Status::Failed);
                 }
                 Operation::Write { at, len, buffer }
@@ -136,7 +140,7 @@ impl Engine {
                 tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
                 Status::Failed
             }
-            Ok(_) => self.moved(number, work, buffer.as_deref()),
+            Ok(_) => buffer.as_deref().map_or(Status::Ok, |bytes| self.moved(number, part, bytes)),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
                 self.put_back(buffer);
@@ -175,38 +179,55 @@ impl Engine {
         }
     }
 
+    /// Copy what is to be written out of the guest.
+    pub(in crate::engine) fn gather(&mut self, number: usize, part: u32, into: &mut [u8]) -> Option<()> {
+        let digester = self.map.as_ref().map(|_| self.digester);
+        self.has_moved += into.len();
+        self.jobs.get_mut(number)?.gather(part, digester, into)
+    }
+
     /// What was moved is passed on, and noted.
-    pub(in crate::engine) fn moved(&mut self, number: usize, part: Part, buffer: Option<&[u8]>) -> Status {
-        let (Some(job), Some(bytes)) = (self.jobs.get(number), buffer) else { return Status::Ok };
-        let len = part.bytes as usize;
+    pub(in crate::engine) fn moved(&mut self, number: usize, index: u32, bytes: &[u8]) -> Status {
+        let Some(job) = self.jobs.get(number) else { return Status::Ok };
+        let Some(&part) = job.parts.get(index as usize) else { return Status::Ok };
         let (mut map, mut is_ours) = (None, false);
-        if let Some((known, memory)) = &mut self.map
-            && matches!(part.work, Work::Read | Work::Write)
-        {
+        if let Some((known, memory)) = &mut self.map {
             is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
             map = Some(known);
         }
         let begin = whole(part.at, part.bytes).next().map_or(0, |(_, offset)| offset as u64);
         let mut blocks = whole(part.at, part.bytes).zip(job.frames(part.offset + begin)).peekable();
-        self.has_moved += len;
-        // Piece by piece, so that what is copied is digested while it is at hand.
-        for piece in (0..len).step_by(PIECE) {
-            let end = (piece + PIECE).min(len);
-            if part.work == Work::Read {
-                let write = |at, from: usize, len| job.memory.write(at, bytes.get(piece + from..piece + from + len)?);
-                if along(&job.request.data, part.offset + piece as u64, end - piece, write).is_none() {
-                    return Status::Failed;
+        match (part.work, map) {
+            (Work::Write, Some(map)) => {
+                let mut digests = job.digests.get(index as usize).into_iter().flatten();
+                for ((block, _), frame) in blocks {
+                    match (frame, digests.next()) {
+                        (Some(frame), Some(digest)) if is_ours => map.moved(block, frame, *digest),
+                        _ => map.changed(block),
+                    }
                 }
             }
-            let Some(map) = &mut map else { continue };
-            while let Some(((block, offset), frame)) = blocks.next_if(|((_, offset), _)| offset + BLOCK <= end) {
-                let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
-                match (frame, content) {
-                    (Some(frame), Some(content)) if is_ours => map.moved(block, frame, self.digester.of(content)),
-                    _ if part.work == Work::Write => map.changed(block),
-                    _ => {}
+            (Work::Read, mut map) => {
+                self.has_moved += bytes.len();
+                // Piece by piece, so that what is copied is digested while it is at hand.
+                for piece in (0..part.bytes as usize).step_by(PIECE) {
+                    let end = (piece + PIECE).min(part.bytes as usize);
+                    let write =
+                        |at, from: usize, len| job.memory.write(at, bytes.get(piece + from..piece + from + len)?);
+                    if along(&job.request.data, part.offset + piece as u64, end - piece, write).is_none() {
+                        return Status::Failed;
+                    }
+                    let Some(map) = map.as_mut().filter(|_| is_ours) else { continue };
+                    while let Some(((block, offset), frame)) = blocks.next_if(|((_, offset), _)| offset + BLOCK <= end)
+                    {
+                        let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
+                        if let (Some(frame), Some(content)) = (frame, content) {
+                            map.moved(block, frame, self.digester.of(content));
+                        }
+                    }
                 }
             }
+            _ => {}
         }
         Status::Ok
     }

@@ -40,10 +40,10 @@ impl Engine {
             return;
         };
         let memory = Arc::clone(memory);
-        let (parts, left, status) = (Vec::new(), 0, Status::Ok);
+        let (parts, digests, left, status) = (Vec::new(), Vec::new(), 0, Status::Ok);
         let (serial, admitted, stale) = (self.serial, false, false);
         self.serial += 1;
-        let job = Job { session, queue, head, memory, serial, request, parts, left, status, admitted, stale };
+        let job = Job { session, queue, head, memory, serial, request, parts, digests, left, status, admitted, stale };
         let number = self.jobs.insert(job);
         self.note_touched(number);
         self.plan(number);
