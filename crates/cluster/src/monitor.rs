@@ -123,7 +123,9 @@ fn look(rundir: &RunDir, deadline: Instant) -> Verdict {
 /// `None`: to be looked at again.
 fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
     match status {
-        Status::Running | Status::Protected => match stays_when_shut_down(rundir) {
+        // Its only monitor is its protector's.
+        Status::Protected => Some(Verdict::Running),
+        Status::Running => match stays_when_shut_down(rundir) {
             Ok(()) => Some(Verdict::Running),
             Err(_) => None,
         },

@@ -68,6 +68,10 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     if let Some(why) = &lost {
         tracing::error!("{}: there is no last checkpoint, it goes on from the one before: {why}", resource.name);
     }
+    if how == How::Suspend {
+        // What it would still do is in no checkpoint.
+        pull_the_plug(&rundir)?;
+    }
     // Whatever has the lock, and whatever it waits for.
     let stopped =
         life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| tell_end(rundir)).or_else(|e| {

@@ -117,6 +117,10 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
         };
         // Under an operation in hand too: it may not begin anything new once this has the lock.
         end_qemus(rundir, &state)?;
+        // One that somebody else has started has nothing of the run directory among its arguments.
+        if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+            vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+        }
         if held.is_some() {
             return Ok(disks::end(rundir, &state.hardware)?);
         }

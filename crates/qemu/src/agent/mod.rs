@@ -4,7 +4,7 @@ mod exec;
 
 pub use exec::{ExecError, Ran, boot_id, run};
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Qmp, QmpError, connect_within};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -66,7 +66,7 @@ impl Agent {
     /// this answer has.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
-        let mut stream = UnixStream::connect(path)?;
+        let mut stream = connect_within(path, timeout)?;
         stream.set_write_timeout(Some(timeout))?;
         // The agent drops what it has half read when it sees this byte, which no JSON has.
         stream.write_all(&[0xff])?;

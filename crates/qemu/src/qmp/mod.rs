@@ -6,7 +6,11 @@
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    sendmsg,
+};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -181,6 +185,15 @@ pub struct Qmp {
     timeout: Duration,
 }
 
+/// Connect to the socket at `path`; [`io::ErrorKind::WouldBlock`] when whoever listens there does not take it up for so long.
+pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    set_socket_timeout(&socket, Timeout::Send, None)?;
+    Ok(UnixStream::from(socket))
+}
+
 impl Qmp {
     /// Connect to the QMP socket at `path`.
     ///
@@ -190,7 +203,13 @@ impl Qmp {
     /// [`QmpError::Connect`] at once when nobody listens; [`QmpError::NoGreeting`] after `timeout` when another client
     /// holds the socket.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
-        let stream = UnixStream::connect(path).map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
+        let stream = match connect_within(path, timeout) {
+            // A QEMU that is frozen takes nobody from its queue, which is short.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                return Err(QmpError::NoGreeting { path: path.to_owned(), after: timeout });
+            }
+            other => other.map_err(|source| QmpError::Connect { path: path.to_owned(), source })?,
+        };
         Self::over(stream, timeout).map_err(|e| match e {
             QmpError::Timeout { after, .. } => QmpError::NoGreeting { path: path.to_owned(), after },
             other => other,

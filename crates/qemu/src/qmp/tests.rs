@@ -86,3 +86,17 @@ fn a_busy_socket_is_named() {
     let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
     assert!(matches!(e, QmpError::NoGreeting { .. }), "{e}");
 }
+
+#[test]
+fn whoever_does_not_take_a_connection_up_is_not_waited_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp.sock");
+    // Nobody accepts, and the queue of those who wait is as short as QEMU's.
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 0).unwrap();
+    let _first = UnixStream::connect(&path).unwrap();
+    let within = Duration::from_millis(50);
+    let e = Qmp::connect(&path, within).unwrap_err();
+    assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == within), "{e}");
+}
