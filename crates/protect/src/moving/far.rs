@@ -183,9 +183,10 @@ mod tests {
     fn the_owner_s_command_gets_the_host_and_one_text() {
         // As ssh does it: the text is for a shell there.
         let script = r#"sh -c 'shift; printf "{\"refused\":{\"why\":\"%s\"}}\n" "$*"' -- -x"#;
-        let mut line = far(script, "/opt/it's/rekindle").connect().unwrap();
+        let mut line = far(script, "/opt/it is/rekindle").connect().unwrap();
         let Answer::Refused { why } = line.answer(END).unwrap() else { panic!("another answer") };
-        assert_eq!(why, r"b '/opt/it'\''s/rekindle' receive");
+        assert_eq!(why, "b '/opt/it is/rekindle' receive");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
         assert!(matches!(line.answer(END), Err(LineError::Broken { .. })));
     }
 
