@@ -20,7 +20,7 @@ impl Resource {
     /// The arguments of the `rekindle protect` that takes its checkpoints; `count`: that ends after so many.
     #[must_use]
     pub fn protect_arguments(&self, count: Option<u64>) -> Vec<OsString> {
-        let Settings { store, identity, every, policy, keep, max_lag, disks, .. } = &self.protect;
+        let Settings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
         let mut all: Vec<OsString> = ["--json", "protect", self.name.as_str(), "--store"].map(OsString::from).into();
         all.push(store.to_string().into());
         let ms = |span: &std::time::Duration| format!("{}ms", span.as_millis());
@@ -38,6 +38,10 @@ impl Resource {
             add("--key", identity.key.clone().into());
             add("--ca", identity.ca.clone().into());
         }
+        if *output_commit {
+            all.push("--output-commit".into());
+        }
+        let mut add = |flag: &str, value: OsString| all.extend([flag.into(), value]);
         match disks {
             Disks::Refuse => {}
             Disks::CrashConsistent => add("--disk", "crash-consistent".into()),

@@ -145,7 +145,8 @@ fn clear(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> R
 
 fn request(resource: &Resource) -> Request {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
-    Request { store, identity, at: None, eager: false, definition: None, qemu: None }
+    let hold_output = resource.protect.output_commit;
+    Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, take_over: None }
 }
 
 /// Boot it from its newest disks: no checkpoint is wanted any more that they could belong to.
@@ -161,7 +162,7 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
     life::run_as(host, definition, None, true, uuid, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
         let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
-        Owned::begin(rundir, store, identity, &vm, &owner)?;
+        Owned::begin(rundir, store, identity, &vm, &owner, None)?;
         Ok::<_, StartError>(())
     })?;
     Ok(())

@@ -216,7 +216,7 @@ pub fn load(store: &StoreUrl, next: Next<'_>, recorder: &mut Recorder, began: In
     (next.started)(&waiting.vmm);
     let Next { rundir, hardware, ready, resumed, told, settle, .. } = next;
     let seat = Seat { rundir, hardware, ready, resumed, told, settle };
-    let load = Load { store, identity: None, eager: false, began };
+    let load = Load { store, identity: None, eager: false, began, hold: false, begun: None };
     let restored = go::go(seat, waiting, &ahead, None, &load, recorder)?;
     Ok(Loaded { us: restored.us, pid: restored.pid, clock: restored.clock })
 }

@@ -86,6 +86,9 @@ pub struct Done {
     pub compressed_bytes: u64,
     /// Bytes written to the store, all together.
     pub bytes: u64,
+    /// What the guest had sent until its stop was let out after the commit, as long after its resume, in µs; none if it is not held.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub released_us: Option<u64>,
     /// Bytes of device state.
     pub devices_bytes: u64,
     /// From the guest's resume to the commit, in µs.
@@ -129,6 +132,9 @@ pub struct Steps {
     pub copy: u64,
     /// What was left of saving the devices then.
     pub devices: u64,
+    /// Setting apart what the guest had sent until then, where that is held.
+    #[serde(default)]
+    pub cut: u64,
     /// Until the guest ran again.
     pub resume: u64,
 }

@@ -11,6 +11,8 @@
 //! | [`owned`] | with which owner epoch a guest began to run here, and when it may not any more |
 //! | [`restore`] | a guest goes on from a checkpoint, its pages come on demand |
 //! | [`pager`] | brings them |
+//! | [`output`] | what a guest has sent, let out |
+//! | [`moving`] | a guest goes on on another host |
 //!
 //! `docs/protect.md` has the sequences and the argument.
 
@@ -19,6 +21,8 @@ mod epochs;
 pub mod event;
 mod filling;
 mod first;
+pub mod moving;
+pub mod output;
 pub mod owned;
 pub mod pager;
 mod pause;

@@ -72,7 +72,7 @@ impl Owned {
         Self { store: full(store), identity, run, over: None }
     }
 
-    /// Become the owner of `store` for a guest that is about to run here, and note it.
+    /// Become the owner of `store` for a guest that is about to run here, on a condition if need be, and note it.
     ///
     /// # Errors
     /// [`OwnError`]; the guest must not run then.
@@ -82,8 +82,9 @@ impl Owned {
         identity: Option<&Identity>,
         vm: &Vm,
         owner: &Owner,
+        only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        let fenced = admin::fence(store, vm, owner, None, identity)?;
+        let fenced = admin::fence(store, vm, owner, only_if, identity)?;
         Self::new(store, identity, fenced.epoch).write(rundir)?;
         Ok(fenced)
     }
@@ -208,7 +209,7 @@ mod tests {
             rundir
         });
         let begin = |rundir: &RunDir, guest| {
-            Owned::begin(rundir, &store, None, &vm(), &Owner::here("test").with(guest)).unwrap();
+            Owned::begin(rundir, &store, None, &vm(), &Owner::here("test").with(guest), None).unwrap();
             Owned::read(rundir).unwrap().unwrap()
         };
         let first = begin(&here, Guest::Booted);

@@ -4,9 +4,11 @@ use crate::event::Steps;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
+use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_vm::life::run_state;
+use rekindle_vm::timeline::host_us;
 use serde_json::Value;
 use std::fs;
 use std::io;
@@ -42,6 +44,15 @@ pub(crate) enum PauseError {
     },
 }
 
+/// What comes of the guest after a pause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Then {
+    /// It goes on, whatever came of the pause.
+    GoesOn,
+    /// It stays stopped, whatever came of the pause: its journal says who lets it go on.
+    Stays,
+}
+
 /// What a pause gave.
 #[derive(Debug)]
 pub(crate) struct Paused<T> {
@@ -50,7 +61,7 @@ pub(crate) struct Paused<T> {
     pub devices: Vec<u8>,
     /// When QEMU stopped the guest, in µs since 1970.
     pub stopped_host_us: u64,
-    /// When the guest went on.
+    /// When the guest went on; when all of it was read, if it stays stopped.
     pub resumed_host_us: u64,
     pub steps: Steps,
 }
@@ -63,6 +74,8 @@ pub(crate) struct Monitors {
     /// A second one, on which the command that saves is staged.
     save: Option<Qmp>,
     devices: DeviceState,
+    /// What the guest sends is held until a checkpoint counts.
+    hold: Option<Hold>,
     /// There while we keep the guest stopped: were we killed in between, whoever comes next lets it go on.
     mark: PathBuf,
 }
@@ -106,7 +119,7 @@ impl Monitors {
             }
             remove(&mark)?;
         }
-        Ok(Self { process, control, save, devices, mark })
+        Ok(Self { process, control, save, devices, hold: None, mark })
     }
 
     /// The connection, for whatever does not stop the guest.
@@ -114,11 +127,59 @@ impl Monitors {
         &mut self.control
     }
 
+    /// From here on what the guest sends on `nets` waits for [`Monitors::release`]; without `nets`, if somebody has begun to hold it already.
+    /// Gives whether it does.
+    ///
+    /// Needs the second connection: on the first one there may be something staged.
+    pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
+        if let Some(save) = &mut self.save {
+            self.hold = match nets {
+                Some(nets) => Some(Hold::begin(save, nets.iter().copied())?),
+                None => match Hold::found(save)? {
+                    // Whole, and its gate closed.
+                    Some(found) => Some(Hold::begin(save, found.nets())?),
+                    None => None,
+                },
+            };
+        }
+        Ok(self.hold.is_some())
+    }
+
+    /// Whether what the guest sends is held.
+    pub(crate) fn holds(&self) -> bool {
+        self.hold.is_some()
+    }
+
+    /// Let out what the guest had sent when it was stopped last: that moment is safe.
+    pub(crate) fn release(&mut self) -> Result<(), QmpError> {
+        match (&self.hold, &mut self.save) {
+            (Some(hold), Some(save)) => hold.release(save),
+            _ => Ok(()),
+        }
+    }
+
+    /// Let out all, and hold nothing more.
+    pub(crate) fn let_out(&mut self) -> Result<(), QmpError> {
+        match (self.hold.take(), &mut self.save) {
+            (Some(hold), Some(save)) => hold.end(save),
+            _ => Ok(()),
+        }
+    }
+
     /// Stop the guest, save its devices, do `work` meanwhile, and let the guest go on, whatever came of it.
     ///
     /// Nobody else may stop the guest or let it go on meanwhile.
     pub(crate) fn pause<T, E: From<PauseError>>(
         &mut self,
+        work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
+    ) -> Result<Paused<T>, E> {
+        self.pause_then(Then::GoesOn, work)
+    }
+
+    /// The same for a guest that may have to stay stopped.
+    pub(crate) fn pause_then<T, E: From<PauseError>>(
+        &mut self,
+        then: Then,
         work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
@@ -134,7 +195,7 @@ impl Monitors {
         fs::write(&self.mark, []).map_err(mark)?;
         let first = go_first(self.process);
         let mut laps = Laps::new();
-        let done = self.stopped(&mut laps, work);
+        let done = self.stopped(&mut laps, then, work);
         drop(first);
         // Where the guest was not let go on, the mark stays for who can do it.
         let (result, stopped_host_us, resumed_host_us) = done?;
@@ -144,17 +205,21 @@ impl Monitors {
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
-    /// With `stop` staged. The outer result: whether the guest runs again.
+    /// With `stop` staged. The outer result: whether the guest runs again, if it is to.
     fn stopped<T, E: From<PauseError>>(
         &mut self,
         laps: &mut Laps,
+        then: Then,
         work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
     ) -> Result<(Result<T, E>, u64, u64), E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control).map_err(failed)?;
         laps.steps.stop = laps.lap();
         let begun = match (&mut self.save, stopped.qmp()) {
-            (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| Ok(control.stage("cont", ())?)),
+            (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| match then {
+                Then::GoesOn => Ok(control.stage("cont", ())?),
+                Then::Stays => Ok(()),
+            }),
             (None, Some(control)) => self.devices.begin(control, false),
             (_, None) => Ok(()),
         };
@@ -169,11 +234,19 @@ impl Monitors {
                     (None, None) => Ok(()),
                 };
                 laps.steps.devices = laps.lap();
+                let saved = match (&self.hold, &mut self.save) {
+                    (Some(hold), Some(save)) => saved.and_then(|()| Ok(hold.cut(save)?)),
+                    _ => saved,
+                };
+                laps.steps.cut = laps.lap();
                 result.and_then(|value| saved.map(|()| value).map_err(|e| PauseError::from(e).into()))
             }
             Err(e) => Err(PauseError::from(e).into()),
         };
         self.control.drop_events();
+        if then == Then::Stays {
+            return Ok((result, stopped_host_us, host_us()));
+        }
         if staged { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }.map_err(failed)?;
         self.control.reply::<Value>("cont").map_err(failed)?;
         let resumed =

@@ -14,6 +14,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
 use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
+use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
@@ -61,6 +62,8 @@ pub struct Settings {
     pub disks: Disks,
     /// End after so many checkpoints.
     pub count: Option<u64>,
+    /// Hold what the guest sends until the checkpoint that covers it counts.
+    pub output_commit: bool,
     /// After those, compare all of the guest's memory with the newest, while it is stopped.
     pub compare: bool,
 }
@@ -122,6 +125,15 @@ pub enum ProtectError {
         /// The disk.
         disk: String,
     },
+    /// What it sends cannot be held.
+    #[error(
+        "{name} was attached to, and not started by Rekindle: what it sends cannot be held until a checkpoint counts; protect it without \
+         --output-commit"
+    )]
+    Output {
+        /// The VM.
+        name: String,
+    },
     /// Its memory cannot be tracked without harm.
     #[error(
         "{name}: its RAM is memory that outlives the host's kernel (DAX: {}), and Linux does not resolve page faults there while \
@@ -163,6 +175,9 @@ pub struct Summary {
     pub newest: Option<u64>,
     /// Why it ended.
     pub ended: Ended,
+    /// What the guest sends is held, and nobody lets it out any more.
+    #[serde(default)]
+    pub output_held: bool,
 }
 
 /// Why a loop ended.
@@ -193,7 +208,18 @@ pub fn protect(
     tell: &mut dyn FnMut(&Event),
 ) -> Result<Summary, ProtectError> {
     let target = Target::of(host, name)?;
-    let hardware = &target.state().hardware;
+    refuse_direct(&target)?;
+    if settings.output_commit && target.state().attached.is_some() {
+        return Err(ProtectError::Output { name: name.into() });
+    }
+    // Before the store is claimed: whoever has the VM is to go on.
+    let only = Protection::take(target.rundir()).map_err(|e| ProtectError::session(name, e))?;
+    Loop::open(host, &target, settings, stop, &format!("protect {name}"), only)?.run(target, tell)
+}
+
+/// That its memory can be tracked without harm.
+pub(crate) fn refuse_direct(target: &Target) -> Result<(), ProtectError> {
+    let (name, hardware) = (target.name(), &target.state().hardware);
     for (path, _) in hardware.ram_files().into_iter().filter(|_| hardware.foreign.is_none()) {
         match is_direct(&path) {
             Ok(false) => {}
@@ -202,15 +228,7 @@ pub fn protect(
             Err(source) => return Err(TargetError::RunDir { path, source }.into()),
         }
     }
-    let mut options = Options::new(target.identity(), &format!("protect {name}"));
-    options.keep = settings.keep;
-    options.identity.clone_from(&settings.identity);
-    let (owned, writer) = own(&target, settings, &options)?;
-    options.only_if = Some(OnlyIf::Run { run: owned.run() });
-    let now = Instant::now();
-    let (writer, base) = (Some(writer), None);
-    Loop { host, settings, stop, options, owned, writer, base, taken: 0, newest: None, newest_at: now, away: false }
-        .run(target, tell)
+    Ok(())
 }
 
 /// Become the owner of the store: of a guest that it knows to run here, if it still is to; of another one as of one that was booted.
@@ -232,7 +250,8 @@ fn own(target: &Target, settings: &Settings, options: &Options) -> Result<(Owned
     }
 }
 
-struct Loop<'a> {
+/// Takes one checkpoint after another.
+pub(crate) struct Loop<'a> {
     host: &'a Host,
     settings: &'a Settings,
     stop: &'a AtomicBool,
@@ -247,6 +266,10 @@ struct Loop<'a> {
     newest: Option<u64>,
     newest_at: Instant,
     away: bool,
+    /// What the guest sends is held.
+    held: bool,
+    /// Nobody else takes checkpoints of it, lets go of it, or moves it.
+    _only: Protection,
 }
 
 /// What is to be done next.
@@ -258,7 +281,40 @@ enum Next {
     End(Ended),
 }
 
-impl Loop<'_> {
+impl<'a> Loop<'a> {
+    /// Become the owner of the store.
+    pub(crate) fn open(
+        host: &'a Host,
+        target: &Target,
+        settings: &'a Settings,
+        stop: &'a AtomicBool,
+        operation: &str,
+        only: Protection,
+    ) -> Result<Self, ProtectError> {
+        let mut options = Options::new(target.identity(), operation);
+        options.keep = settings.keep;
+        options.identity.clone_from(&settings.identity);
+        let (owned, writer) = own(target, settings, &options)?;
+        options.only_if = Some(OnlyIf::Run { run: owned.run() });
+        let now = Instant::now();
+        let (writer, base) = (Some(writer), None);
+        Ok(Self {
+            host,
+            settings,
+            stop,
+            options,
+            owned,
+            writer,
+            base,
+            taken: 0,
+            newest: None,
+            newest_at: now,
+            away: false,
+            held: false,
+            _only: only,
+        })
+    }
+
     fn run(mut self, target: Target, tell: &mut dyn FnMut(&Event)) -> Result<Summary, ProtectError> {
         let mut target = Box::new(target);
         let mut failures = 0;
@@ -332,6 +388,10 @@ impl Loop<'_> {
                             })?;
                             tell(&Event::Compared(compared));
                         }
+                        match session.let_output_out() {
+                            Ok(()) => self.held = false,
+                            Err(e) => tracing::warn!("what the guest has sent is held still: {}", chain(&e)),
+                        }
                         if let Err(e) = session.detach() {
                             tracing::warn!("tracking could not be taken out of QEMU: {e}");
                         }
@@ -341,16 +401,18 @@ impl Loop<'_> {
                 }
             }
         };
-        Ok(Summary { checkpoints: self.taken, newest: self.newest, ended })
+        let output_held = self.held && ended != Ended::QemuEnded;
+        Ok(Summary { checkpoints: self.taken, newest: self.newest, ended, output_held })
     }
 
-    fn attach(&mut self, target: &Target) -> Result<Session, Failure> {
+    pub(crate) fn attach(&mut self, target: &Target) -> Result<Session, Failure> {
         let held = Held::take(target.rundir())?;
         let plan = Plan::of(target, self.settings.policy, &self.settings.disks)?;
         let begin = self.begin(target, &plan, held)?;
         let run_state = target.hold_run_state().map_err(|e| Failure::Session(SessionError::Target(e)))?;
-        let session = Session::attach(target.clone(), plan, begin)?;
+        let mut session = Session::attach(target.clone(), plan, begin)?;
         drop(run_state);
+        self.held = session.hold_output(self.settings.output_commit)?;
         Ok(session)
     }
 
@@ -390,7 +452,21 @@ impl Loop<'_> {
         Ok(Begin::Filling { held: Box::new(held), whole: worth == Worth::Whole })
     }
 
-    fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
+    pub(crate) fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
+        self.one(session, |session, writer, every| session.checkpoint(writer, every))
+    }
+
+    /// The last checkpoint of a guest that stays stopped: see [`Session::last`]. Gives the owner epoch that has committed it, too.
+    pub(crate) fn last(&mut self, session: &mut Session, held: &RunState) -> Result<(Done, u64), SessionError> {
+        let done = self.one(session, |session, writer, _| session.last(writer, held))?;
+        Ok((done, self.base.map_or(0, |base| base.epoch)))
+    }
+
+    fn one(
+        &mut self,
+        session: &mut Session,
+        take: impl FnOnce(&mut Session, &mut Writer, Duration) -> Result<Done, SessionError>,
+    ) -> Result<Done, SessionError> {
         let progress = self.progress(session);
         let writer = open(&mut self.writer, &self.settings.store, &self.options)?;
         writer.hold(session.restored());
@@ -399,7 +475,7 @@ impl Loop<'_> {
         let mut progress = Progress { collected, committed, epoch, ..progress };
         let rundir = session.target.rundir().clone();
         progress.write(&rundir);
-        let done = session.checkpoint(writer, self.settings.every)?;
+        let done = take(session, writer, self.settings.every)?;
         progress.epoch = writer.epoch();
         (progress.collected, progress.committed) = (done.number, done.number);
         self.base = Some(Commit { number: done.number, epoch: progress.epoch });
@@ -555,7 +631,8 @@ fn is_passing(e: &StoreError) -> bool {
     )
 }
 
-fn chain(e: &dyn std::error::Error) -> String {
+/// An error with all its causes.
+pub(crate) fn chain(e: &dyn std::error::Error) -> String {
     let mut text = e.to_string();
     let mut next = e.source();
     while let Some(source) = next {

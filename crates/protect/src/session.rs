@@ -10,7 +10,7 @@ use crate::event::Done;
 use crate::filling::Held;
 use crate::first;
 use crate::pager::FillError;
-use crate::pause::{Monitors, PauseError, Paused};
+use crate::pause::{Monitors, PauseError, Paused, Then};
 use crate::policy::Policy;
 use crate::runs::{nothing, read};
 use crate::target::{Target, TargetError};
@@ -25,7 +25,8 @@ use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types;
 use rekindle_store::{StoreError, Writer};
-use rekindle_vm::attach::Protection;
+use rekindle_vm::fault;
+use rekindle_vm::lock::RunState;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -74,6 +75,9 @@ pub(crate) enum SessionError {
     /// It has told something else.
     #[error("the server of a disk has written {bytes} bytes at {address:#x}, which are no RAM of this guest's")]
     Unknown { address: u64, bytes: u64 },
+    /// QEMU does not hold what the guest sends.
+    #[error("what the guest sends cannot be held until a checkpoint counts")]
+    Hold(#[source] QmpError),
     /// The owner's command for the disks failed.
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
@@ -137,13 +141,12 @@ pub(crate) struct Session {
     foreign: Option<(Box<Adopted>, Facts)>,
     /// What a restore needs first, and for how many checkpoints it is still taken to be so.
     first: (Vec<first::Run>, u32),
-    _protection: Option<Protection>,
 }
 
 impl Session {
     /// Begin to track the memory of `target`.
     pub(crate) fn attach(target: Target, plan: Plan, begin: Begin) -> Result<Self, SessionError> {
-        let Plan { policy, hook, control, gives_back, protection, foreign } = plan;
+        let Plan { policy, hook, control, gives_back, foreign } = plan;
         let save = target.vmm().save(GREETING)?;
         let mark = target.rundir().paused();
         let mut monitors = Monitors::new(target.process(), control, save, mark)?;
@@ -219,7 +222,6 @@ impl Session {
             },
             foreign,
             first,
-            _protection: protection,
         })
     }
 
@@ -236,6 +238,18 @@ impl Session {
     /// Whether the restore has brought everything, so that the next checkpoint ends its pager.
     pub(crate) fn may_take_over(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_filled())
+    }
+
+    /// From here on what the guest sends is held until the checkpoint that covers it counts; if not `wanted`, only if that was begun
+    /// before. Gives whether it is.
+    pub(crate) fn hold_output(&mut self, wanted: bool) -> Result<bool, SessionError> {
+        let nets: Vec<_> = self.target.state().hardware.nets.iter().map(|net| net.id.as_str()).collect();
+        self.monitors.hold(wanted.then_some(nets.as_slice())).map_err(SessionError::Hold)
+    }
+
+    /// Let out all that is held, and hold nothing more.
+    pub(crate) fn let_output_out(&mut self) -> Result<(), SessionError> {
+        self.monitors.let_out().map_err(SessionError::Hold)
     }
 
     /// What is copied when.
@@ -263,6 +277,16 @@ impl Session {
     ///
     /// On failure what was collected is owed to the next one.
     pub(crate) fn checkpoint(&mut self, writer: &mut Writer, every: Duration) -> Result<Done, SessionError> {
+        self.one(writer, every, Then::GoesOn)
+    }
+
+    /// Stop the guest, take the last checkpoint of it here and commit it. Once it is stopped it stays so, whatever comes of this: only
+    /// who holds the run state may let it go on.
+    pub(crate) fn last(&mut self, writer: &mut Writer, _held: &RunState) -> Result<Done, SessionError> {
+        self.one(writer, Duration::ZERO, Then::Stays)
+    }
+
+    fn one(&mut self, writer: &mut Writer, every: Duration, then: Then) -> Result<Done, SessionError> {
         let began = Instant::now();
         let filling = self.is_filling();
         let filled = self.may_take_over();
@@ -277,7 +301,7 @@ impl Session {
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
-        let taken = self.take(&mut checkpoint, fresh, filled);
+        let taken = self.take(&mut checkpoint, fresh, filled, then);
         let taken = match taken {
             Ok(taken) => taken,
             Err(e) => {
@@ -301,10 +325,19 @@ impl Session {
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let (now, took) = (host_us(), began.elapsed());
-        self.epochs.committed(&disks);
-        self.first.1 -= 1;
-        if self.first.1 == 0 {
-            self.first = (first::of(self.monitors.control(), &self.ram), LOOK);
+        let released_us = if self.monitors.holds() {
+            fault::point("output.committed", None, None);
+            self.monitors.release()?;
+            Some(host_us().saturating_sub(paused.resumed_host_us))
+        } else {
+            None
+        };
+        if then == Then::GoesOn {
+            self.epochs.committed(&disks);
+            self.first.1 -= 1;
+            if self.first.1 == 0 {
+                self.first = (first::of(self.monitors.control(), &self.ram), LOOK);
+            }
         }
         let full = std::mem::replace(&mut self.full, false);
         self.owed = nothing(&self.ram);
@@ -326,6 +359,7 @@ impl Session {
             pages_unchanged: committed.pages.unchanged,
             compressed_bytes: committed.pages.compressed,
             bytes: committed.bytes,
+            released_us,
             devices_bytes: paused.devices.len() as u64,
             commit_us: now.saturating_sub(paused.resumed_host_us),
             writing_us: committed.writing.as_micros() as u64,

@@ -11,6 +11,7 @@
 //! - [`foreign`]: a command line of somebody else's, made into one of ours;
 //! - [`monitor`], [`libvirt`]: how one that somebody else started is talked to;
 //! - [`adopt`]: a running QEMU that somebody else started;
+//! - [`hold`]: what its guest sends, held until it is let out;
 //! - [`userfaultfd`]: the right to make one, handed to a QEMU of another user;
 //! - [`ramblock`]: where its RAM blocks are;
 //! - [`rings`]: where the rings of its virtio devices are;
@@ -29,6 +30,7 @@ pub mod command;
 pub mod cpu;
 pub mod devices;
 pub mod foreign;
+pub mod hold;
 pub mod incoming;
 pub mod libvirt;
 pub mod mark;

@@ -1,6 +1,7 @@
 //! What people and machines are told.
 
-use rekindle_reboot::vmm::{Failure, Left};
+use rekindle_protect::moving::MoveError;
+use rekindle_reboot::vmm::{Failure, Left, RebootError};
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 
@@ -54,8 +55,13 @@ impl Output {
 
 /// The exit status for an error.
 pub fn status_of(error: &anyhow::Error) -> u8 {
+    let moved = match error.downcast_ref::<RebootError>() {
+        Some(RebootError::Move(e)) => Some(e),
+        _ => error.downcast_ref::<MoveError>(),
+    };
     match error.downcast_ref::<Failure>() {
         Some(failure) => status_left(failure.left),
+        None if moved.is_some_and(MoveError::needs_recovery) => 3,
         None if error.downcast_ref::<Usage>().is_some() => 2,
         None => 1,
     }

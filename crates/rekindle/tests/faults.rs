@@ -121,6 +121,18 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("fill.handover.recorded", [Nobody; 3]),
     ("fill.end.locked", [Nobody; 3]),
     ("fill.end.closed", [Nobody; 3]),
+    // Nor this one: `output.rs` does.
+    ("output.committed", [Nobody; 3]),
+    // Nor these: `moving.rs` does.
+    ("move.prepare.journalled", [Nobody; 3]),
+    ("move.prepare.prepared", [Nobody; 3]),
+    ("move.suspend.journalled", [Nobody; 3]),
+    ("move.suspend.committed", [Nobody; 3]),
+    ("move.suspend.let-go", [Nobody; 3]),
+    ("move.resume.journalled", [Nobody; 3]),
+    ("move.resume.told", [Nobody; 3]),
+    ("move.settle.running", [Nobody; 3]),
+    ("move.settle.journalled", [Nobody; 3]),
     // Nor these: `host.rs` does.
     ("host.suspend.journalled", [Nobody; 3]),
     ("host.suspend.stopped", [Nobody; 3]),

@@ -350,6 +350,24 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     hardware.disks.iter().filter_map(problem).collect()
 }
 
+/// What speaks against these images being those of a guest whose disks have such identities, in words. They may be in use.
+#[must_use]
+pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
+    let problem = |disk: &Disk| {
+        let at = epochs.get(&disk.id)?;
+        let image = disk.path.display();
+        match left::look(&redo(disk)) {
+            Ok(Some(left)) if left.disk == at.disk => None,
+            Ok(Some(_)) => Some(format!("disk {}: {image} is another disk here than the guest's", disk.id)),
+            Ok(None) => {
+                Some(format!("disk {}: {image} has no redo log here, so it is another disk than the guest's", disk.id))
+            }
+            Err(e) => Some(format!("disk {}: {e}", disk.id)),
+        }
+    };
+    served(hardware).filter_map(problem).collect()
+}
+
 /// Merge what is left of the redo logs of a VM's disks, none of which has a server: each is the newest disk then.
 ///
 /// # Errors

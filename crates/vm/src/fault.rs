@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec, with its cache and by a phase, the preparation of a restore, a
-/// restore, a protector and a pager while it fills, and the suspend and resume of a host pass them.
+/// restore, a protector and a pager while it fills, a protector that holds what its guest sends, a move, and the suspend and resume of a host pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -72,6 +72,16 @@ pub const POINTS: &[&str] = &[
     "fill.handover.recorded",
     "fill.end.locked",
     "fill.end.closed",
+    "output.committed",
+    "move.prepare.journalled",
+    "move.prepare.prepared",
+    "move.suspend.journalled",
+    "move.suspend.committed",
+    "move.suspend.let-go",
+    "move.resume.journalled",
+    "move.resume.told",
+    "move.settle.running",
+    "move.settle.journalled",
     "host.suspend.journalled",
     "host.suspend.stopped",
     "host.suspend.saved",

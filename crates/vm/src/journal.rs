@@ -21,6 +21,8 @@ pub enum Kind {
     Prepare,
     /// `rekindle restore`.
     Restore,
+    /// `rekindle move`, on the host that has the guest.
+    Move,
     /// `rekindle stop`.
     Stop,
     /// `rekindle reboot vmm --how warm`.

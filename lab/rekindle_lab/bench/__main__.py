@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.bench import cluster, faults, host, protect, restore, vmm, warm_cache
+from rekindle_lab.bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
 from rekindle_lab.bench import os as os_reboot
 from rekindle_lab.bench.stage import taken_down_on_signals
 
@@ -25,6 +25,7 @@ TOPICS = {
     "vmm": vmm,
     "protect": protect,
     "restore": restore,
+    "move": move,
     "warm-cache": warm_cache,
     "faults": faults,
     "os": os_reboot,

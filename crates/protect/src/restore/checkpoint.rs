@@ -11,12 +11,13 @@ use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::types::{Block, Guest, Owner, PAGE_SIZE, Page, Vm};
+use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
 use rekindle_store::{Image, Which};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
 use std::thread;
 
 const ZERO: Page = [0; PAGE_SIZE];
@@ -31,7 +32,7 @@ pub(crate) struct Chosen {
 }
 
 impl Chosen {
-    pub(super) fn open(request: &Request) -> Result<Self, RestoreError> {
+    pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
         let which = Which { at: request.at, identity: request.identity.clone(), unlooked: true, ..Which::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
@@ -63,8 +64,14 @@ struct Pages {
 /// Become the store's owner: a host that was declared dead and is not can commit nothing any more, and ends its guest when it sees
 /// that. Gives the newest checkpoint that was committed until then.
 fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let owner = Owner::here(&format!("restore {}", rundir.name())).with(Guest::Restored);
-    let fenced = Owned::begin(rundir, &request.store, request.identity.as_ref(), vm, &owner)?;
+    let begin = |doing: &str, only_if| {
+        let owner = Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
+        Owned::begin(rundir, &request.store, request.identity.as_ref(), vm, &owner, only_if)
+    };
+    let Some(take_over) = &request.take_over else { return Ok(begin("restore", None)?.newest) };
+    let after = take_over.after.load(Ordering::SeqCst);
+    let fenced = begin("move", Some(OnlyIf::Epoch(after)))?;
+    take_over.after.store(fenced.epoch, Ordering::SeqCst);
     Ok(fenced.newest)
 }
 

@@ -13,6 +13,7 @@ use rekindle_memory::missing::{Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::{Hardware, Start};
+use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{Feed, set_capabilities, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
@@ -157,6 +158,10 @@ pub(crate) struct Load<'a> {
     pub(crate) eager: bool,
     /// When the command began.
     pub(crate) began: Instant,
+    /// Hold what the guest sends.
+    pub(crate) hold: bool,
+    /// Set before the guest is let go.
+    pub(crate) begun: Option<&'a AtomicBool>,
 }
 
 /// Becoming the store's owner, under way beside the load.
@@ -180,7 +185,15 @@ pub(super) fn go_in(
         told: &|| false,
         settle: &|journal, vmm, qmp| Ok(place.settle(journal, vmm, qmp.version().clone()).map(drop)?),
     };
-    let load = Load { store: &request.store, identity: request.identity.as_ref(), eager: request.eager, began };
+    let begun = request.take_over.as_ref().map(|take_over| &take_over.begun);
+    let load = Load {
+        store: &request.store,
+        identity: request.identity.as_ref(),
+        eager: request.eager,
+        began,
+        hold: request.hold_output,
+        begun,
+    };
     go(seat, waiting, ahead, fence, &load, recorder)
 }
 
@@ -257,7 +270,14 @@ pub(crate) fn go(
             fence.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             recorder.step("own the store");
         }
+        if load.hold {
+            Hold::begin(&mut qmp, seat.hardware.nets.iter().map(|net| net.id.as_str()))?;
+            recorder.step("hold its output");
+        }
         recorder.phase(Phase::Resume);
+        if let Some(begun) = load.begun {
+            begun.store(true, Ordering::SeqCst);
+        }
         journal.advance(Step::Resume).map_err(journalled(seat.rundir))?;
         fault::point("restore.resume.journalled", None, Some(&vmm));
         qmp.drop_events();

@@ -42,6 +42,8 @@ use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Instant;
 
@@ -67,6 +69,19 @@ pub struct Request {
     pub definition: Option<Definition>,
     /// The QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
+    /// Hold what the guest sends, from its first instruction on, until somebody protects it with output commit.
+    pub hold_output: bool,
+    /// Only as the next owner of the store, for a guest that may have to go on where it was: see [`TakeOver`].
+    pub take_over: Option<Arc<TakeOver>>,
+}
+
+/// A guest that another host has stopped, and lets go on if this one cannot have it for certain.
+#[derive(Debug, Default)]
+pub struct TakeOver {
+    /// The owner epoch of that host; if it is not the store's any more, nothing is restored. Then that of the restore.
+    pub after: AtomicU64,
+    /// The guest has been let go, or may have been.
+    pub begun: AtomicBool,
 }
 
 /// Why a guest was not restored.

@@ -8,7 +8,6 @@ use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use serde_json::Value;
 
@@ -20,8 +19,6 @@ pub(crate) struct Plan {
     pub(super) control: Qmp,
     /// The guest has a device through which it gives memory back.
     pub(super) gives_back: bool,
-    /// Of an attached VM: nobody else takes checkpoints of it, or lets go of it.
-    pub(super) protection: Option<Protection>,
     /// Its devices and disks, which its command line says.
     pub(super) foreign: Option<(Box<Adopted>, Facts)>,
 }
@@ -30,10 +27,6 @@ impl Plan {
     /// Look at the guest.
     pub(crate) fn of(target: &Target, wanted: Option<Policy>, disks: &Disks) -> Result<Self, Failure> {
         let name = || target.name().to_owned();
-        let protection = match target.state().attached {
-            Some(_) => Some(Protection::take(target.rundir()).map_err(|e| ProtectError::session(target.name(), e))?),
-            None => None,
-        };
         let found = target.vmm().adopt(GREETING);
         let (adopted, mut control) = found.map_err(SessionError::from)?;
         // Rekindle's own servers write the guest's memory too, and tell what they have written.
@@ -79,7 +72,7 @@ impl Plan {
             (None, Some(_)) => Policy::Cow,
             (None, None) => Policy::Precopy,
         };
-        Ok(Self { policy, hook, control, gives_back: adopted.gives_back, protection, foreign })
+        Ok(Self { policy, hook, control, gives_back: adopted.gives_back, foreign })
     }
 }
 

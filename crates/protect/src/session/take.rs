@@ -2,7 +2,7 @@
 
 use super::{Copies, Session, SessionError, Tracking, lock};
 use crate::epochs::DiskEpoch;
-use crate::pause::{Laps, Paused};
+use crate::pause::{Laps, Paused, Then};
 use crate::policy::Policy;
 use crate::runs::{BATCH, copy_all, merged, read, send, send_from, send_zeroes};
 use rekindle_memory::tracker::{Dirty, Synchronous, TrackError, Tracker};
@@ -29,24 +29,29 @@ pub(super) struct Taken {
 }
 
 impl Session {
-    /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end.
+    /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end. `then`: of a
+    /// guest that stays stopped the caller holds the run state.
     pub(super) fn take(
         &mut self,
         checkpoint: &mut Checkpoint<'_>,
         fresh: bool,
         filled: bool,
+        then: Then,
     ) -> Result<Taken, SessionError> {
         let mut sent = 0;
         if self.policy != Policy::Cow && (self.full || self.policy == Policy::Precopy) {
             sent = self.send_ahead(checkpoint, fresh)?;
         }
-        let run_state = self.target.hold_run_state()?;
+        let run_state = match then {
+            Then::GoesOn => Some(self.target.hold_run_state()?),
+            Then::Stays => None,
+        };
         let (ram, owed) = (Arc::clone(&self.ram), &mut self.owed);
         let (hook, name, number) = (self.hook.as_deref(), self.target.name(), checkpoint.number());
         let ahead = sent > 0;
         let (tracking, served, epochs) = (&mut self.tracking, &mut self.served, &mut self.epochs);
         let mut disks = Vec::new();
-        let paused = self.monitors.pause(|stopped, laps: &mut Laps| {
+        let paused = self.monitors.pause_then(then, |stopped, laps: &mut Laps| {
             disks = epochs.mark()?;
             if let Some(command) = hook {
                 run_hook(command, name, number)?;

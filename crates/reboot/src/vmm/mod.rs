@@ -23,6 +23,7 @@ pub use recover::{Recovered, recover};
 
 use rekindle_kernel::sched::First;
 use rekindle_memory::directory::RamError;
+use rekindle_protect::moving::MoveError;
 use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
@@ -157,6 +158,9 @@ pub enum RebootError {
     /// A candidate cannot be loaded.
     #[error("the candidate cannot be loaded")]
     Candidate(#[source] Box<RestoreError>),
+    /// A move to another host that was cut off is not settled.
+    #[error(transparent)]
+    Move(#[from] MoveError),
     /// Nowhere to go back to.
     #[error("VM {name} has had no other QEMU: there is nothing to roll back to")]
     NoRollback {

@@ -3,6 +3,7 @@
 use super::{Change, How, RebootError};
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
+use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::{hardware, life};
@@ -45,8 +46,15 @@ pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
     }
     if change.options.how != How::Cold {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
-        let run_state =
-            change.old.connect(Duration::from_secs(10)).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?))?;
+        let mut qmp = change.old.connect(Duration::from_secs(10))?;
+        let run_state = life::run_state(&mut qmp)?;
+        if Hold::found(&mut qmp)?.is_some() {
+            problems.push(Problem(format!(
+                "what its guest sends is held until a checkpoint counts (protect --output-commit), and a new QEMU would not hold it; end \
+                 the protector, and: rekindle release {}",
+                change.name()
+            )));
+        }
         match CARRIABLE.iter().find(|(name, _)| *name == run_state) {
             Some((_, runs)) => running = *runs,
             None => problems.push(Problem(format!(

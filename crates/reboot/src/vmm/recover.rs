@@ -11,6 +11,7 @@ use super::handover::Taps;
 use super::{RUN_STATE_PATIENCE, RebootError, handover, resume, saved, switch};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched;
+use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
@@ -50,6 +51,10 @@ pub enum Recovered {
     Booted,
     /// A QEMU was prepared for a restore, as was wanted.
     Prepared,
+    /// A move was undone: the guest goes on here.
+    MovedBack,
+    /// A move was finished: the guest runs on the other host, and nothing of it is left here.
+    MovedAway,
     /// The VM is gone, as was wanted, or because it had never been started.
     Removed,
 }
@@ -66,6 +71,8 @@ impl std::fmt::Display for Recovered {
             Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
             Self::Prepared => "finished: a QEMU waits for a checkpoint",
+            Self::MovedBack => "undone: the guest goes on here, with its memory",
+            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it is left here",
             Self::Removed => "the VM is removed",
         })
     }
@@ -128,6 +135,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
         Kind::Run => recover_run(host, &held, journal),
         Kind::Prepare => recover_prepare(host, &held, journal),
         Kind::Restore => recover_restore(host, &held, journal),
+        Kind::Move => recover_move(host, &held, journal),
         Kind::Stop => {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
@@ -202,6 +210,17 @@ fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Recover
     }
     life::clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
+}
+
+/// A move is settled by who owns the store; of a guest whose QEMU has died before the other host was told, the memory is lost.
+fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
+        return lose(held, journal, None);
+    }
+    Ok(match settle(host, held, journal)? {
+        Settled::Back => Recovered::MovedBack,
+        Settled::Away => Recovered::MovedAway,
+    })
 }
 
 /// A restore is finished if its guest was let go, else undone: the checkpoint is where it was.

@@ -2,6 +2,7 @@
 
 mod disk;
 mod host;
+mod moving;
 mod ocf;
 mod protect;
 mod reboot;
@@ -11,6 +12,7 @@ mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
+pub use moving::Move;
 pub use ocf::{HowStop, Ocf, OcfMonitor, OcfResource, OcfStop};
 pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
@@ -86,6 +88,12 @@ pub enum Command {
     /// On failure: the guest runs on; the store holds what was committed before. Only where the guest was restored or booted on another
     /// host since, from or with that store, it is ended here.
     Protect(Protect),
+    /// Let out what a guest has sent and `rekindle protect --output-commit` has held, and hold nothing more.
+    ///
+    /// Needs: the VM runs; nobody takes checkpoints of it.
+    /// On success: its network is as it was. A fail-over to its last checkpoint may take back what its clients have seen from now on.
+    /// On failure: it is held still.
+    Release(NameOnly),
     /// Let a guest go on from a checkpoint; its memory comes on demand.
     ///
     /// Needs: the store; room for the guest's RAM; no VM of that name that runs; a QEMU that knows its machine.
@@ -94,6 +102,15 @@ pub enum Command {
     /// On failure: nothing is left behind; the checkpoint is where it was. What was prepared waits on, unless the guest's
     /// state had been given to it already.
     Restore(Restore),
+    /// Let a running guest go on on another host, which reaches the same store and disk images; its memory comes on demand there.
+    ///
+    /// Needs: the VM runs, with disks that Rekindle serves, or that are only read; ssh to the other host, and rekindle there.
+    /// On success: the guest runs there; nothing of it is left here.
+    /// On failure: it goes on here. With exit status 3: what is said has to be done first; no two hosts run it.
+    Move(Move),
+    /// Take a guest from another host: what `rekindle move` starts here over ssh, and speaks to on standard input.
+    #[command(hide = true)]
+    Receive,
     /// Bring the memory of a restored VM, if the pager that `rekindle restore` started has ended.
     ///
     /// Needs: a restore that is still filling, and no other pager.

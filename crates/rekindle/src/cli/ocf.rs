@@ -65,6 +65,9 @@ pub struct OcfResource {
     /// A command that snapshots the disks; it runs while the guest is stopped.
     #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
     pub disk_hook: Option<String>,
+    /// Hold what the guest sends until the checkpoint that covers it counts: as for `protect`.
+    #[arg(long)]
+    pub output_commit: bool,
     /// How long it may take.
     #[arg(long, default_value = "20s", value_name = "TIME")]
     pub within: Span,

@@ -37,6 +37,10 @@ pub struct Protect {
     /// End after so many checkpoints, and leave no trace in QEMU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
+    /// Hold what the guest sends until the checkpoint that covers it counts: nobody sees what a fail-over takes back. Each answer of
+    /// the guest waits for that.
+    #[arg(long)]
+    pub output_commit: bool,
     /// Then compare all of the guest's memory with the newest checkpoint, while it is stopped (takes seconds per GiB).
     #[arg(long, requires = "count")]
     pub compare: bool,
@@ -64,6 +68,9 @@ pub struct Restore {
     /// Bring all memory before the guest goes on.
     #[arg(long)]
     pub eager: bool,
+    /// Hold what the guest sends until `rekindle protect --output-commit` lets it out.
+    #[arg(long, conflicts_with = "prepare")]
+    pub output_commit: bool,
     /// Only start a QEMU that waits with empty RAM: the next restore is a load and a resume.
     #[arg(long, conflicts_with_all = ["at", "eager"])]
     pub prepare: bool,

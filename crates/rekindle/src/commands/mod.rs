@@ -11,6 +11,7 @@ pub mod doctor;
 pub mod generate;
 pub mod host;
 pub mod monitor;
+pub mod moving;
 pub mod ocf;
 pub mod probe;
 pub mod protect;

@@ -48,6 +48,7 @@ fn resource(arguments: &OcfResource) -> Resource {
         max_lag: None,
         disks,
         count: None,
+        output_commit: arguments.output_commit,
         compare: false,
     };
     Resource { name: arguments.name.clone(), definition: definition(arguments), protect }

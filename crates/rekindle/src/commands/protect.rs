@@ -1,11 +1,12 @@
-//! `rekindle protect`.
+//! `rekindle protect` and `release`.
 
 use super::interrupts;
 use super::store::identity;
-use crate::cli::{DiskRule, Protect};
+use crate::cli::{DiskRule, NameOnly, Protect};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::event::Event;
+use rekindle_protect::output;
 use rekindle_protect::protector::{Disks, Ended, Settings, protect as run};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
@@ -26,6 +27,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
         disks,
         count: arguments.count,
+        output_commit: arguments.output_commit,
         compare: arguments.compare,
     };
     let interrupted = interrupts()?;
@@ -43,6 +45,19 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         Ended::Counted => "done; nothing of it is left in QEMU",
         Ended::QemuEnded => "its QEMU has ended",
     };
-    output.result(&summary, format!("{name}: {} checkpoints; {why}", summary.checkpoints))?;
+    let held = if summary.output_held {
+        format!("; what it sends is held until it is protected again, or until: rekindle release {name}")
+    } else {
+        String::new()
+    };
+    output.result(&summary, format!("{name}: {} checkpoints; {why}{held}", summary.checkpoints))?;
     Ok(if summary.ended == Ended::QemuEnded || wrong > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+pub fn release(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
+    let name = arguments.name.as_str();
+    let released = output::release(&Host::open()?, name)?;
+    let text = if released { "what it has sent is let out, and held no more" } else { "nothing of it was held" };
+    output.result(&serde_json::json!({"name": name, "released": released}), format!("{name}: {text}"))?;
+    Ok(ExitCode::SUCCESS)
 }

@@ -23,6 +23,8 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
         qemu: arguments.qemu.clone(),
+        hold_output: arguments.output_commit,
+        take_over: None,
     };
     if arguments.prepare {
         let waits = prepare(&host, &arguments.name, &request)?;

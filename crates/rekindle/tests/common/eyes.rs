@@ -4,6 +4,7 @@ use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -106,9 +107,15 @@ pub struct Watch {
 impl Watch {
     /// Begin to look at all VMs below `root`.
     pub fn begin(root: &Path) -> Self {
+        Self::over(&[root])
+    }
+
+    /// Begin to look at all VMs below several places: those of one name are one.
+    pub fn over(roots: &[&Path]) -> Self {
         let end = Arc::new(AtomicBool::new(false));
         let has_seen = Arc::new(AtomicBool::new(false));
-        let (ended, seeing, root) = (Arc::clone(&end), Arc::clone(&has_seen), root.to_owned());
+        let (ended, seeing) = (Arc::clone(&end), Arc::clone(&has_seen));
+        let roots: Vec<_> = roots.iter().map(|root| root.to_path_buf()).collect();
         // What a machine runs besides takes longer to look at than what is looked for, and becomes no QEMU as Rekindle's may.
         let is_other = |pid: &u32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -123,7 +130,8 @@ impl Watch {
                 // A number that is free can be a QEMU's next time.
                 others.retain(|pid| all.contains(pid));
                 looks += 1;
-                seen.extend(two_at_once(qemus_among(&root, all.difference(&others).copied())));
+                let of = |root: &PathBuf| qemus_among(root, all.difference(&others).copied());
+                seen.extend(two_at_once(roots.iter().flat_map(of).collect()));
                 seeing.store(!seen.is_empty(), Ordering::Relaxed);
                 if ended.load(Ordering::Relaxed) {
                     return (looks, seen);
@@ -161,9 +169,9 @@ impl Drop for Watch {
 /// Two QEMUs of one VM that run at the same moment. They are asked one after the other, and the guest may pass from one
 /// to the other in between; but a QEMU that ran before another was seen running, and still runs after that, ran beside it.
 fn two_at_once(qemus: Vec<Qemu>) -> Option<String> {
-    let mut by_vm: BTreeMap<PathBuf, Vec<Qemu>> = BTreeMap::new();
+    let mut by_vm: BTreeMap<OsString, Vec<Qemu>> = BTreeMap::new();
     for qemu in qemus {
-        by_vm.entry(qemu.directory.parent()?.to_owned()).or_default().push(qemu);
+        by_vm.entry(qemu.directory.parent()?.file_name()?.to_owned()).or_default().push(qemu);
     }
     by_vm.values().find_map(|all| {
         let running: Vec<_> = all.iter().filter(|qemu| qemu.runs()).collect();

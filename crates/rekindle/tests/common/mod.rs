@@ -24,6 +24,7 @@ pub use {
     vm::Net,
 };
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -40,4 +41,9 @@ pub fn wait_for<T>(what: &str, deadline: Duration, mut probe: impl FnMut() -> Op
         assert!(Instant::now() < end, "{what}: not within {deadline:?}");
         thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// The first guest that was defined in a lab, on its tap.
+pub fn first_guest<'a>(lab: &'a Lab, name: &str) -> Guest<'a> {
+    Guest::new(lab, name, Some(lab.namespace.clone()), SocketAddr::from((Ipv4Addr::new(10, 79, 1, 2), 7000)))
 }

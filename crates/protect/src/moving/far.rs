@@ -1,0 +1,211 @@
+//! The other host: how it is reached, and the line to its Rekindle.
+
+use super::protocol::{Answer, LONGEST, Say};
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long the other side may take to end once it is not needed any more.
+const END: Duration = Duration::from_secs(30);
+
+/// How another host is reached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Far {
+    /// The host, as ssh knows it.
+    pub host: String,
+    /// The command that runs another one there, with its options: `ssh -p 2222`. It is given the host and one text, for a shell there.
+    pub ssh: String,
+    /// Rekindle's program there.
+    pub rekindle: String,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum LineError {
+    /// The command that leads there does not start, or its name is none.
+    #[error("`{command}` cannot be started")]
+    Start {
+        /// What was started.
+        command: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A host that a program would take for an option.
+    #[error("`{host}` cannot be the name of a host")]
+    Host {
+        /// What was named.
+        host: String,
+    },
+    /// It has ended.
+    #[error("the line to {host} has broken; see what `{command}` says there")]
+    Broken {
+        /// The host.
+        host: String,
+        /// The program there.
+        command: String,
+    },
+    /// It says what makes no sense.
+    #[error("{host} answers `{said}`, which is no answer of Rekindle's; are both of the same version?")]
+    Odd {
+        /// The host.
+        host: String,
+        /// The beginning of what it says.
+        said: String,
+    },
+    /// It says nothing.
+    #[error("{host} has not answered within {} s", patience.as_secs())]
+    Silent {
+        /// The host.
+        host: String,
+        /// How long it was waited.
+        patience: Duration,
+    },
+}
+
+impl Far {
+    fn remote(&self) -> String {
+        format!("{} receive", quoted(&self.rekindle))
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new("sh");
+        // The shell splits what the owner has written, and nothing else.
+        command.args(["-c", &format!("exec {} \"$@\"", self.ssh), "sh", &self.host, &self.remote()]);
+        command
+    }
+
+    /// Start Rekindle there.
+    pub(super) fn connect(&self) -> Result<Line, LineError> {
+        if self.host.is_empty() || self.host.starts_with('-') {
+            return Err(LineError::Host { host: self.host.clone() });
+        }
+        let failed = |source| LineError::Start { command: self.ssh.clone(), source };
+        let spawned = self.command().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = spawned.map_err(failed)?;
+        let to = child.stdin.take();
+        let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
+        let (said, answers) = mpsc::channel();
+        let reader = thread::Builder::new().name("far side".into());
+        let read = reader.spawn(move || {
+            let mut from = BufReader::new(from);
+            loop {
+                let mut line = Vec::new();
+                match (&mut from).take(LONGEST).read_until(b'\n', &mut line) {
+                    Ok(read) if read > 0 && said.send(line).is_ok() => {}
+                    _ => return,
+                }
+            }
+        });
+        read.map_err(failed)?;
+        Ok(Line { host: self.host.clone(), command: self.remote(), child, to, answers })
+    }
+}
+
+/// As one word for a shell.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// A line to Rekindle on another host. Dropped, it ends what is there.
+#[derive(Debug)]
+pub(super) struct Line {
+    host: String,
+    command: String,
+    child: Child,
+    to: Option<ChildStdin>,
+    answers: Receiver<Vec<u8>>,
+}
+
+impl Line {
+    /// Where it leads.
+    pub(super) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Say something.
+    pub(super) fn say(&mut self, say: &Say) -> Result<(), LineError> {
+        let broken = || LineError::Broken { host: self.host.clone(), command: self.command.clone() };
+        let mut line = serde_json::to_vec(say).map_err(|_| broken())?;
+        line.push(b'\n');
+        self.to.as_mut().and_then(|to| to.write_all(&line).and_then(|()| to.flush()).ok()).ok_or_else(broken)
+    }
+
+    /// What it answers.
+    pub(super) fn answer(&mut self, patience: Duration) -> Result<Answer, LineError> {
+        let host = || self.host.clone();
+        let line = self.answers.recv_timeout(patience).map_err(|e| match e {
+            RecvTimeoutError::Timeout => LineError::Silent { host: host(), patience },
+            RecvTimeoutError::Disconnected => LineError::Broken { host: host(), command: self.command.clone() },
+        })?;
+        serde_json::from_slice(&line).map_err(|_| {
+            let said = String::from_utf8_lossy(&line).trim_end().chars().take(200).collect();
+            LineError::Odd { host: host(), said }
+        })
+    }
+
+    /// Say something, and give what it answers.
+    pub(super) fn ask(&mut self, say: &Say, patience: Duration) -> Result<Answer, LineError> {
+        self.say(say)?;
+        self.answer(patience)
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // It ends by itself when it hears nothing more, and takes back what it has prepared.
+        self.to = None;
+        let deadline = Instant::now() + END;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                break;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn far(ssh: &str, rekindle: &str) -> Far {
+        Far { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
+    }
+
+    #[test]
+    fn the_owner_s_command_gets_the_host_and_one_text() {
+        // As ssh does it: the text is for a shell there.
+        let script = r#"sh -c 'shift; printf "{\"refused\":{\"why\":\"%s\"}}\n" "$*"' -- -x"#;
+        let mut line = far(script, "/opt/it is/rekindle").connect().unwrap();
+        let Answer::Refused { why } = line.answer(END).unwrap() else { panic!("another answer") };
+        assert_eq!(why, "b '/opt/it is/rekindle' receive");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert!(matches!(line.answer(END), Err(LineError::Broken { .. })));
+    }
+
+    #[test]
+    fn what_is_no_answer_is_named() {
+        let mut line = far("echo Permission denied #", "rekindle").connect().unwrap();
+        let e = line.answer(END).unwrap_err().to_string();
+        assert!(e.contains("Permission denied"), "{e}");
+    }
+
+    #[test]
+    fn a_host_is_no_option() {
+        let far = Far { host: "-oProxyCommand=x".into(), ..far("ssh", "rekindle") };
+        assert!(matches!(far.connect(), Err(LineError::Host { .. })));
+    }
+
+    #[test]
+    fn who_says_nothing_is_told_from_who_is_gone() {
+        let mut line = far("cat #", "rekindle").connect().unwrap();
+        assert!(matches!(line.answer(Duration::from_millis(1)), Err(LineError::Silent { .. })));
+    }
+}

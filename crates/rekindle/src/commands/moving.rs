@@ -1,0 +1,70 @@
+//! `rekindle move`, and its other side.
+
+use super::interrupts;
+use super::store::identity;
+use crate::cli::Move;
+use crate::output::{Output, duration};
+use anyhow::{Context, Result};
+use rekindle_protect::moving::source::{Settings, start};
+use rekindle_protect::moving::target;
+use rekindle_protect::moving::{Event, Far};
+use rekindle_reboot::os::watch;
+use rekindle_store::StoreUrl;
+use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::process::ExitCode;
+
+pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let name = &arguments.name;
+    let (to, ssh, rekindle) = (arguments.to.clone(), arguments.ssh.clone(), arguments.rekindle.clone());
+    let settings = Settings {
+        far: Far { host: to, ssh, rekindle },
+        store: both(&arguments.store)?,
+        identity: identity(&arguments.tls),
+        definition: arguments.definition.clone(),
+        qemu: arguments.qemu.clone(),
+    };
+    let interrupted = interrupts()?;
+    let mut tell = |event: &Event| {
+        let _ = output.result(event, format!("{name}: {event}"));
+    };
+    let moved = start(&host, name, &settings, &interrupted, &mut tell)?;
+    let there = moved.there.as_ref().map_or_else(String::new, |there| {
+        let waited = if there.prepared { ", which had waited" } else { "" };
+        format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)
+    });
+    let text = format!(
+        "{name} runs on {} after {}, stopped for {}{there}; its memory comes on demand",
+        moved.host,
+        duration(moved.us),
+        duration(moved.stopped_us)
+    );
+    output.result(&moved, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The store as the other host has to be told of it, whatever directory it is in.
+fn both(store: &StoreUrl) -> Result<StoreUrl> {
+    Ok(match store {
+        StoreUrl::Directory(path) => {
+            StoreUrl::Directory(std::path::absolute(path).with_context(|| path.display().to_string())?)
+        }
+        StoreUrl::Remote(_) => store.clone(),
+    })
+}
+
+pub fn receive() -> Result<ExitCode> {
+    let host = Host::open()?;
+    let running = |name: &str| {
+        let rundir = RunDir::new(&host.root, name);
+        let state = State::read(&rundir).ok().flatten();
+        if let Some(Err(e)) = state.map(|state| watch::start(&rundir, &state.definition)) {
+            tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
+        }
+        super::reboot::save_phases(&host, name);
+    };
+    target::receive(&host, std::io::stdin().lock(), std::io::stdout().lock(), &running)?;
+    Ok(ExitCode::SUCCESS)
+}

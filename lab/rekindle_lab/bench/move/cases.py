@@ -1,0 +1,148 @@
+"""A guest is booted here and goes to another place, in each way in turn; each leaves a row. Nothing is judged here.
+
+The two hosts are two run directories and two network namespaces of one machine; the link is its loopback for all: what
+is `ssh` elsewhere starts the other Rekindle here, QEMU's migration goes over TCP.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rekindle_lab import netns
+from rekindle_lab.bench.protect.stage import Stage
+from rekindle_lab.guests import Guest, size
+from rekindle_lab.netns import Tap
+from rekindle_lab.peers import migrate
+from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
+from rekindle_lab.stores import Store
+
+from .plan import Plan
+from .rows import HOWS, Row
+
+IMAGE = "micro"
+QUIET_S = 2.0
+"""How long the guest's service is watched before anything is done."""
+FILL_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class There:
+    """The other host."""
+
+    rekindle: Rekindle
+    netns: str
+    ram: Path
+    ssh: Path
+
+    def has(self, guest: Guest) -> Guest:
+        """The guest as it is there."""
+        return replace(guest, netns=self.netns, ram_dir=self.ram)
+
+
+@contextmanager
+def _there(stage: Stage) -> Iterator[There]:
+    with ExitStack() as stack:
+        other = stack.enter_context(netns.namespace(f"{stage.netns}b"))
+        ram = stage.ram_dir / "there"
+        ram.mkdir(exist_ok=True)
+        there = Rekindle(stage.rekindle.binary, stage.work / "there")
+        ssh = stage.work / "ssh"
+        ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={there.run_dir} exec sh -c "$*"\n')
+        ssh.chmod(0o755)
+        yield There(there, other, ram, ssh)
+
+
+def moves(stage: Stage, plan: Plan) -> None:
+    """By size, load and way."""
+    with _there(stage) as there:
+        for number in range(plan.rounds):
+            for mib, touch in plan.sizes.items():
+                for load in plan.loads:
+                    stage.say(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
+                    for how in HOWS:
+                        _one(stage, there, mib, touch, load, how, number)
+
+
+def _one(stage: Stage, there: There, mib: int, touch: str, load: int, how: str, number: int) -> None:
+    stage.need(memory_mib=2 * mib, disk_mib=2 * mib)
+    guest = stage.guest("goes", IMAGE, mib, 21, touch)
+    row = Row("moves", mib, f"dirty {load}" if load else "idle", how, "disk" if how == "move" else "", number)
+    with stage.ours(guest), ExitStack() as stack:
+        if load:
+            guest.command(f"dirty {load} 64 random")
+        began: list[float] = []
+        with stage.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
+            began.append(time.time())
+            if how == "move":
+                store = stage.store("disk").within("goes")
+                stack.callback(store.remove)
+                stack.callback(lambda: there.rekindle.call("stop", guest.name, "--now", ok=range(256)))
+                stop = _ours(stage, there, guest, store, row)
+            else:
+                stop = _qemu(stage, there, guest, how, row)
+        _service(probes[0], began[0], stop, row)
+        stage.rows.append(row)
+
+
+def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> float:
+    """`rekindle move`; gives when the guest was stopped, in s since 1970."""
+    definition = stage.work / "goes-there.toml"
+    definition.write_text(there.has(guest).definition(stage.qemu))
+    reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
+    begun = time.time()
+    moved = stage.rekindle.call(
+        "move", guest.name, *reach, "--store", store.url, *store.options, "--definition", str(definition)
+    )
+    row.stopped_us, row.total_us = moved["stopped_us"], moved["us"]
+    row.pauses_us = sum(one["stopped_us"] for one in moved["rounds"])
+    row.rounds, row.last_bytes = len(moved["rounds"]), moved["last_bytes"]
+    row.steps = [{"step": name, "us": us} for name, us in moved["pause"].items()]
+    fill = there.rekindle.run_dir / guest.name / "fill.json"
+    deadline = time.monotonic() + FILL_DEADLINE_S
+    while fill.exists():
+        if time.monotonic() > deadline:
+            raise RekindleError(f"{guest.name}: not all of its memory has come")
+        time.sleep(0.005)
+    row.whole_us = int((time.time() - begun) * 1e6)
+    there.has(guest).wait_ready()
+    return begun + (moved["us"] - moved["stopped_us"]) / 1e6
+
+
+def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float:
+    """QEMU's own; gives when the guest was stopped, in s since 1970."""
+    shown = stage.rekindle.show(guest.name)
+    tap = Tap(f"rkm{os.getpid() % 100000}", there.netns, guest.host_address)
+    try:
+        with stage.qmp(guest) as source:
+            ram = there.ram / "migrated.ram"
+            vm = migrate.Vm(stage.qemu, shown["command_line"], shown["vmm"]["directory"])
+            with migrate.waiting(vm, stage.work / "migrated", tap, ram) as target:
+                done = migrate.migrate(source, target, how)
+                there.has(guest).wait_ready()
+    finally:
+        tap.close()
+    row.stopped_us, row.total_us, row.whole_us = done.stopped_us, done.total_us, done.total_us
+    return done.stop_host_us / 1e6
+
+
+def _service(probe: Probe, began: float, stop: float, row: Row) -> None:
+    """What the guest's service answered before, and from the command until the guest was stopped."""
+    report = probe.report
+    width = report["interval_ms"] / 1e3
+    begins = report["started_unix_ns"] / 1e9
+
+    def rate(first: float, last: float) -> float | None:
+        whole = [
+            one["answered"]
+            for one in report["intervals"]
+            if first <= begins + one["start_ms"] / 1e3 and begins + one["start_ms"] / 1e3 + width <= last
+        ]
+        return sum(whole) / (len(whole) * width) if whole else None
+
+    row.before_per_s, row.during_per_s = rate(begins + width, began), rate(began, stop)
+
+
+CASES: dict[str, Callable[[Stage, Plan], None]] = {"moves": moves}

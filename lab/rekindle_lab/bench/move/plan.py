@@ -1,0 +1,32 @@
+"""What a run measures: how often, at which sizes and loads; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from rekindle_lab.guests import size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    sizes: dict[int, str]
+    """MiB of RAM, and what of it the guest has filled."""
+    loads: tuple[int, ...]
+    """MB of its memory that the guest writes each second."""
+    rounds: int
+    """Moves in each way, in turn, by size and load."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(sizes={512: "384M", 2048: "1536M"}, loads=(0, 20), rounds=12)
+QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=3, budget_s=400.0)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What of the full plan this one does not do, in words."""
+    lines = [f"guests of {size(mib)}" for mib in FULL.sizes if mib not in plan.sizes]
+    lines += [f"load of {load} MB/s" for load in FULL.loads if load not in plan.loads]
+    if plan.rounds < FULL.rounds:
+        lines.append(f"moves in each way: {plan.rounds} of {FULL.rounds}")
+    return lines

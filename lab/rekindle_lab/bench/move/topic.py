@@ -1,0 +1,28 @@
+"""Measuring and analysing, one after the other or each by itself."""
+
+from pathlib import Path
+
+from rekindle_lab.bench import run
+from rekindle_lab.bench.protect.stage import stage
+from rekindle_lab.bench.report import Report
+
+from . import analysis, rows
+from .cases import CASES, IMAGE
+from .plan import FULL, QUICK, left_out
+
+TOPIC = "move"
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, FULL, QUICK, left_out, stage).measure
+
+
+def analyse(raw: Path, out: Path, command: str) -> Report:
+    """Figures and tables from a file of rows and, where it is, the file that was written beside it."""
+    frame = rows.read(raw)
+    about = run.take_over(TOPIC, raw, out)
+    found = analysis.figures(frame, run.raw_name(TOPIC))
+    tables = {
+        "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)": (
+            analysis.summary(frame)
+        ),
+        "What a move's guest is stopped for": analysis.pauses(frame),
+    }
+    return run.report(TOPIC, about, command, found, [], tables)

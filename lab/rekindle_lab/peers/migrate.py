@@ -1,0 +1,139 @@
+"""QEMU's own migration of a running guest to another QEMU: the peer of `rekindle move`.
+
+Out of the very QEMU that Rekindle has started, so hardware, load and place are the same, into one that was started and
+listens before; over TCP on this machine's loopback. The bandwidth limit is off, to its advantage; the rest is as QEMU
+has it (downtime limit: 300 ms).
+
+- `live`: `migrate`; the guest is stopped at the end.
+- `non-live`: `stop`, then the same, and `cont` there.
+
+Guest-stopped time runs from the source's STOP event to the target's RESUME event, by the host clock, as for ours.
+"""
+
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab.netns import Tap
+from rekindle_lab.peers.cpr import PeerError
+from rekindle_lab.qmp import Qmp, QmpError
+
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Vm:
+    """The VM that migrates: its binary, command line and directory, as Rekindle shows them."""
+
+    binary: str
+    command_line: Sequence[str]
+    vmm_directory: str
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """One migration. Times of the host clock are microseconds since 1970."""
+
+    stop_host_us: int
+    resume_host_us: int
+    total_us: int
+    """From the command to the guest's running there: all of its memory is there then."""
+
+    @property
+    def stopped_us(self) -> int:
+        """Guest-stopped time in microseconds."""
+        return self.resume_host_us - self.stop_host_us
+
+
+def arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
+    """The command line of the QEMU that takes the guest: the same hardware, with files of its own in `folder`."""
+    given = [word for word in vm.command_line if word != "-S"]
+    if given and not given[0].startswith("-"):
+        given.pop(0)  # the binary
+    while "-incoming" in given:
+        at = given.index("-incoming")
+        del given[at : at + 2]
+    text = "\n".join(given)
+    places = {vm.vmm_directory: str(folder)}
+    places |= {found: str(folder / "console.log") for found in re.findall(r"logfile=([^,\n]+)", text)}
+    places |= {found: str(ram) for found in re.findall(r"mem-path=([^,\n]+)", text)}
+    longest_first = re.compile("|".join(re.escape(place) for place in sorted(places, key=len, reverse=True)))
+    given = [longest_first.sub(lambda found: places[found[0]], word) for word in given]
+    given = [re.sub(r"\bfd=\d+", f"fd={tap_fd}", word) if word.startswith("tap,") else word for word in given]
+    return [*given, "-incoming", "defer"]
+
+
+@contextmanager
+def waiting(vm: Vm, folder: Path, tap: Tap, ram: Path) -> Iterator[Qmp]:
+    """A QEMU that waits for the guest; gone at the end."""
+    folder.mkdir(parents=True)
+    log = folder / "qemu.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [vm.binary, *arguments(vm, folder, ram, tap.fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=[tap.fd],
+            start_new_session=True,
+        )
+    try:
+        with Qmp(folder / "qmp.sock", DEADLINE_S, alive=lambda: process.poll() is None) as qmp:
+            yield qmp
+    except QmpError as error:
+        raise PeerError(f"migration: {error}; the target said: {log.read_text(errors='replace')[-1000:]}") from error
+    finally:
+        process.kill()
+        process.wait()
+        ram.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def migrate(source: Qmp, target: Qmp, how: str) -> Migrated:
+    """Bring the guest of `source` to `target`, `live` or `non-live`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        uri = f"tcp:127.0.0.1:{free.getsockname()[1]}"
+    for side in (source, target):
+        side.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+    source.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
+    target.execute("migrate-incoming", {"uri": uri})
+    source.forget_events()
+    target.forget_events()
+    begun = time.time_ns() // 1000
+    if how == "non-live":
+        source.execute("stop")
+    source.execute("migrate", {"uri": uri})
+    stopped = source.wait_event("STOP", DEADLINE_S)
+    if how == "non-live":
+        _done(target)
+        _continue(target)
+    resumed = target.wait_event("RESUME", DEADLINE_S)
+    return Migrated(stopped.host_us, resumed.host_us, resumed.host_us - begun)
+
+
+def _done(qmp: Qmp) -> None:
+    while True:
+        status = qmp.wait_event("MIGRATION", DEADLINE_S).data["status"]
+        if status == "completed":
+            return
+        if status in ("failed", "cancelled"):
+            raise PeerError(f"{qmp.path}: the migration has {status}")
+
+
+def _continue(qmp: Qmp) -> None:
+    """Let the guest go on; for a moment after it has said that it is done, QEMU does not want to."""
+    deadline = time.monotonic() + qmp.timeout
+    while True:
+        try:
+            qmp.execute("cont")
+            return
+        except QmpError as error:
+            if "not finalized" not in str(error) or time.monotonic() > deadline:
+                raise
