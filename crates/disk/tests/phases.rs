@@ -10,6 +10,8 @@ use rekindle_disk::control::Ask as Control;
 use rekindle_disk::ledger::{Moment, Void};
 use rekindle_disk::redo::keeper::At;
 use std::collections::BTreeMap;
+use vhost::VhostBackend;
+use vhost::vhost_user::Frontend;
 
 const BLOCKS: u64 = 64;
 
@@ -73,6 +75,35 @@ fn a_moment_holds_until_a_block_that_was_touched_is_written() {
     disk.end();
     disk.serve(|_| ());
     assert_eq!(check(&disk, last), Some(Void::Server));
+}
+
+/// The next guest's QEMU has connected while the former guest runs; one that is only stopped may go on with its memory.
+#[test]
+fn a_qemu_that_waits_for_its_guest_is_in_nobodys_way() {
+    let disk = Disk::new(BLOCKS);
+    begin(&disk);
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    let moment = mark(&disk, &mut guest).unwrap();
+    let next = Frontend::connect(disk.socket(), 1).unwrap();
+    next.get_features().unwrap();
+    let status = || disk.control().status().unwrap();
+    wait_for("the next one to be seen", || (status().connected == 2).then_some(()));
+    assert_eq!(status().waiting, 1);
+    let go_on = || disk.control().ask::<Option<Void>>(&Control::PhaseGoOn { moment });
+    guest.stop(0);
+    assert!(go_on().unwrap_err().to_string().contains("still connected"));
+    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err());
+    drop(guest);
+    let gone = disk.control().wait_gone(common::DEADLINE).unwrap();
+    assert_eq!((gone.connected, gone.waiting), (1, 1));
+    disk.control().ask::<()>(&Control::Drop {}).unwrap();
+    assert_eq!(go_on().unwrap(), None);
+    filled(&disk);
+    drop(next);
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    assert!(go_on().unwrap_err().to_string().contains("still connected"));
 }
 
 /// The redo log of a protected VM does not change what is known, nor does its end.

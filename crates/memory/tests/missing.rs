@@ -285,8 +285,8 @@ fn as_long_as_a_guest_is_waited_with_all_of_its_memory_comes() {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
         let there = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
-        // Pages that are zero are left out.
-        wait_for(|| "the rest".into(), || (there() > 2900 * PAGE).then_some(()));
+        // A third is zero, and left out.
+        wait_for(|| "the rest".into(), || (there() == 2000 * PAGE).then_some(()));
         end.store(true, Ordering::Relaxed);
         serving.join().unwrap()
     });
