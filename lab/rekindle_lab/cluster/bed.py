@@ -127,7 +127,7 @@ class Bed:
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
 
         def all_online() -> bool:
-            # Not before it was fenced: it would be so once more. Nor while a guest is waited for: that would take longer.
+            # Not before it was fenced: it would be so once more. Nor while its guest is waited for.
             for node in NODES:
                 if self.pid(node) is None and is_switched_off(self.events(), node):
                     self.call("on", node)
