@@ -122,13 +122,25 @@ class Bed:
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
         """Wait until all nodes are members, the client is answered, and so many checkpoints came in a row; those."""
-        for node in NODES:
-            if self.pid(node) is None:
-                self.call("on", node)
-        wait_for("all nodes to be online", lambda: self._online() == set(NODES))
+        since = max((event["number"] for event in self.checkpoints()), default=0)
         heard = len(self.answers())
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
-        return wait_for("checkpoints", lambda: told if len(told := self.checkpoints()) >= checkpoints else None)
+
+        def all_online() -> bool:
+            # Not before it was fenced: it would be so once more. Nor while its guest is waited for.
+            for node in NODES:
+                if self.pid(node) is None and is_switched_off(self.events(), node):
+                    self.call("on", node)
+            return self._online() == set(NODES)
+
+        wait_for("all nodes to be online", all_online)
+
+        def newer() -> list[dict[str, Any]] | None:
+            told = [event for event in self.checkpoints() if event["number"] > since]
+            return told[-checkpoints:] if len(told) > checkpoints else None
+
+        # The first of them may have had to wait for what was before.
+        return wait_for("checkpoints", newer)
 
     def _online(self) -> set[str]:
         for node in NODES:
@@ -137,6 +149,18 @@ class Bed:
                 line = next((line for line in text.splitlines() if "Online: [" in line), "")
                 return set(line.partition("[")[2].partition("]")[0].split())
         return set()
+
+
+def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
+    """Whether the last that is known of a node is that the switch has ended it.
+
+    >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
+    False
+    >>> is_switched_off([(1.1, "n1 gone"), (3.0, "switch off n1 rc=0"), (3.1, "kill n2")], "n1")
+    True
+    """
+    about = [words for _, words in events if node in words.split()]
+    return bool(about) and about[-1] == f"switch off {node} rc=0"
 
 
 @contextmanager

@@ -24,9 +24,8 @@ def _now() -> int:
 
 def interval_s(told: list[dict[str, int]]) -> float:
     """The longest of the last checkpoint intervals, and the longest time until one counted, in s."""
-    last = told[-10:]
-    intervals = [event["interval_ms"] / 1e3 for event in last if event.get("interval_ms") is not None]
-    return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in last)
+    intervals = [event["interval_ms"] / 1e3 for event in told if event.get("interval_ms") is not None]
+    return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in told)
 
 
 def allowed(interval: float) -> int:
@@ -42,7 +41,7 @@ def _one(stage: Stage, case: str, number: int, fault: Fault, seed: int) -> None:
     node = next(name for name in NODES if name != home) if fault.kind == "kill-other" else home
     spare = stage.spare_bytes(home)
     time.sleep(fault.wait_s)
-    told = bed.checkpoints() or told
+    told = (bed.checkpoints() or told)[-STEADY:]
     begun = len(bed.answers())
     before = {span.pid for span in bed.spans() if span.end_us >= _now() - 1_000_000}
     at = _now()
