@@ -156,11 +156,12 @@ def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
 
     >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
     False
-    >>> is_switched_off([(1.1, "n1 gone"), (3.0, "switch off n1 rc=0"), (3.1, "kill n2")], "n1")
+    >>> is_switched_off([(1.0, "cut n1"), (3.0, "switch off n1 rc=0"), (3.1, "kill n2"), (4.0, "heal n1")], "n1")
     True
     """
-    about = [words for _, words in events if node in words.split()]
-    return bool(about) and about[-1] == f"switch off {node} rc=0"
+    off = f"switch off {node} rc=0"
+    about = [words for _, words in events if words in (f"kill {node}", f"{node} on", off)]
+    return bool(about) and about[-1] == off
 
 
 @contextmanager
