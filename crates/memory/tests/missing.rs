@@ -16,7 +16,7 @@ use rekindle_qemu::ramblock::RamBlock;
 use std::io;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 #[test]
 #[ignore = "run by the other tests"]
@@ -350,4 +350,39 @@ fn a_process_that_ends_ends_its_pager() {
     drop(reader);
     let e = pager.run(&mut source, [], &never()).unwrap_err();
     assert!(matches!(e, PagerError::Gone { .. }), "{e}");
+}
+
+/// Has nothing, and is asked again and again.
+struct Away;
+
+impl PageSource for Away {
+    type Error = io::Error;
+
+    fn page(&mut self, _: &str, _: u64, _: &mut Page) -> io::Result<Content> {
+        Err(io::Error::other("the store is away"))
+    }
+
+    fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
+        Some(Duration::from_millis(20))
+    }
+}
+
+#[test]
+fn a_pager_whose_source_is_away_ends_with_its_process() {
+    let reader = Victim::reader(Kind::Shared, 500);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut Away, None).unwrap();
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let serving = scope.spawn(|| pager.run(&mut Away, [], &end));
+        drop(reader);
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !serving.is_finished() && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        // So that one that goes on is a failure, and not a test without an end.
+        end.store(true, Ordering::Relaxed);
+        let e = serving.join().unwrap().unwrap_err();
+        assert!(matches!(e, PagerError::Gone { .. }), "{e}");
+    });
 }

@@ -51,7 +51,12 @@ impl Pager {
     ) -> Result<Progress, PagerError> {
         let mut order: VecDeque<_> = order.into_iter().chain(self.everything()).collect();
         while !end.load(Ordering::Relaxed) {
-            self.events(self.time_to_wait())?;
+            let wait = self.time_to_wait();
+            self.events(wait)?;
+            // Nothing is told of a process that has ended to who does nothing with its memory: one whose source is away, or that waits to let go.
+            if !wait.is_zero() && !self.process.is_alive() {
+                return Err(PagerError::Gone { pid: self.process.pid });
+            }
             self.serve(source)?;
             if self.remote.is_none() {
                 break;
