@@ -1,15 +1,18 @@
 //! The loop that takes checkpoints.
 
+mod error;
+
+pub use error::ProtectError;
+
 use crate::event::{Compared, Done, Event};
 use crate::filling::{Held, Worth, judge};
-use crate::owned::{GiveUpError, Over, Owned};
+use crate::owned::Owned;
 use crate::pause::PauseError;
 use crate::policy::Policy;
 use crate::progress::{Commit, Progress};
 use crate::session::{Begin, Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
 use rekindle_memory::directory::is_direct;
-use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
@@ -20,7 +23,6 @@ use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,104 +68,6 @@ pub struct Settings {
     pub output_commit: bool,
     /// After those, compare all of the guest's memory with the newest, while it is stopped.
     pub compare: bool,
-}
-
-/// Why a VM is not, or no longer, protected.
-#[derive(Debug, thiserror::Error)]
-pub enum ProtectError {
-    /// No such VM, or it does not run.
-    #[error(transparent)]
-    Target(#[from] TargetError),
-    /// The store.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// Another host has the guest; what ran of it here was ended.
-    #[error(transparent)]
-    Over(#[from] Over),
-    /// Another host has the guest, and what runs of it here could not be ended.
-    #[error("another host has the guest, and what runs of it here could not be ended")]
-    GiveUp(#[from] GiveUpError),
-    /// Its memory is written where nobody can see it, or not to be read.
-    #[error("{name} cannot be protected:\n{}", listed(.obstacles))]
-    Obstacles {
-        /// The VM.
-        name: String,
-        /// What stands in the way.
-        obstacles: Vec<Obstacle>,
-    },
-    /// It writes disks.
-    #[error(
-        "{name} writes to {disk}, whose content will not belong to its memory after a restore: let Rekindle serve it (server = \
-         true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory \
-         does no harm, say --disk crash-consistent"
-    )]
-    Disk {
-        /// The VM.
-        name: String,
-        /// The disk.
-        disk: String,
-    },
-    /// Pre-copy would miss writes.
-    #[error(
-        "{name} has {disk} open with O_DIRECT, past the page tables through which pre-copy sees writes: use --policy cow, or \
-         another `cache` for the disk"
-    )]
-    Direct {
-        /// The VM.
-        name: String,
-        /// The disk.
-        disk: String,
-    },
-    /// Copy-on-write would miss writes.
-    #[error(
-        "{name}: the server of {disk} writes its memory, and does not wait until a page was copied, as --policy cow needs it: use \
-         --policy precopy or basic"
-    )]
-    Served {
-        /// The VM.
-        name: String,
-        /// The disk.
-        disk: String,
-    },
-    /// What it sends cannot be held.
-    #[error(
-        "{name} was attached to, and not started by Rekindle: what it sends cannot be held until a checkpoint counts; protect it without \
-         --output-commit"
-    )]
-    Output {
-        /// The VM.
-        name: String,
-    },
-    /// Its memory cannot be tracked without harm.
-    #[error(
-        "{name}: its RAM is memory that outlives the host's kernel (DAX: {}), and Linux does not resolve page faults there while \
-         they are tracked: its processors would hang in the kernel; put `ram.dir` on a tmpfs to have it protected", path.display()
-    )]
-    DirectMemory {
-        /// The VM.
-        name: String,
-        /// The file of its RAM.
-        path: PathBuf,
-    },
-    /// Tracking or QEMU fails again and again.
-    #[error("{name} cannot be protected")]
-    Session {
-        /// The VM.
-        name: String,
-        /// Why.
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-}
-
-impl ProtectError {
-    pub(crate) fn session(name: &str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        Self::Session { name: name.into(), source: Box::new(source) }
-    }
-}
-
-fn listed(obstacles: &[Obstacle]) -> String {
-    obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
 }
 
 /// What a loop did until its end.
