@@ -198,7 +198,7 @@ fn what_the_other_host_cannot_have_is_told_before_anything_stops() {
     guest.assert_sound();
     pair.there.rekindle(["stop", "--now", "stays"]).ok();
     // Nobody there answers, or somebody else.
-    fs::write(pair.there.path("ssh"), "#!/bin/sh\necho 'Welcome to b!'\n").unwrap();
+    fs::write(pair.there.path("ssh"), "#!/bin/sh\nread -r asked; echo 'Welcome to b!'\n").unwrap();
     pair.run(&pair.here, &pair.there, &[]).status(1).says(&["Welcome to b!", "no answer of Rekindle's"]);
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nexit 255\n").unwrap();
     pair.run(&pair.here, &pair.there, &[]).status(1).says(&["the line to b has broken"]);
