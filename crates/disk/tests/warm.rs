@@ -42,6 +42,74 @@ fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
 }
 
+/// Requests of 1 MiB are carried by two threads, with small ones between them that touch the same blocks.
+#[test]
+fn large_requests_beside_one_another_are_known_as_what_is_on_the_disk() {
+    for _ in 0..6 {
+        large_beside_small();
+    }
+}
+
+fn large_beside_small() {
+    const LARGE: u64 = 256;
+    let disk = Disk::new(8 * LARGE);
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
+    guest.run(0, true);
+    guest.run(1, true);
+    let large = |kind: u32, number: u64, frame: u64| Ask {
+        kind,
+        sector: number * LARGE * 8,
+        data: vec![(frame * PAGE, (LARGE * PAGE) as u32, kind == 0)],
+    };
+    let frame = |number: u64| FIRST + number * LARGE;
+    let small = FIRST + 8 * LARGE;
+    for round in 1..=6 {
+        // In turns all are read; or every second one is written, and the others are read.
+        let is_written = |number: u64| round % 2 == 0 && number.is_multiple_of(2);
+        for number in 0..8 {
+            if is_written(number) {
+                (0..LARGE).for_each(|n| guest.fill(frame(number) + n, &content(number * LARGE + n, round)));
+            }
+            guest.put(0, &large(u32::from(is_written(number)), number, frame(number)));
+        }
+        // Into blocks that are being read.
+        for n in 0..16 {
+            let block = (n % 4 * 2 + 1) * LARGE + round * 32 + n;
+            guest.fill(small + n, &content(block, round));
+            guest.put(1, &Ask::write(block, small + n));
+        }
+        guest.kick(0);
+        guest.kick(1);
+        let mut ended = Vec::new();
+        wait_for("all of them", || {
+            ended.extend(guest.ended(0));
+            ended.extend(guest.ended(1));
+            (ended.len() == 8 + 16).then_some(())
+        });
+        assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+        for number in (0..8).filter(|number| is_written(*number)) {
+            for block in number * LARGE..(number + 1) * LARGE {
+                assert!(disk.block(block) == content(block, round), "round {round}: block {block} of the disk");
+            }
+        }
+        for number in (0..8).filter(|number| !is_written(*number) && number.is_multiple_of(2)) {
+            for n in 0..LARGE {
+                let block = number * LARGE + n;
+                assert!(guest.frame(frame(number) + n) == disk.block(block), "round {round}: block {block} as read");
+            }
+        }
+    }
+    let (mut guest, kept) = reboot(&disk, guest);
+    assert!(kept >= 4 * LARGE, "{kept}: a read is not known if one of its blocks was written meanwhile");
+    for number in 0..8 {
+        assert_eq!(guest.ask(&large(0, number, frame(number))), 0);
+        for n in 0..LARGE {
+            let block = number * LARGE + n;
+            assert!(guest.frame(frame(number) + n) == disk.block(block), "block {block} after the reboot");
+        }
+    }
+}
+
 /// The guest starts another kernel, whose driver begins anew, in the same memory.
 fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
     let blocks = disk.control().ask(&Control::Reuse {}).unwrap();

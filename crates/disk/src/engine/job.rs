@@ -16,6 +16,7 @@ use crate::map::Frame;
 use crate::memory::Memory;
 use crate::redo::log::Placed;
 use crate::request::{Kind, Range, Request, Segment, Status};
+use rekindle_kernel::uring::Buffer;
 use std::sync::Arc;
 
 /// Bytes that are copied and digested before the next are.
@@ -72,7 +73,7 @@ pub(super) struct Job {
     pub serial: u64,
     request: Request,
     pub parts: Vec<Part>,
-    /// Of the parts of a write, the digests of the whole blocks that were gathered.
+    /// Of the parts of a write, the digests of their whole blocks, once they were copied out of the guest.
     digests: Vec<Vec<Digest>>,
     left: usize,
     status: Status,
@@ -98,27 +99,28 @@ impl Job {
         self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
     }
 
-    /// Copy the data of part `number` out of the guest. Piece by piece: with `digester`, what is copied is digested while it is at hand.
-    pub fn gather(&mut self, number: u32, digester: Option<Digester>, into: &mut [u8]) -> Option<()> {
+    /// Move the data of part `number` between `bytes` and the guest; see [`Load::carry`].
+    fn carry(&self, number: u32, digester: Option<Digester>, bytes: &mut [u8]) -> Option<Vec<Digest>> {
+        let part = self.parts.get(number as usize)?;
+        carry(&self.memory, &self.request.data, part, digester, bytes)
+    }
+
+    /// The same, for somebody else to do.
+    fn load(&self, number: u32, digester: Option<Digester>, buffer: Buffer) -> Option<Load> {
+        let part = *self.parts.get(number as usize)?;
+        let (memory, data) = (Arc::clone(&self.memory), self.request.data.clone());
+        Some(Load { memory, data, part, digester, buffer })
+    }
+
+    /// Keep the digests of part `number` of a write until the disk has it.
+    fn gathered(&mut self, number: u32, digests: Vec<Digest>) {
         let number = number as usize;
-        let part = *self.parts.get(number)?;
-        let mut digests = Vec::new();
-        let mut blocks = whole(part.at, part.bytes).map(|(_, offset)| offset).peekable();
-        for piece in (0..into.len()).step_by(PIECE) {
-            let end = (piece + PIECE).min(into.len());
-            let data = into.get_mut(piece..end)?;
-            let read = |at, from: usize, len| self.memory.read(at, data.get_mut(from..from + len)?);
-            along(&self.request.data, part.offset + piece as u64, end - piece, read)?;
-            let Some(digester) = digester else { continue };
-            while let Some(offset) = blocks.next_if(|offset| offset + BLOCK <= end) {
-                digests.push(digester.of(into.get(offset..)?.first_chunk()?));
-            }
-        }
         if self.digests.len() <= number {
             self.digests.resize(number + 1, Vec::new());
         }
-        *self.digests.get_mut(number)? = digests;
-        Some(())
+        if let Some(place) = self.digests.get_mut(number) {
+            *place = digests;
+        }
     }
 
     /// The frames that its blocks are in, beginning with the one at `offset` of the data; none for a block that is not in one page.
@@ -134,6 +136,58 @@ impl Job {
             fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten()
         })
     }
+}
+
+/// A part's data on its way between a buffer and its guest.
+pub(super) struct Load {
+    memory: Arc<Memory>,
+    data: Vec<Segment>,
+    part: Part,
+    digester: Option<Digester>,
+    buffer: Buffer,
+}
+
+/// What has become of a [`Load`].
+pub(super) struct Carried {
+    pub buffer: Buffer,
+    /// Of the part's whole blocks; `None` if it leads out of the guest's memory.
+    pub digests: Option<Vec<Digest>>,
+}
+
+impl Load {
+    /// What was read goes to the guest, what is to be written is taken out of it, and is digested if that is wanted.
+    pub fn carry(self) -> Carried {
+        let Self { memory, data, part, digester, mut buffer } = self;
+        let bytes = buffer.get_mut(..part.bytes as usize);
+        let digests = bytes.and_then(|bytes| carry(&memory, &data, &part, digester, bytes));
+        Carried { buffer, digests }
+    }
+}
+
+/// See [`Load::carry`]. Piece by piece, so that what is copied is digested while it is at hand.
+fn carry(
+    memory: &Memory,
+    data: &[Segment],
+    part: &Part,
+    digester: Option<Digester>,
+    bytes: &mut [u8],
+) -> Option<Vec<Digest>> {
+    let mut digests = Vec::with_capacity(digester.map_or(0, |_| bytes.len() / BLOCK));
+    let mut blocks = whole(part.at, part.bytes).map(|(_, offset)| offset).peekable();
+    for begin in (0..bytes.len()).step_by(PIECE) {
+        let end = (begin + PIECE).min(bytes.len());
+        let (piece, offset) = (bytes.get_mut(begin..end)?, part.offset + begin as u64);
+        if part.work == Work::Read {
+            along(data, offset, end - begin, |at, from, len| memory.write(at, piece.get(from..from + len)?))?;
+        } else {
+            along(data, offset, end - begin, |at, from, len| memory.read(at, piece.get_mut(from..from + len)?))?;
+        }
+        let Some(digester) = digester else { continue };
+        while let Some(offset) = blocks.next_if(|offset| offset + BLOCK <= end) {
+            digests.push(digester.of(bytes.get(offset..)?.first_chunk()?));
+        }
+    }
+    Some(digests)
 }
 
 /// Move bytes between a buffer and the part of the guest's memory that begins at `offset` of what segments name.

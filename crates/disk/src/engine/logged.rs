@@ -7,7 +7,7 @@ use crate::redo::format::{PAGE, What};
 use crate::redo::index::Source;
 use crate::redo::log::{Log, Placed, Wait};
 use crate::request::{Range, Status};
-use rekindle_kernel::uring::{Buffer, Operation};
+use rekindle_kernel::uring::Operation;
 use serde::{Deserialize, Serialize};
 use slab::Slab;
 use std::collections::VecDeque;
@@ -259,7 +259,6 @@ impl Engine {
         (number, part): (usize, u32),
         placed: &Placed,
         result: io::Result<usize>,
-        buffer: &Buffer,
     ) -> Option<Status> {
         let logged = self.logged.as_mut()?;
         match result {
@@ -268,8 +267,8 @@ impl Engine {
                 if logged.held.is_empty() {
                     (logged.waiting, logged.is_full) = (None, false);
                 }
-                let data = buffer.get(PAGE as usize..).unwrap_or_default();
-                Some(data.get(..placed.bytes as usize).map_or(Status::Ok, |data| self.moved(number, part, data)))
+                self.note_moved(number, part, None);
+                Some(Status::Ok)
             }
             // A part of it: there is no room for the rest.
             Ok(_) => {

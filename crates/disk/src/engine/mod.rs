@@ -5,6 +5,7 @@
 //! | `front` | a front end: its memory and its queues |
 //! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
+//! | `hand` | large parts are copied and digested beside the engine |
 //! | [`logged`] | writes that go to the redo log, and reads of what is there |
 //! | [`mod@ledger`] | what is noted for phase-based reboots |
 //! | [`command`], `asked`, [`visit`] | what others ask the engine for |
@@ -20,6 +21,7 @@
 mod asked;
 pub mod command;
 mod front;
+mod hand;
 mod job;
 pub mod ledger;
 pub mod logged;
@@ -35,6 +37,7 @@ use crate::map::BlockMap;
 use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
+use hand::Hand;
 use job::Job;
 use logged::Logged;
 use record::Record;
@@ -157,6 +160,7 @@ struct Engine {
     record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
+    hand: Hand,
     /// Parts that wait for room in the ring, or for the rate.
     waiting: VecDeque<(usize, u32)>,
     throttle: Throttle,
@@ -209,6 +213,7 @@ pub fn start(
     let (sender, commands) = channel();
     let handle = Handle { commands: sender, wake: Arc::clone(&wake) };
     let digester = Digester::new()?;
+    let hand = Hand::begin(Arc::clone(&wake))?;
     let (ready, is_ready) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
         // The ring is of the thread that made it.
@@ -234,6 +239,7 @@ pub fn start(
             record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
+            hand,
             waiting: VecDeque::new(),
             throttle,
             due: None,
@@ -267,6 +273,7 @@ impl Engine {
         self.listen(&Arc::clone(&self.wake), Token::Wake);
         loop {
             self.serve_commands();
+            self.take_back();
             // Not where a request ends: one that needs no disk ends where it begins.
             if std::mem::take(&mut self.has_room) {
                 self.take_all();

@@ -1,10 +1,13 @@
 //! The parts of a request on their way to the disk and back, and its answer.
 
-use super::{PIECE, Part, Place, Work, along, cut};
-use crate::block::{BLOCK, touched, whole};
+use super::{Carried, Part, Place, Work, cut};
+use crate::block::{touched, whole};
+use crate::digest::Digest;
+use crate::engine::hand::{Back, LARGE};
 use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,7 +23,7 @@ impl Engine {
         self.due = None;
         self.release_if_due();
         while let Some(&(number, part)) = self.waiting.front() {
-            let room = (DEPTH as usize).saturating_sub(self.ring.under_way()) > KEPT;
+            let room = (DEPTH as usize).saturating_sub(self.ring.under_way() + self.hand.out()) > KEPT;
             let Some(job) = self.jobs.get_mut(number) else {
                 self.waiting.pop_front();
                 continue;
@@ -95,19 +98,20 @@ impl Engine {
                 Operation::Write { at, len, buffer }
             }
             Work::Write => {
-                let mut buffer = self.buffer(len);
-                if buffer.get_mut(..len).and_then(|data| self.gather(number, part, data)).is_none() {
-                    self.put_back(Some(buffer));
-                    return self.part_done(number, Status::Failed);
-                }
-                Operation::Write { at, len, buffer }
+                let buffer = self.buffer(len);
+                self.moving += len;
+                return self.carry(number, part, len, buffer);
             }
         };
         if let Operation::Read { len, .. } | Operation::Write { len, .. } = &operation {
             self.moving += len;
         }
         let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
-        if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
+        self.submit(number, part, &file, operation);
+    }
+
+    fn submit(&mut self, number: usize, part: u32, file: &Arc<File>, operation: Operation) {
+        if self.ring.begin(file, operation, Token::Part(number as u32, part).pack()).is_err() {
             // There is room: it was looked for.
             self.part_done(number, Status::Failed);
         }
@@ -124,8 +128,8 @@ impl Engine {
         if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
             self.moving = self.moving.saturating_sub(work.bytes as usize);
         }
-        if let (Place::Entry(placed), Some(data)) = (work.place, &buffer) {
-            let status = self.appended((number, part), &placed, result, data);
+        if let (Place::Entry(placed), true) = (work.place, buffer.is_some()) {
+            let status = self.appended((number, part), &placed, result);
             self.put_back(buffer);
             if let Some(status) = status {
                 self.part_done(number, status);
@@ -140,7 +144,14 @@ impl Engine {
                 tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
                 Status::Failed
             }
-            Ok(_) => buffer.as_deref().map_or(Status::Ok, |bytes| self.moved(number, part, bytes)),
+            Ok(_) => match (work.work, buffer) {
+                (Work::Read, Some(buffer)) => return self.carry(number, part, work.bytes as usize, buffer),
+                (_, buffer) => {
+                    self.note_moved(number, part, None);
+                    self.put_back(buffer);
+                    return self.part_done(number, Status::Ok);
+                }
+            },
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
                 self.put_back(buffer);
@@ -179,57 +190,83 @@ impl Engine {
         }
     }
 
+    /// Move the first `len` bytes of a part between its buffer and the guest: here, or, if there is more to do, by the other hand.
+    fn carry(&mut self, number: usize, part: u32, len: usize, mut buffer: Buffer) {
+        let digester = self.map.as_ref().map(|_| self.digester);
+        let Some(job) = self.jobs.get(number) else { return };
+        if len >= LARGE && self.jobs.len() > 1 && self.hand.is_free() {
+            let Some(load) = job.load(part, digester, buffer) else { return };
+            match self.hand.give(number, part, load) {
+                Ok(()) => return,
+                // It is gone: this one can do all of it.
+                Err(load) => return self.carried(number, part, load.carry()),
+            }
+        }
+        let digests = buffer.get_mut(..len).and_then(|bytes| job.carry(part, digester, bytes));
+        self.has_moved += len;
+        self.carried(number, part, Carried { buffer, digests });
+    }
+
+    /// Take back what the other hand has done.
+    pub(in crate::engine) fn take_back(&mut self) {
+        while let Some(Back { job, part, carried }) = self.hand.take_back() {
+            self.carried(job, part, carried);
+        }
+    }
+
+    /// A part's data is where it was to go: what was read is done with; what is to be written goes to the disk.
+    fn carried(&mut self, number: usize, part: u32, carried: Carried) {
+        let Carried { buffer, digests } = carried;
+        let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
+        let len = work.bytes as usize;
+        match (work.work, digests) {
+            (Work::Write, Some(digests)) => {
+                if let Some(job) = self.jobs.get_mut(number) {
+                    job.gathered(part, digests);
+                }
+                let file = Arc::clone(&self.image.file);
+                self.submit(number, part, &file, Operation::Write { at: work.at, len, buffer });
+            }
+            (of, digests) => {
+                if of == Work::Write {
+                    self.moving = self.moving.saturating_sub(len);
+                }
+                let status = if digests.is_some() { Status::Ok } else { Status::Failed };
+                self.note_moved(number, part, digests);
+                self.put_back(Some(buffer));
+                self.part_done(number, status);
+            }
+        }
+    }
+
     /// Copy what is to be written out of the guest.
     pub(in crate::engine) fn gather(&mut self, number: usize, part: u32, into: &mut [u8]) -> Option<()> {
         let digester = self.map.as_ref().map(|_| self.digester);
         self.has_moved += into.len();
-        self.jobs.get_mut(number)?.gather(part, digester, into)
+        let job = self.jobs.get_mut(number)?;
+        let digests = job.carry(part, digester, into)?;
+        job.gathered(part, digests);
+        Some(())
     }
 
-    /// What was moved is passed on, and noted.
-    pub(in crate::engine) fn moved(&mut self, number: usize, index: u32, bytes: &[u8]) -> Status {
-        let Some(job) = self.jobs.get(number) else { return Status::Ok };
-        let Some(&part) = job.parts.get(index as usize) else { return Status::Ok };
-        let (mut map, mut is_ours) = (None, false);
-        if let Some((known, memory)) = &mut self.map {
-            is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
-            map = Some(known);
-        }
+    /// What was moved is noted. `digests`: of what was read; of what was written the job has them.
+    pub(in crate::engine) fn note_moved(&mut self, number: usize, index: u32, digests: Option<Vec<Digest>>) {
+        let Some(job) = self.jobs.get(number) else { return };
+        let Some(&part) = job.parts.get(index as usize) else { return };
+        let Some((map, memory)) = self.map.as_mut().filter(|_| matches!(part.work, Work::Read | Work::Write)) else {
+            return;
+        };
+        let is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
         let begin = whole(part.at, part.bytes).next().map_or(0, |(_, offset)| offset as u64);
-        let mut blocks = whole(part.at, part.bytes).zip(job.frames(part.offset + begin)).peekable();
-        match (part.work, map) {
-            (Work::Write, Some(map)) => {
-                let mut digests = job.digests.get(index as usize).into_iter().flatten();
-                for ((block, _), frame) in blocks {
-                    match (frame, digests.next()) {
-                        (Some(frame), Some(digest)) if is_ours => map.moved(block, frame, *digest),
-                        _ => map.changed(block),
-                    }
-                }
+        let kept = job.digests.get(index as usize);
+        let mut digests = digests.as_ref().or(kept).into_iter().flatten();
+        for ((block, _), frame) in whole(part.at, part.bytes).zip(job.frames(part.offset + begin)) {
+            match (frame, digests.next()) {
+                (Some(frame), Some(digest)) if is_ours => map.moved(block, frame, *digest),
+                _ if part.work == Work::Write => map.changed(block),
+                _ => {}
             }
-            (Work::Read, mut map) => {
-                self.has_moved += bytes.len();
-                // Piece by piece, so that what is copied is digested while it is at hand.
-                for piece in (0..part.bytes as usize).step_by(PIECE) {
-                    let end = (piece + PIECE).min(part.bytes as usize);
-                    let write =
-                        |at, from: usize, len| job.memory.write(at, bytes.get(piece + from..piece + from + len)?);
-                    if along(&job.request.data, part.offset + piece as u64, end - piece, write).is_none() {
-                        return Status::Failed;
-                    }
-                    let Some(map) = map.as_mut().filter(|_| is_ours) else { continue };
-                    while let Some(((block, offset), frame)) = blocks.next_if(|((_, offset), _)| offset + BLOCK <= end)
-                    {
-                        let content = bytes.get(offset..).and_then(|rest| rest.first_chunk::<BLOCK>());
-                        if let (Some(frame), Some(content)) = (frame, content) {
-                            map.moved(block, frame, self.digester.of(content));
-                        }
-                    }
-                }
-            }
-            _ => {}
         }
-        Status::Ok
     }
 
     pub(in crate::engine) fn part_done(&mut self, number: usize, status: Status) {
