@@ -21,8 +21,14 @@ impl Utilization {
 }
 
 /// Timeouts of the operations, in seconds: name, interval, timeout, depth of the look.
-const OPERATIONS: [(&str, u32, u32, u32); 4] =
-    [("start", 0, 120, 0), ("stop", 0, 120, 0), ("monitor", 10, 30, 0), ("monitor", 60, 30, 10)];
+const OPERATIONS: [(&str, u32, u32, u32); 6] = [
+    ("start", 0, 120, 0),
+    ("stop", 0, 120, 0),
+    ("migrate_to", 0, 600, 0),
+    ("migrate_from", 0, 60, 0),
+    ("monitor", 10, 30, 0),
+    ("monitor", 60, 30, 10),
+];
 
 /// A word of a shell command.
 fn quoted(text: &str) -> String {
@@ -61,9 +67,10 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
          #   pcs property set placement-strategy=balanced && pcs resource defaults update resource-stickiness=100\n\
          \n# crmsh\n\
          crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
-         utilization memory={memory} vcpus={vcpus}\n\
+         utilization memory={memory} vcpus={vcpus} \\\n    meta allow-migrate=true\n\
          \n# pcs\n\
-         pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs}\n\
+         pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs} \\\n    \
+         meta allow-migrate=true\n\
          pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
     )
 }
@@ -83,7 +90,8 @@ mod tests {
         let told = lines(&definition, Path::new("/etc/rekindle/my web.toml"), &[("store", "tls://s:7001/web".into())]);
         for wanted in [
             "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web \\\n",
-            "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3\n",
+            "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true\n",
+            "migrate_to interval=0s timeout=600s \\\n    migrate_from interval=0s timeout=60s \\\n",
             "pcs resource utilization web memory=1536 vcpus=3",
         ] {
             assert!(told.contains(wanted), "{wanted} is not in:\n{told}");

@@ -5,6 +5,7 @@
 //! | [`resource`] | what the cluster manager is told of the VM |
 //! | [`start`] | the guest goes on from its newest checkpoint, or is booted |
 //! | [`stop`] | a last checkpoint, then off; or shut down |
+//! | [`migrate`] | it goes to another node while it runs |
 //! | [`monitor`] | whether the guest really runs |
 //! | [`loops`] | the process that takes checkpoints beside it |
 //! | [`config`] | lines for the cluster manager's configuration |
@@ -13,6 +14,7 @@
 
 pub mod config;
 pub mod loops;
+pub mod migrate;
 pub mod monitor;
 pub mod resource;
 pub mod start;

@@ -8,6 +8,7 @@ use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::detach;
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -34,11 +35,11 @@ pub fn running(rundir: &RunDir) -> Option<Process> {
     Some(Process { pid, started }).filter(Process::is_alive)
 }
 
-fn command(rundir: &RunDir, resource: &Resource, count: Option<u64>) -> io::Result<Command> {
+fn command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io::Result<Command> {
     let log = rundir.file("protect.log");
     let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(resource.protect_arguments(count)).stdout(open()?).stderr(open()?);
+    command.args(arguments).stdout(open()?).stderr(open()?);
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
@@ -59,7 +60,7 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
-    let mut command = command(rundir, resource, None)?;
+    let mut command = command(rundir, resource.protect_arguments(false))?;
     let child = detach(&mut command).stdin(Stdio::null()).spawn()?;
     let Process { pid, started } = Process::of(child.id())?;
     write_json(&rundir.file("protector.json"), &Noted { pid, started })?;
@@ -80,12 +81,29 @@ pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
     Ok(())
 }
 
-/// Take one more checkpoint, and wait for it until `deadline`.
+/// Take the last checkpoint, from which the guest does not go on, and wait for it until `deadline`.
 ///
 /// # Errors
-/// A text: why there is none.
-pub fn once(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Result<(), String> {
-    let spawned = command(rundir, resource, Some(1)).and_then(|mut command| command.stdin(Stdio::null()).spawn());
+/// A text: why there is none. The guest may be stopped all the same.
+pub fn last(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Result<(), String> {
+    finish(rundir, resource.protect_arguments(true), deadline)
+}
+
+/// Finish, or undo, what was cut off, by `deadline`.
+///
+/// # Errors
+/// A text: why that cannot be.
+pub fn recover(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
+    finish(rundir, ["recover", rundir.name()].map(OsString::from), deadline)
+}
+
+/// Run ourselves, until `deadline` at most: whatever it waits for, this does not.
+fn finish(
+    rundir: &RunDir,
+    arguments: impl IntoIterator<Item = OsString>,
+    deadline: Instant,
+) -> Result<(), String> {
+    let spawned = command(rundir, arguments).and_then(|mut command| command.stdin(Stdio::null()).spawn());
     let mut child = spawned.map_err(|e| e.to_string())?;
     match wait(&mut child, deadline) {
         Ok(true) => Ok(()),
@@ -104,7 +122,7 @@ fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
             return Ok(status.success());
         }
         if Instant::now() > deadline {
-            return Err(io::Error::new(io::ErrorKind::TimedOut, "it was not committed in time"));
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "it was not done in time"));
         }
         thread::sleep(LOOK);
     }

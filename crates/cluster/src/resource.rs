@@ -17,9 +17,10 @@ pub struct Resource {
 }
 
 impl Resource {
-    /// The arguments of the `rekindle protect` that takes its checkpoints; `count`: that ends after so many.
+    /// The arguments of the `rekindle protect` that takes its checkpoints; `last`: that takes the last one, from which the guest does
+    /// not go on.
     #[must_use]
-    pub fn protect_arguments(&self, count: Option<u64>) -> Vec<OsString> {
+    pub fn protect_arguments(&self, last: bool) -> Vec<OsString> {
         let Settings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
         let mut all: Vec<OsString> = ["--json", "protect", self.name.as_str(), "--store"].map(OsString::from).into();
         all.push(store.to_string().into());
@@ -47,8 +48,9 @@ impl Resource {
             Disks::CrashConsistent => add("--disk", "crash-consistent".into()),
             Disks::Hook(command) => add("--disk-hook", command.into()),
         }
-        if let Some(count) = count {
-            add("--count", count.to_string().into());
+        if last {
+            // One while the guest runs: there is less for the pause.
+            all.extend(["--count", "1", "--stay"].map(OsString::from));
         }
         all
     }

@@ -5,6 +5,7 @@ use crate::monitor::has_shut_down;
 use crate::resource::Resource;
 use rekindle_protect::owned::Owned;
 use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::{self, Ended, LifeError, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::shutdown::pull_the_plug;
@@ -57,10 +58,19 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     if has_shut_down(&rundir) {
         tell_end(&rundir);
     }
+    // Of a guest that is still this node's there is to be a last checkpoint.
+    if was_moving(&rundir)
+        && let Err(why) = loops::recover(&rundir, guest)
+    {
+        tracing::warn!("{}: its move was cut off, and that cannot be mended: {why}", resource.name);
+    }
+    if !rundir.exists() {
+        return Ok(Stopped { ended: Ended::Before, lost: None });
+    }
     let status = life::status(&rundir);
     let runs = matches!(status, Ok(Status::Running | Status::Stopped(_) | Status::Protected));
     let (lost, patience) = match how {
-        How::Suspend if runs => (loops::once(&rundir, resource, guest).err(), Duration::ZERO),
+        How::Suspend if runs => (loops::last(&rundir, resource, guest).err(), Duration::ZERO),
         How::ShutDown if runs => (None, guest.saturating_duration_since(Instant::now())),
         _ if matches!(status, Ok(Status::Silent)) => (Some("its QEMU does not answer".into()), Duration::ZERO),
         How::Suspend | How::ShutDown => (None, Duration::ZERO),
@@ -69,7 +79,7 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
         tracing::error!("{}: there is no last checkpoint, it goes on from the one before: {why}", resource.name);
     }
     if how == How::Suspend {
-        // What it would still do is in no checkpoint.
+        // What it would still do, if there is no last one, is in no checkpoint.
         pull_the_plug(&rundir)?;
     }
     // Whatever has the lock, and whatever it waits for.
@@ -84,6 +94,12 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
         Err(LifeError::Unknown { .. }) => Ok(Stopped { ended: Ended::Before, lost }),
         Err(e) => Err(e),
     }
+}
+
+/// Whether it was about to go to another node, and that was cut off.
+fn was_moving(rundir: &RunDir) -> bool {
+    matches!(life::status(rundir), Ok(Status::NeedsRecovery))
+        && matches!(Journal::left_behind(rundir), Ok(Some(left)) if left.operation.kind == Kind::Move)
 }
 
 /// Tell the store of a guest that has shut itself down in order, so that it is booted at its next start. Whether the redo logs of its

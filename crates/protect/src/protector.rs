@@ -68,6 +68,8 @@ pub struct Settings {
     pub output_commit: bool,
     /// After those, compare all of the guest's memory with the newest, while it is stopped.
     pub compare: bool,
+    /// After those, one more, from which the guest does not go on: whoever asked for that ends it.
+    pub stay: bool,
 }
 
 /// What a loop did until its end.
@@ -92,6 +94,8 @@ pub enum Ended {
     Told,
     /// It has taken as many as were asked for.
     Counted,
+    /// The same, and the guest stays stopped at the last one.
+    Stays,
     /// The guest's QEMU has ended.
     QemuEnded,
 }
@@ -284,6 +288,12 @@ impl<'a> Loop<'a> {
                         target = next;
                         continue 'sessions;
                     }
+                    Next::End(Ended::Counted) if self.settings.stay => {
+                        let done = self.stay(&mut session).map_err(|e| ProtectError::session(session.target.name(), e))?;
+                        tell(&Event::Checkpoint(Box::new(done)));
+                        self.held = false;
+                        break 'sessions Ended::Stays;
+                    }
                     Next::End(Ended::Counted) => {
                         if self.settings.compare {
                             let compared = self.compare(&mut session).map_err(|source| ProtectError::Session {
@@ -364,6 +374,14 @@ impl<'a> Loop<'a> {
     pub(crate) fn last(&mut self, session: &mut Session, held: &RunState) -> Result<(Done, u64), SessionError> {
         let done = self.one(session, |session, writer, _| session.last(writer, held))?;
         Ok((done, self.base.map_or(0, |base| base.epoch)))
+    }
+
+    /// One more checkpoint, at which the guest stays.
+    fn stay(&mut self, session: &mut Session) -> Result<Done, SessionError> {
+        let run_state = session.target.hold_run_state()?;
+        let (done, _) = self.last(session, &run_state)?;
+        (self.taken, self.newest) = (self.taken + 1, Some(done.number));
+        Ok(done)
     }
 
     fn one(

@@ -6,6 +6,8 @@
 mod common;
 #[path = "moving/deaths.rs"]
 mod deaths;
+#[path = "moving/managed.rs"]
+mod managed;
 
 use common::protector::{Protector, pager};
 use common::served::{image, read, section};

@@ -109,6 +109,7 @@ pub fn start(
         count: None,
         output_commit: false,
         compare: false,
+        stay: false,
     };
     let failed = |source| MoveError::File { path: held.rundir.file("operation.json"), source };
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1);

@@ -12,8 +12,8 @@ mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
-pub use moving::Move;
-pub use ocf::{HowStop, Ocf, OcfMonitor, OcfResource, OcfStop};
+pub use moving::{Far, Move};
+pub use ocf::{HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
 pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};

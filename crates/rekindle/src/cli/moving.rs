@@ -10,9 +10,8 @@ use std::path::PathBuf;
 pub struct Move {
     /// The VM.
     pub name: Name,
-    /// The other host, as ssh knows it.
-    #[arg(long, value_name = "HOST")]
-    pub to: String,
+    #[command(flatten)]
+    pub far: Far,
     /// Where its checkpoints go, for both hosts: a directory that both have, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
@@ -24,6 +23,14 @@ pub struct Move {
     /// The QEMU of the other host to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+}
+
+/// How another host is reached.
+#[derive(Debug, Args)]
+pub struct Far {
+    /// The other host, as ssh knows it.
+    #[arg(long, value_name = "HOST")]
+    pub to: String,
     /// The command that leads to the other host, with its options.
     #[arg(long, default_value = "ssh", value_name = "COMMAND")]
     pub ssh: String,

@@ -1,5 +1,6 @@
 //! `rekindle ocf`: what the resource agent `ocf:rekindle:vm` has done.
 
+use super::moving::Far;
 use super::protect::DiskRule;
 use super::store::Tls;
 use clap::{Args, Subcommand, ValueEnum};
@@ -23,6 +24,13 @@ pub enum Ocf {
     /// On success: nothing of it runs here.
     /// On failure: a process could not be ended; this host has to be fenced.
     Stop(OcfStop),
+    /// Have the guest go on on another node without being stopped for more than its last checkpoint: migrate_to. Whether it runs there
+    /// is asked there, by `monitor`.
+    ///
+    /// Needs: what `rekindle move` needs: the store and the disk images on both, and a way for commands from here to there.
+    /// On success: it runs there, and nothing of it is left here.
+    /// On failure: it goes on here, and checkpoints are taken of it; or it is said what has to be mended, which a stop here does.
+    MigrateTo(OcfMigrate),
     /// Whether the guest runs: exit status 0 it does, 7 it does not, 1 it is there and does not run well.
     ///
     /// Needs: nothing.
@@ -89,6 +97,14 @@ pub enum HowStop {
     Suspend,
     /// It is asked to shut down: at its next start it is booted.
     Shutdown,
+}
+
+#[derive(Debug, Args)]
+pub struct OcfMigrate {
+    #[command(flatten)]
+    pub resource: OcfResource,
+    #[command(flatten)]
+    pub far: Far,
 }
 
 #[derive(Debug, Args)]

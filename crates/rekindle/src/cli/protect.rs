@@ -44,6 +44,9 @@ pub struct Protect {
     /// Then compare all of the guest's memory with the newest checkpoint, while it is stopped (takes seconds per GiB).
     #[arg(long, requires = "count")]
     pub compare: bool,
+    /// Then take one more, from which the guest does not go on: for whoever is about to end it.
+    #[arg(long, requires = "count", conflicts_with = "compare", hide = true)]
+    pub stay: bool,
 }
 
 /// What of disks that a protected guest writes.

@@ -2,12 +2,12 @@
 
 use super::interrupts;
 use super::store::identity;
-use crate::cli::Move;
+use crate::cli::{self, Move};
 use crate::output::{Output, duration};
 use anyhow::{Context, Result};
 use rekindle_protect::moving::source::{Settings, start};
 use rekindle_protect::moving::target;
-use rekindle_protect::moving::{Event, Far};
+use rekindle_protect::moving::{Event, Far, Moved};
 use rekindle_reboot::os::watch;
 use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
@@ -18,9 +18,8 @@ use std::process::ExitCode;
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
-    let (to, ssh, rekindle) = (arguments.to.clone(), arguments.ssh.clone(), arguments.rekindle.clone());
     let settings = Settings {
-        far: Far { host: to, ssh, rekindle },
+        far: far(&arguments.far),
         store: both(&arguments.store)?,
         identity: identity(&arguments.tls),
         definition: arguments.definition.clone(),
@@ -31,18 +30,27 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
         let _ = output.result(event, format!("{name}: {event}"));
     };
     let moved = start(&host, name, &settings, &interrupted, &mut tell)?;
+    output.result(&moved, text(&moved))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn far(arguments: &cli::Far) -> Far {
+    let cli::Far { to, ssh, rekindle } = arguments;
+    Far { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
+}
+
+pub(super) fn text(moved: &Moved) -> String {
     let there = moved.there.as_ref().map_or_else(String::new, |there| {
         let waited = if there.prepared { ", which had waited" } else { "" };
         format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)
     });
-    let text = format!(
-        "{name} runs on {} after {}, stopped for {}{there}; its memory comes on demand",
+    format!(
+        "{} runs on {} after {}, stopped for {}{there}; its memory comes on demand",
+        moved.name,
         moved.host,
         duration(moved.us),
         duration(moved.stopped_us)
-    );
-    output.result(&moved, text)?;
-    Ok(ExitCode::SUCCESS)
+    )
 }
 
 /// The store as the other host has to be told of it, whatever directory it is in.

@@ -1,14 +1,17 @@
 //! `rekindle ocf`.
 
+use super::moving;
 use super::store::identity;
-use crate::cli::{DiskRule, HowStop, Ocf, OcfMonitor, OcfResource, OcfStop};
+use crate::cli::{DiskRule, HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
 use crate::output::{Output, Usage};
 use anyhow::Result;
 use rekindle_cluster::config::{Utilization, lines};
+use rekindle_cluster::migrate::migrate_to as migrate;
 use rekindle_cluster::monitor::{Verdict, monitor as look};
 use rekindle_cluster::resource::Resource;
 use rekindle_cluster::start::{Started, start as begin};
 use rekindle_cluster::stop::{How, stop as end};
+use rekindle_protect::moving::Event;
 use rekindle_protect::protector::{Disks, Settings};
 use rekindle_reboot::os::watch;
 use rekindle_vm::definition::Definition;
@@ -23,6 +26,7 @@ pub fn run(output: &Output, command: &Ocf) -> Result<ExitCode> {
     match command {
         Ocf::Start(arguments) => start(output, arguments),
         Ocf::Stop(arguments) => stop(output, arguments),
+        Ocf::MigrateTo(arguments) => migrate_to(output, arguments),
         Ocf::Monitor(arguments) => monitor(output, arguments),
         Ocf::ShowConfig(arguments) => show_config(output, arguments),
     }
@@ -50,6 +54,7 @@ fn resource(arguments: &OcfResource) -> Resource {
         count: None,
         output_commit: arguments.output_commit,
         compare: false,
+        stay: false,
     };
     Resource { name: arguments.name.clone(), definition: definition(arguments), protect }
 }
@@ -91,6 +96,15 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
         Some(why) => format!("{} is off, without a last checkpoint: {why}", resource.name),
     };
     output.result(&stopped, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
+    let resource = resource(&arguments.resource);
+    let mut tell = |event: &Event| tracing::debug!("{event}");
+    let (far, deadline) = (moving::far(&arguments.far), deadline(&arguments.resource));
+    let moved = migrate(&Host::open()?, &resource, far, deadline, &mut tell)?;
+    output.result(&moved, moving::text(&moved))?;
     Ok(ExitCode::SUCCESS)
 }
 

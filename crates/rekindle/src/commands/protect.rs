@@ -29,6 +29,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         count: arguments.count,
         output_commit: arguments.output_commit,
         compare: arguments.compare,
+        stay: arguments.stay,
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
@@ -43,6 +44,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let why = match summary.ended {
         Ended::Told => "interrupted; its memory is still tracked, for the next protector",
         Ended::Counted => "done; nothing of it is left in QEMU",
+        Ended::Stays => "it is stopped at the last one",
         Ended::QemuEnded => "its QEMU has ended",
     };
     let held = if summary.output_held {

@@ -1,0 +1,127 @@
+//! Moves as a cluster manager asks for them, by `rekindle ocf`: with a protector before and after, and a stop that follows one that was
+//! cut off.
+
+use super::{Pair, wait_empty};
+use crate::common::served::section;
+use crate::common::{DEADLINE, Done, Lab, Net, wait_for};
+use serde_json::Value;
+use std::fs;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+const NAME: &str = "kept";
+
+struct Managed {
+    pair: Pair,
+}
+
+impl Managed {
+    /// Without a network: a guest that goes on is built as it was, and both labs have the same tap only once.
+    fn new() -> Self {
+        let pair = Pair::new(NAME);
+        for lab in [&pair.here, &pair.there] {
+            lab.vm(NAME).section(&section(&pair.disk, "")).net(Net::None).write();
+        }
+        Self { pair }
+    }
+
+    fn command(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Command {
+        let mut command = lab.command(["--json", "ocf", action, NAME, "--every", "200ms", "--definition"]);
+        command.arg(lab.path("kept.toml")).arg("--store").arg(&self.pair.store).args(arguments);
+        command.env_remove("FAR_FAULT");
+        command
+    }
+
+    fn ocf(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Done {
+        lab.finish(self.command(lab, action, arguments))
+    }
+
+    fn migrate(&self, from: &Lab, to: &Lab) -> Command {
+        let mut command = self.command(from, "migrate-to", &["--to", "b", "--within", "60s", "--rekindle"]);
+        command.arg(env!("CARGO_BIN_EXE_rekindle")).arg("--ssh").arg(to.path("ssh"));
+        command
+    }
+
+    fn newest(&self) -> u64 {
+        let listed = self.pair.here.rekindle(["--json", "store", "ls", self.pair.store.to_str().unwrap()]).ok().json();
+        listed["checkpoints"].as_array().and_then(|all| all.last()?["number"].as_u64()).unwrap_or(0)
+    }
+
+    fn wait_checkpoints(&self, count: u64) {
+        let wanted = self.newest() + count;
+        wait_for("checkpoints", DEADLINE, || (self.newest() >= wanted).then_some(()));
+    }
+}
+
+/// The first and the last tick that the guest has told on the console of its QEMU there.
+fn ticks(lab: &Lab) -> Option<(u64, u64)> {
+    let text = fs::read(lab.run_root().join(NAME).join("console.log")).ok()?;
+    let text = String::from_utf8_lossy(&text);
+    // Not one that is being written.
+    let (whole, _) = text.rsplit_once('\n')?;
+    let mut all =
+        whole.lines().filter_map(|line| line.trim_end().strip_prefix("tick ")?.split(' ').next()?.parse().ok());
+    let first = all.next()?;
+    Some((first, all.next_back().unwrap_or(first)))
+}
+
+/// The last tick that is told there before all of it is gone, while `act` ends it.
+fn last_of(lab: &Lab, act: impl FnOnce()) -> u64 {
+    thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            let mut last = ticks(lab).expect("it has told ticks").1;
+            while lab.run_root().join(NAME).exists() {
+                last = ticks(lab).map_or(last, |(_, newest)| newest);
+                thread::sleep(Duration::from_millis(1));
+            }
+            last
+        });
+        act();
+        looks.join().unwrap()
+    })
+}
+
+fn wait_ticks(lab: &Lab) -> u64 {
+    wait_for("ticks of the guest", DEADLINE, || ticks(lab).filter(|(first, last)| last > first).map(|(first, _)| first))
+}
+
+#[test]
+fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
+    let managed = Managed::new();
+    let (here, there) = (&managed.pair.here, &managed.pair.there);
+    managed.ocf(here, "start", &[]).ok();
+    wait_ticks(here);
+    managed.wait_checkpoints(2);
+    let last = last_of(here, || {
+        here.finish(managed.migrate(here, there)).ok().says(&["\"rounds\""]);
+        wait_empty(here);
+    });
+    managed.ocf(here, "monitor", &[]).status(7);
+    managed.ocf(here, "stop", &[]).ok();
+    // As `migrate_from` asks.
+    managed.ocf(there, "monitor", &[]).status(0);
+    assert!(wait_ticks(there) > last, "it goes on where it was");
+    managed.wait_checkpoints(2);
+
+    // It cannot be had: it goes on where it was, and is protected.
+    fs::write(here.path("ssh-none"), "#!/bin/sh\nexit 255\n").unwrap();
+    let mut nowhere = managed.command(there, "migrate-to", &["--to", "b", "--within", "60s", "--ssh"]);
+    nowhere.arg(format!("sh {}", here.path("ssh-none").display()));
+    there.finish(nowhere).status(1).says(&["the line to b has broken"]);
+    managed.wait_checkpoints(2);
+
+    // What was cut off in the pause is finished by a stop, and from its last checkpoint the guest does not go on.
+    let mut cut = managed.migrate(there, here);
+    cut.env("REKINDLE_FAULT", "move.suspend.committed:kill");
+    assert_eq!(there.finish(cut).code, None);
+    wait_empty(here);
+    let last = last_of(there, || {
+        assert_eq!(managed.ocf(there, "stop", &[]).ok().json()["lost"], Value::Null);
+        wait_empty(there);
+    });
+    managed.ocf(here, "start", &[]).ok().says(&["restored"]);
+    assert!(wait_ticks(here) > last, "a stop takes back what was to be seen of the guest");
+    managed.ocf(here, "stop", &[]).ok();
+    here.assert_empty();
+}
