@@ -98,11 +98,7 @@ pub fn recover(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
 }
 
 /// Run ourselves, until `deadline` at most: whatever it waits for, this does not.
-fn finish(
-    rundir: &RunDir,
-    arguments: impl IntoIterator<Item = OsString>,
-    deadline: Instant,
-) -> Result<(), String> {
+fn finish(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>, deadline: Instant) -> Result<(), String> {
     let spawned = command(rundir, arguments).and_then(|mut command| command.stdin(Stdio::null()).spawn());
     let mut child = spawned.map_err(|e| e.to_string())?;
     match wait(&mut child, deadline) {

@@ -289,7 +289,8 @@ impl<'a> Loop<'a> {
                         continue 'sessions;
                     }
                     Next::End(Ended::Counted) if self.settings.stay => {
-                        let done = self.stay(&mut session).map_err(|e| ProtectError::session(session.target.name(), e))?;
+                        let done =
+                            self.stay(&mut session).map_err(|e| ProtectError::session(session.target.name(), e))?;
                         tell(&Event::Checkpoint(Box::new(done)));
                         self.held = false;
                         break 'sessions Ended::Stays;

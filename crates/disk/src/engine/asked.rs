@@ -39,6 +39,7 @@ impl Engine {
                 Command::Keep(claim, answer) => drop(answer.send(self.keep(claim.as_deref()))),
                 Command::Reuse(answer) => {
                     self.reuse = true;
+                    self.note_all();
                     let _ = answer.send(Ok(self.map.as_ref().map_or(0, |(map, _)| map.len())));
                 }
                 Command::Share(claims, answer) => drop(answer.send(self.share(&claims))),
@@ -56,7 +57,10 @@ impl Engine {
                     self.fronts.values().filter_map(|front| front.memory.as_ref()).for_each(|memory| memory.filled());
                     let _ = answer.send(Ok(()));
                 }
-                Command::Status(answer) => drop(answer.send(Ok(self.status()))),
+                Command::Status(answer) => {
+                    self.note_all();
+                    drop(answer.send(Ok(self.status())));
+                }
                 Command::End(answer) => {
                     self.ended = true;
                     let _ = answer.send(Ok(()));
@@ -93,6 +97,7 @@ impl Engine {
             let at = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
             Refused(format!("{at}it cannot be said which of the guest's memory is needed: {e}"))
         };
+        self.note_all();
         let Some((map, memory)) = self.map.take() else {
             // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
             let Some(attic) = self.attic.as_mut().filter(|attic| !attic.is_given_up()) else { return Ok(0) };
@@ -127,6 +132,7 @@ impl Engine {
         if let Some(attic) = self.attic.take() {
             beside("attic", attic, drop);
         }
+        self.note_all();
         if let Some((_, memory)) = self.map.take() {
             Memory::unmap_beside(memory);
         }

@@ -193,6 +193,7 @@ impl Engine {
         if !std::mem::take(&mut self.reuse) {
             return;
         }
+        self.note_all();
         let Some((map, memory)) = self.map.take() else { return };
         match Attic::of_guest(&memory, map, self.digester) {
             Ok(attic) => {
@@ -212,6 +213,7 @@ impl Engine {
         if !self.settings.map {
             return;
         }
+        self.note_all();
         let is_same = self.map.as_ref().is_some_and(|(_, before)| before.is_same(memory));
         match &mut self.map {
             Some((_, before)) if is_same => *before = Arc::clone(memory),

@@ -1,37 +1,59 @@
-//! A second pair of hands: large parts of requests are copied and digested beside the engine's own thread, which takes the next one
-//! meanwhile. One thread that does both gives about 3 GB/s; there are disks that give more.
+//! A second pair of hands: what was moved in large pieces is digested beside the engine's own thread, which answers the guest and takes the
+//! next request meanwhile. One thread that does both gives about 3 GB/s; there are disks that give more.
 //!
-//! The hand touches buffers and the guest's memory, and nothing of the engine. What it has done is noted by the engine, in the block map as
-//! well, when it has come back: until then the request is under way, and whoever touches the same blocks makes it stale.
+//! The hand has the buffer, which nobody changes any more, and nothing of the engine: what it finds is noted by [`super::job`].
 
-use super::job::{Carried, Load};
+use crate::block::BLOCK;
+use crate::digest::{Digest, Digester};
+use rekindle_kernel::uring::Buffer;
 use rustix::io::write;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Parts of fewer bytes are not worth the way.
-pub(super) const LARGE: usize = 256 << 10;
-/// So many parts are given to it ahead, at most.
-const AHEAD: usize = 2;
+/// Pieces of fewer bytes are not worth the way.
+pub(super) const LARGE: usize = 128 << 10;
+/// So many pieces are given to it ahead, at most.
+const AHEAD: usize = 4;
 
-/// A part that has come back.
+/// Something to be digested: the blocks that lie in `bytes` of the buffer one behind the other.
+pub(super) struct Piece {
+    /// What it belongs to.
+    pub of: usize,
+    pub buffer: Buffer,
+    pub bytes: Range<usize>,
+    pub digester: Digester,
+}
+
+/// A piece that has come back.
 pub(super) struct Back {
-    pub job: usize,
-    pub part: u32,
-    pub carried: Carried,
+    pub of: usize,
+    pub buffer: Buffer,
+    pub digests: Vec<Digest>,
+}
+
+impl Piece {
+    /// Do it.
+    pub fn digest(self) -> Back {
+        let Self { of, buffer, bytes, digester } = self;
+        let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
+        Back { of, buffer, digests }
+    }
+}
+
+/// Of whole blocks.
+pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = Digest> {
+    bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.of(block))
 }
 
 /// See [the module](self). It ends when it is dropped.
 pub(super) struct Hand {
-    given: Sender<(usize, u32, Load)>,
+    given: Sender<Piece>,
     back: Receiver<Back>,
-    /// Parts that it has not done yet.
-    busy: Arc<AtomicUsize>,
-    /// Parts that have not been taken back.
+    /// Pieces that have not been taken back.
     out: usize,
 }
 
@@ -41,40 +63,30 @@ impl Hand {
     /// # Errors
     /// The system's: no thread can be had.
     pub fn begin(wake: Arc<OwnedFd>) -> io::Result<Self> {
-        let (given, work) = channel::<(usize, u32, Load)>();
+        let (given, work) = channel::<Piece>();
         let (done, back) = channel();
-        let busy = Arc::new(AtomicUsize::new(0));
-        let left = Arc::clone(&busy);
-        thread::Builder::new().name("disk-hand".into()).spawn(move || {
-            for (job, part, load) in work {
-                let carried = load.carry();
-                left.fetch_sub(1, Ordering::Release);
-                if done.send(Back { job, part, carried }).is_err() {
+        thread::Builder::new().name("disk-digest".into()).spawn(move || {
+            for piece in work {
+                if done.send(piece.digest()).is_err() {
                     return;
                 }
                 let _ = write(&wake, &1u64.to_ne_bytes());
             }
         })?;
-        Ok(Self { given, back, busy, out: 0 })
+        Ok(Self { given, back, out: 0 })
     }
 
-    /// Whether it would begin with another part soon.
+    /// Whether it would begin with another piece soon.
     pub fn is_free(&self) -> bool {
-        self.busy.load(Ordering::Acquire) < AHEAD
+        self.out < AHEAD
     }
 
-    /// Parts that it has, or that wait to be taken back.
-    pub fn out(&self) -> usize {
-        self.out
-    }
-
-    /// Give it a part.
+    /// Give it a piece.
     ///
     /// # Errors
-    /// The load, if there is no thread any more.
-    pub fn give(&mut self, job: usize, part: u32, load: Load) -> Result<(), Load> {
-        self.busy.fetch_add(1, Ordering::Relaxed);
-        self.given.send((job, part, load)).map_err(|refused| refused.0.2)?;
+    /// The piece, if there is no thread any more.
+    pub fn give(&mut self, piece: Piece) -> Result<(), Piece> {
+        self.given.send(piece).map_err(|refused| refused.0)?;
         self.out += 1;
         Ok(())
     }
@@ -84,5 +96,12 @@ impl Hand {
         let back = self.back.try_recv().ok()?;
         self.out -= 1;
         Some(back)
+    }
+
+    /// The next that comes back. `None`: it has nothing.
+    pub fn wait_back(&mut self) -> Option<Back> {
+        let back = self.back.recv().ok().filter(|_| self.out > 0);
+        self.out = self.out.saturating_sub(1);
+        back
     }
 }

@@ -4,23 +4,22 @@
 //! |---|---|
 //! | `plan` | what is to be done for it; what needs no disk, the attic too, is done at once |
 //! | `carry` | its parts on their way to the disk and back, and the answer |
+//! | `note` | what was moved is noted in the block map |
 
 mod carry;
+mod note;
 mod plan;
+
+pub(super) use note::Late;
 
 use super::CHUNK;
 use super::command::Session;
-use crate::block::{BLOCK, touched, whole};
-use crate::digest::{Digest, Digester};
+use crate::block::{BLOCK, touched};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::redo::log::Placed;
 use crate::request::{Kind, Range, Request, Segment, Status};
-use rekindle_kernel::uring::Buffer;
 use std::sync::Arc;
-
-/// Bytes that are copied and digested before the next are.
-const PIECE: usize = 32 << 10;
 
 /// What is to be done with a part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,8 +72,6 @@ pub(super) struct Job {
     pub serial: u64,
     request: Request,
     pub parts: Vec<Part>,
-    /// Of the parts of a write, the digests of their whole blocks, once they were copied out of the guest.
-    digests: Vec<Vec<Digest>>,
     left: usize,
     status: Status,
     /// It has been let through by the rate.
@@ -99,27 +96,14 @@ impl Job {
         self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
     }
 
-    /// Move the data of part `number` between `bytes` and the guest; see [`Load::carry`].
-    fn carry(&self, number: u32, digester: Option<Digester>, bytes: &mut [u8]) -> Option<Vec<Digest>> {
+    /// Move the data of part `number` between `bytes` and the guest. `None`: it leads out of the guest's memory.
+    fn copy(&self, number: u32, bytes: &mut [u8]) -> Option<()> {
         let part = self.parts.get(number as usize)?;
-        carry(&self.memory, &self.request.data, part, digester, bytes)
-    }
-
-    /// The same, for somebody else to do.
-    fn load(&self, number: u32, digester: Option<Digester>, buffer: Buffer) -> Option<Load> {
-        let part = *self.parts.get(number as usize)?;
-        let (memory, data) = (Arc::clone(&self.memory), self.request.data.clone());
-        Some(Load { memory, data, part, digester, buffer })
-    }
-
-    /// Keep the digests of part `number` of a write until the disk has it.
-    fn gathered(&mut self, number: u32, digests: Vec<Digest>) {
-        let number = number as usize;
-        if self.digests.len() <= number {
-            self.digests.resize(number + 1, Vec::new());
-        }
-        if let Some(place) = self.digests.get_mut(number) {
-            *place = digests;
+        let (data, len) = (&self.request.data, bytes.len());
+        if part.work == Work::Read {
+            along(data, part.offset, len, |at, from, len| self.memory.write(at, bytes.get(from..from + len)?))
+        } else {
+            along(data, part.offset, len, |at, from, len| self.memory.read(at, bytes.get_mut(from..from + len)?))
         }
     }
 
@@ -136,58 +120,6 @@ impl Job {
             fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten()
         })
     }
-}
-
-/// A part's data on its way between a buffer and its guest.
-pub(super) struct Load {
-    memory: Arc<Memory>,
-    data: Vec<Segment>,
-    part: Part,
-    digester: Option<Digester>,
-    buffer: Buffer,
-}
-
-/// What has become of a [`Load`].
-pub(super) struct Carried {
-    pub buffer: Buffer,
-    /// Of the part's whole blocks; `None` if it leads out of the guest's memory.
-    pub digests: Option<Vec<Digest>>,
-}
-
-impl Load {
-    /// What was read goes to the guest, what is to be written is taken out of it, and is digested if that is wanted.
-    pub fn carry(self) -> Carried {
-        let Self { memory, data, part, digester, mut buffer } = self;
-        let bytes = buffer.get_mut(..part.bytes as usize);
-        let digests = bytes.and_then(|bytes| carry(&memory, &data, &part, digester, bytes));
-        Carried { buffer, digests }
-    }
-}
-
-/// See [`Load::carry`]. Piece by piece, so that what is copied is digested while it is at hand.
-fn carry(
-    memory: &Memory,
-    data: &[Segment],
-    part: &Part,
-    digester: Option<Digester>,
-    bytes: &mut [u8],
-) -> Option<Vec<Digest>> {
-    let mut digests = Vec::with_capacity(digester.map_or(0, |_| bytes.len() / BLOCK));
-    let mut blocks = whole(part.at, part.bytes).map(|(_, offset)| offset).peekable();
-    for begin in (0..bytes.len()).step_by(PIECE) {
-        let end = (begin + PIECE).min(bytes.len());
-        let (piece, offset) = (bytes.get_mut(begin..end)?, part.offset + begin as u64);
-        if part.work == Work::Read {
-            along(data, offset, end - begin, |at, from, len| memory.write(at, piece.get(from..from + len)?))?;
-        } else {
-            along(data, offset, end - begin, |at, from, len| memory.read(at, piece.get_mut(from..from + len)?))?;
-        }
-        let Some(digester) = digester else { continue };
-        while let Some(offset) = blocks.next_if(|offset| offset + BLOCK <= end) {
-            digests.push(digester.of(bytes.get(offset..)?.first_chunk()?));
-        }
-    }
-    Some(digests)
 }
 
 /// Move bytes between a buffer and the part of the guest's memory that begins at `offset` of what segments name.

@@ -7,7 +7,7 @@ use crate::redo::format::{PAGE, What};
 use crate::redo::index::Source;
 use crate::redo::log::{Log, Placed, Wait};
 use crate::request::{Range, Status};
-use rekindle_kernel::uring::Operation;
+use rekindle_kernel::uring::{Buffer, Operation};
 use serde::{Deserialize, Serialize};
 use slab::Slab;
 use std::collections::VecDeque;
@@ -224,7 +224,7 @@ impl Engine {
             What::Data => {
                 let (data, rest) = data.split_at_mut(len);
                 rest.fill(0);
-                if self.gather(number, part, data).is_none() {
+                if self.copy(number, part, data).is_none() {
                     self.abandon(&placed);
                     self.put_back(Some(buffer));
                     return self.part_done(number, Status::Failed);
@@ -253,42 +253,36 @@ impl Engine {
         }
     }
 
-    /// A write into the log has ended. `None`: it is tried again.
+    /// A write into the log has ended. Where there is no room it is tried again.
     pub(super) fn appended(
         &mut self,
         (number, part): (usize, u32),
         placed: &Placed,
         result: io::Result<usize>,
-    ) -> Option<Status> {
-        let logged = self.logged.as_mut()?;
+        buffer: Option<Buffer>,
+    ) {
+        let Some(logged) = &mut self.logged else { return };
         match result {
             Ok(written) if written as u64 == placed.length() => {
                 logged.log.written(placed);
                 if logged.held.is_empty() {
                     (logged.waiting, logged.is_full) = (None, false);
                 }
-                self.note_moved(number, part, None);
-                Some(Status::Ok)
+                return self.moved(number, part, buffer, PAGE as usize);
             }
             // A part of it: there is no room for the rest.
-            Ok(_) => {
-                logged.full(number, part, "");
-                None
-            }
+            Ok(_) => logged.full(number, part, ""),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
-                None
             }
-            Err(e) if is_full(&e) => {
-                logged.full(number, part, &format!(" ({e})"));
-                None
-            }
+            Err(e) if is_full(&e) => logged.full(number, part, &format!(" ({e})")),
             Err(e) => {
                 tracing::warn!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
                 logged.log.abandoned(placed);
-                Some(Status::Failed)
+                self.part_done(number, Status::Failed);
             }
         }
+        self.put_back(buffer);
     }
 
     /// A part of a flush has ended.

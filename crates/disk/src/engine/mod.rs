@@ -5,7 +5,7 @@
 //! | `front` | a front end: its memory and its queues |
 //! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
-//! | `hand` | large parts are copied and digested beside the engine |
+//! | `hand` | what was moved in large pieces is digested beside the engine |
 //! | [`logged`] | writes that go to the redo log, and reads of what is there |
 //! | [`mod@ledger`] | what is noted for phase-based reboots |
 //! | [`command`], `asked`, [`visit`] | what others ask the engine for |
@@ -38,7 +38,7 @@ use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
 use hand::Hand;
-use job::Job;
+use job::{Job, Late};
 use logged::Logged;
 use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, Ring};
@@ -161,6 +161,8 @@ struct Engine {
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
     hand: Hand,
+    /// What it digests.
+    late: Slab<Late>,
     /// Parts that wait for room in the ring, or for the rate.
     waiting: VecDeque<(usize, u32)>,
     throttle: Throttle,
@@ -240,6 +242,7 @@ pub fn start(
             stopping: Vec::new(),
             jobs: Slab::new(),
             hand,
+            late: Slab::new(),
             waiting: VecDeque::new(),
             throttle,
             due: None,
@@ -273,7 +276,7 @@ impl Engine {
         self.listen(&Arc::clone(&self.wake), Token::Wake);
         loop {
             self.serve_commands();
-            self.take_back();
+            self.note_digested();
             // Not where a request ends: one that needs no disk ends where it begins.
             if std::mem::take(&mut self.has_room) {
                 self.take_all();

@@ -1,13 +1,10 @@
 //! The parts of a request on their way to the disk and back, and its answer.
 
-use super::{Carried, Part, Place, Work, cut};
-use crate::block::{touched, whole};
-use crate::digest::Digest;
-use crate::engine::hand::{Back, LARGE};
+use super::{Part, Place, Work, cut};
+use crate::block::touched;
 use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,7 +20,7 @@ impl Engine {
         self.due = None;
         self.release_if_due();
         while let Some(&(number, part)) = self.waiting.front() {
-            let room = (DEPTH as usize).saturating_sub(self.ring.under_way() + self.hand.out()) > KEPT;
+            let room = (DEPTH as usize).saturating_sub(self.ring.under_way()) > KEPT;
             let Some(job) = self.jobs.get_mut(number) else {
                 self.waiting.pop_front();
                 continue;
@@ -98,20 +95,19 @@ impl Engine {
                 Operation::Write { at, len, buffer }
             }
             Work::Write => {
-                let buffer = self.buffer(len);
-                self.moving += len;
-                return self.carry(number, part, len, buffer);
+                let mut buffer = self.buffer(len);
+                if buffer.get_mut(..len).and_then(|data| self.copy(number, part, data)).is_none() {
+                    self.put_back(Some(buffer));
+                    return self.part_done(number, Status::Failed);
+                }
+                Operation::Write { at, len, buffer }
             }
         };
         if let Operation::Read { len, .. } | Operation::Write { len, .. } = &operation {
             self.moving += len;
         }
         let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
-        self.submit(number, part, &file, operation);
-    }
-
-    fn submit(&mut self, number: usize, part: u32, file: &Arc<File>, operation: Operation) {
-        if self.ring.begin(file, operation, Token::Part(number as u32, part).pack()).is_err() {
+        if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
             // There is room: it was looked for.
             self.part_done(number, Status::Failed);
         }
@@ -122,19 +118,14 @@ impl Engine {
         number: usize,
         part: u32,
         result: io::Result<usize>,
-        buffer: Option<Buffer>,
+        mut buffer: Option<Buffer>,
     ) {
         let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
         if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
             self.moving = self.moving.saturating_sub(work.bytes as usize);
         }
         if let (Place::Entry(placed), true) = (work.place, buffer.is_some()) {
-            let status = self.appended((number, part), &placed, result);
-            self.put_back(buffer);
-            if let Some(status) = status {
-                self.part_done(number, status);
-            }
-            return;
+            return self.appended((number, part), &placed, result, buffer);
         }
         if work.work == Work::Sync {
             self.flushed(work.place, result.is_ok());
@@ -144,14 +135,18 @@ impl Engine {
                 tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
                 Status::Failed
             }
-            Ok(_) => match (work.work, buffer) {
-                (Work::Read, Some(buffer)) => return self.carry(number, part, work.bytes as usize, buffer),
-                (_, buffer) => {
-                    self.note_moved(number, part, None);
-                    self.put_back(buffer);
-                    return self.part_done(number, Status::Ok);
+            Ok(_) => {
+                let copied = match (work.work, &mut buffer) {
+                    (Work::Read, Some(buffer)) => {
+                        buffer.get_mut(..work.bytes as usize).and_then(|data| self.copy(number, part, data))
+                    }
+                    _ => Some(()),
+                };
+                if copied.is_some() {
+                    return self.moved(number, part, buffer, 0);
                 }
-            },
+                Status::Failed
+            }
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
                 self.put_back(buffer);
@@ -190,82 +185,18 @@ impl Engine {
         }
     }
 
-    /// Move the first `len` bytes of a part between its buffer and the guest: here, or, if there is more to do, by the other hand.
-    fn carry(&mut self, number: usize, part: u32, len: usize, mut buffer: Buffer) {
-        let digester = self.map.as_ref().map(|_| self.digester);
-        let Some(job) = self.jobs.get(number) else { return };
-        if len >= LARGE && self.jobs.len() > 1 && self.hand.is_free() {
-            let Some(load) = job.load(part, digester, buffer) else { return };
-            match self.hand.give(number, part, load) {
-                Ok(()) => return,
-                // It is gone: this one can do all of it.
-                Err(load) => return self.carried(number, part, load.carry()),
-            }
-        }
-        let digests = buffer.get_mut(..len).and_then(|bytes| job.carry(part, digester, bytes));
-        self.has_moved += len;
-        self.carried(number, part, Carried { buffer, digests });
+    /// Move the data of a part between the buffer and the guest.
+    pub(in crate::engine) fn copy(&mut self, number: usize, part: u32, bytes: &mut [u8]) -> Option<()> {
+        self.has_moved += bytes.len();
+        self.jobs.get(number)?.copy(part, bytes)
     }
 
-    /// Take back what the other hand has done.
-    pub(in crate::engine) fn take_back(&mut self) {
-        while let Some(Back { job, part, carried }) = self.hand.take_back() {
-            self.carried(job, part, carried);
-        }
-    }
-
-    /// A part's data is where it was to go: what was read is done with; what is to be written goes to the disk.
-    fn carried(&mut self, number: usize, part: u32, carried: Carried) {
-        let Carried { buffer, digests } = carried;
-        let Some(work) = self.jobs.get(number).and_then(|job| job.parts.get(part as usize)).copied() else { return };
-        let len = work.bytes as usize;
-        match (work.work, digests) {
-            (Work::Write, Some(digests)) => {
-                if let Some(job) = self.jobs.get_mut(number) {
-                    job.gathered(part, digests);
-                }
-                let file = Arc::clone(&self.image.file);
-                self.submit(number, part, &file, Operation::Write { at: work.at, len, buffer });
-            }
-            (of, digests) => {
-                if of == Work::Write {
-                    self.moving = self.moving.saturating_sub(len);
-                }
-                let status = if digests.is_some() { Status::Ok } else { Status::Failed };
-                self.note_moved(number, part, digests);
-                self.put_back(Some(buffer));
-                self.part_done(number, status);
-            }
-        }
-    }
-
-    /// Copy what is to be written out of the guest.
-    pub(in crate::engine) fn gather(&mut self, number: usize, part: u32, into: &mut [u8]) -> Option<()> {
-        let digester = self.map.as_ref().map(|_| self.digester);
-        self.has_moved += into.len();
-        let job = self.jobs.get_mut(number)?;
-        let digests = job.carry(part, digester, into)?;
-        job.gathered(part, digests);
-        Some(())
-    }
-
-    /// What was moved is noted. `digests`: of what was read; of what was written the job has them.
-    pub(in crate::engine) fn note_moved(&mut self, number: usize, index: u32, digests: Option<Vec<Digest>>) {
-        let Some(job) = self.jobs.get(number) else { return };
-        let Some(&part) = job.parts.get(index as usize) else { return };
-        let Some((map, memory)) = self.map.as_mut().filter(|_| matches!(part.work, Work::Read | Work::Write)) else {
-            return;
-        };
-        let is_ours = Arc::ptr_eq(memory, &job.memory) && !job.stale;
-        let begin = whole(part.at, part.bytes).next().map_or(0, |(_, offset)| offset as u64);
-        let kept = job.digests.get(index as usize);
-        let mut digests = digests.as_ref().or(kept).into_iter().flatten();
-        for ((block, _), frame) in whole(part.at, part.bytes).zip(job.frames(part.offset + begin)) {
-            match (frame, digests.next()) {
-                (Some(frame), Some(digest)) if is_ours => map.moved(block, frame, *digest),
-                _ if part.work == Work::Write => map.changed(block),
-                _ => {}
-            }
+    /// A part is done. Its data begins at byte `at` of the buffer.
+    pub(in crate::engine) fn moved(&mut self, number: usize, part: u32, buffer: Option<Buffer>, at: usize) {
+        let note = self.to_note(number, part);
+        self.part_done(number, Status::Ok);
+        if let Some(buffer) = buffer {
+            self.note_moved(note, buffer, at);
         }
     }
 

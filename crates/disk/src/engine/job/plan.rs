@@ -40,10 +40,10 @@ impl Engine {
             return;
         };
         let memory = Arc::clone(memory);
-        let (parts, digests, left, status) = (Vec::new(), Vec::new(), 0, Status::Ok);
+        let (parts, left, status) = (Vec::new(), 0, Status::Ok);
         let (serial, admitted, stale) = (self.serial, false, false);
         self.serial += 1;
-        let job = Job { session, queue, head, memory, serial, request, parts, digests, left, status, admitted, stale };
+        let job = Job { session, queue, head, memory, serial, request, parts, left, status, admitted, stale };
         let number = self.jobs.insert(job);
         self.note_touched(number);
         self.plan(number);
@@ -129,6 +129,7 @@ impl Engine {
                 for (_, other) in self.jobs.iter_mut().filter(|(of, other)| *of != number && other.touches(range)) {
                     (other.stale, stale) = (true, true);
                 }
+                self.late.iter_mut().filter(|(_, late)| late.touches(range)).for_each(|(_, late)| late.stale = true);
             }
         }
         if let Some(job) = self.jobs.get_mut(number) {

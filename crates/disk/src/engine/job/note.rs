@@ -1,0 +1,108 @@
+//! What was moved is noted in the block map: at once, or, of large pieces, when it was digested beside the engine, after the guest has its
+//! answer. What is changed on the disk meanwhile is not noted then.
+
+use super::{Job, Work};
+use crate::block::{BLOCK, whole};
+use crate::engine::Engine;
+use crate::engine::hand::{Back, LARGE, Piece, digests};
+use crate::map::Frame;
+use crate::memory::Memory;
+use crate::request::Range;
+use rekindle_kernel::uring::Buffer;
+use std::sync::Arc;
+
+/// What is still to be noted: blocks one behind the other, and the frames in which the guest has them.
+pub(in crate::engine) struct Late {
+    memory: Arc<Memory>,
+    first: u64,
+    frames: Vec<Option<Frame>>,
+    /// They were written: of those that are in no frame nothing is known any more.
+    written: bool,
+    /// Something else is on the disk there by now, or may be.
+    pub stale: bool,
+}
+
+impl Late {
+    /// Of part `number` of a job, with where its first whole block begins in what was moved. `None`: there is nothing to be noted.
+    fn of(job: &Job, number: u32) -> Option<(Self, usize)> {
+        let part = job.parts.get(number as usize)?;
+        let written = match part.work {
+            Work::Write => true,
+            Work::Read => false,
+            _ => return None,
+        };
+        let mut blocks = whole(part.at, part.bytes);
+        let (first, begin) = blocks.next()?;
+        let frames = job.frames(part.offset + begin as u64).take(1 + blocks.count()).collect();
+        Some((Self { memory: Arc::clone(&job.memory), first, frames, written, stale: job.stale }, begin))
+    }
+
+    /// Whether it has a block of `range`.
+    pub fn touches(&self, range: Range) -> bool {
+        let touched = crate::block::touched(range.at, range.bytes);
+        self.first < touched.end && touched.start < self.first + self.frames.len() as u64
+    }
+}
+
+impl Engine {
+    /// What has to be noted of a part, before its job is done with.
+    pub(in crate::engine) fn to_note(&self, number: usize, part: u32) -> Option<(Late, usize)> {
+        self.map.as_ref()?;
+        Late::of(self.jobs.get(number)?, part)
+    }
+
+    /// Note it. What was moved begins at byte `at` of the buffer.
+    pub(in crate::engine) fn note_moved(&mut self, note: Option<(Late, usize)>, buffer: Buffer, at: usize) {
+        let Some((late, begin)) = note else { return self.put_back(Some(buffer)) };
+        let bytes = at + begin..at + begin + late.frames.len() * BLOCK;
+        if bytes.len() >= LARGE && !late.stale && self.hand.is_free() {
+            let of = self.late.insert(late);
+            match self.hand.give(Piece { of, buffer, bytes, digester: self.digester }) {
+                Ok(()) => {}
+                // It is gone: this one can do all of it.
+                Err(piece) => self.noted(piece.digest()),
+            }
+            return;
+        }
+        let found = digests(self.digester, buffer.get(bytes).unwrap_or_default());
+        self.enter(&late, found);
+        self.put_back(Some(buffer));
+    }
+
+    fn noted(&mut self, back: Back) {
+        let Back { of, buffer, digests } = back;
+        if let Some(late) = self.late.try_remove(of) {
+            self.enter(&late, digests.into_iter());
+        }
+        self.put_back(Some(buffer));
+    }
+
+    fn enter(&mut self, late: &Late, digests: impl Iterator<Item = crate::digest::Digest>) {
+        let Some((map, memory)) = &mut self.map else { return };
+        let is_ours = Arc::ptr_eq(memory, &late.memory) && !late.stale;
+        for (block, (frame, digest)) in (late.first..).zip(late.frames.iter().zip(digests)) {
+            match frame {
+                Some(frame) if is_ours => map.moved(block, *frame, digest),
+                _ if late.written => map.changed(block),
+                _ => {}
+            }
+        }
+    }
+
+    /// What was digested by now.
+    pub(in crate::engine) fn note_digested(&mut self) {
+        while let Some(back) = self.hand.take_back() {
+            self.noted(back);
+        }
+    }
+
+    /// Wait until all is noted: the map is about to be taken, or becomes one of other memory. It takes a few milliseconds at most.
+    pub(in crate::engine) fn note_all(&mut self) {
+        while !self.late.is_empty()
+            && let Some(back) = self.hand.wait_back()
+        {
+            self.noted(back);
+        }
+        self.late.clear();
+    }
+}
