@@ -42,7 +42,7 @@ fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
 }
 
-/// Requests of 1 MiB are carried by two threads, with small ones between them that touch the same blocks.
+/// Requests of 1 MiB are digested after they were answered, with small ones between them that touch the same blocks.
 #[test]
 fn large_requests_beside_one_another_are_known_as_what_is_on_the_disk() {
     for _ in 0..6 {

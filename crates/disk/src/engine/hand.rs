@@ -98,10 +98,12 @@ impl Hand {
         Some(back)
     }
 
-    /// The next that comes back. `None`: it has nothing.
+    /// The next that comes back. `None`: there is none, or there is no thread any more.
     pub fn wait_back(&mut self) -> Option<Back> {
-        let back = self.back.recv().ok().filter(|_| self.out > 0);
-        self.out = self.out.saturating_sub(1);
-        back
+        if self.out == 0 {
+            return None;
+        }
+        self.out -= 1;
+        self.back.recv().ok()
     }
 }
