@@ -21,6 +21,8 @@ from .watch import Watch, cached_kib
 WEB = [f"/many/{n:04}" for n in range(4000)]
 """What the web server has."""
 TPCH = Path(__file__).parent / "tpch"
+OTHER_ROUNDS = 3
+"""With other limits of the disk than the first."""
 WARM, COLD = "warm-cache", "cold"
 COLD_READ = "cold-read"
 """Cold, and then all that a database has was read before its first run, so that no disk has a part in that."""
@@ -101,7 +103,7 @@ def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
 def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Plan], None]:
     """Figures 5 to 7: one guest, rebooted with its cache and cold by turns.
 
-    `limit`: the disk's, by its place in the plan; one round with others than the first.
+    `limit`: the disk's, by its place in the plan; fewer rounds with others than the first.
     """
 
     def case(stage: Stage, plan: Plan) -> None:
@@ -115,7 +117,7 @@ def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Pla
             stage.hold(name)
             settle(guest)
             for one in accesses:
-                for number in range(one.rounds if limit == 0 else 1):
+                for number in range(one.rounds if limit == 0 else min(one.rounds, OTHER_ROUNDS)):
                     for how in turns(number, (WARM, COLD)):
                         around(stage, guest, "files", one, how, name, number)
                     stage.say(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
