@@ -67,6 +67,6 @@ def command(
         from rekindle_lab.report import results
 
         try:
-            print(results.publish(runs, path.parent, publish.resolve(), factor, alpha, made_by, allow=allow))
+            print(results.publish(runs, publish.resolve(), factor, alpha, made_by, allow=allow))
         except (ValueError, OSError) as error:
             raise fail("report", error, 1) from error

@@ -1,4 +1,4 @@
-"""A campaign for `docs/results/`: a page in Markdown with all tables, its plots, the HTML page, and the raw data."""
+"""A campaign for `docs/results/`: a page in Markdown with all tables, and the raw data, of which plots can be made anew."""
 
 import gzip
 import shutil
@@ -12,16 +12,16 @@ from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content
 from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
-from rekindle_lab.report.page import PAGE, may_replace, put
+from rekindle_lab.report.page import may_replace, put
 
 NAME = "results.md"
 RAW = "runs.jsonl.gz"
 
 
 def publish(
-    runs: Path, report: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
+    runs: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
 ) -> Path:
-    """Write the folder anew, whole; gives the page's path. `report`: where the HTML page and its plots are.
+    """Write the folder anew, whole; gives the page's path.
 
     Raises `ValueError` if the folder holds something else.
     """
@@ -31,8 +31,6 @@ def publish(
     beside = folder.with_name(folder.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    for path in (report / PAGE, *sorted(report.glob("*.png"))):
-        shutil.copyfile(path, beside / path.name)
     (beside / RAW).write_bytes(gzip.compress(content(runs), mtime=0))
     order = runs.parent / "order.json"
     question = ""
@@ -54,11 +52,12 @@ def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -
     for verdict in verdicts:
         response = verdict.response
         title = tables.heading(response.name)
-        parts += [f"## {title}", f"![{title} by level and in the order of the runs]({response.name}.png)"]
+        parts += [f"## {title}"]
         for name, rows in tables.of_response(response, runs.factor, verdict.alpha).items():
             parts += [_heading("###", name), pipes(rows)]
         parts += [f"- {note}" for note in response.notes]
     parts += [f"- {note}" for note in runs.notes]
+    parts += [f"Plots, by level and in the order of the runs: `rekindle-lab report {RAW} --out page`."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
