@@ -43,9 +43,9 @@ impl Slow {
         let thread = thread::spawn(move || {
             while !told.load(Ordering::Relaxed) {
                 signal(process, Signal::STOP);
-                thread::sleep(Duration::from_millis(20));
+                thread::sleep(Duration::from_millis(40));
                 signal(process, Signal::CONT);
-                thread::sleep(Duration::from_millis(2));
+                thread::sleep(Duration::from_millis(1));
             }
         });
         Self { end, thread: Some(thread) }
