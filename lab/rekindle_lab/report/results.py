@@ -1,4 +1,4 @@
-"""A campaign for `docs/results/`: a page in Markdown with all tables, and the raw data, of which plots can be made anew."""
+"""A campaign for `docs/results/`: a page in Markdown with all tables, and the raw data; plots are made anew of that."""
 
 import gzip
 import shutil
