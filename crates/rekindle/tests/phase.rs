@@ -295,10 +295,12 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     let guest = guest(&lab, "saving", &image(&lab, "disk.raw"));
     wait_saved(&guest, "kernel");
     let rundir = RunDir::new(&lab.run_root(), &guest.name);
-    let lock = Lock::acquire(&rundir, "protecting something else").unwrap();
+    // A phase is there a moment before who saved it lets go of the VM.
+    let lock = |operation| wait_for("nobody to hold the VM", DEADLINE, || Lock::acquire(&rundir, operation).ok());
+    let other = lock("protecting something else");
     reboot(&guest, &[]).status(1).says(&["is busy", "protecting something else"]);
-    drop(lock);
-    let lock = Lock::acquire(&rundir, phases::SAVING).unwrap();
+    drop(other);
+    let saving = lock(phases::SAVING);
     let mut command = lab.command(["--json", "reboot", "os", &guest.name, "--how", "phase"]);
     let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
     let tries = format!("/proc/{}/fd", child.id());
@@ -307,7 +309,7 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
         open.filter_map(|fd| fs::read_link(fd).ok()).any(|path| path == rundir.file("lock")).then_some(())
     });
     assert!(child.try_wait().unwrap().is_none(), "it waits");
-    drop(lock);
+    drop(saving);
     let out = child.wait_with_output().unwrap();
     assert!(out.status.success());
     let told: Value = serde_json::from_slice(&out.stdout).unwrap();
