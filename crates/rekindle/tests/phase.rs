@@ -9,6 +9,7 @@ use common::{DEADLINE, Done, Guest, Lab, wait_for};
 use rekindle_vm::lock::Lock;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::RunDir;
+use rustix::fs::inotify;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -301,13 +302,11 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     reboot(&guest, &[]).status(1).says(&["is busy", "protecting something else"]);
     drop(other);
     let saving = lock(phases::SAVING);
+    let tries = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).unwrap();
+    inotify::add_watch(&tries, rundir.file("lock"), inotify::WatchFlags::OPEN).unwrap();
     let mut command = lab.command(["--json", "reboot", "os", &guest.name, "--how", "phase"]);
     let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
-    let tries = format!("/proc/{}/fd", child.id());
-    wait_for("it to try", DEADLINE, || {
-        let open = common::lab::entries(Path::new(&tries)).into_iter();
-        open.filter_map(|fd| fs::read_link(fd).ok()).any(|path| path == rundir.file("lock")).then_some(())
-    });
+    wait_for("it to try", DEADLINE, || rustix::io::read(&tries, &mut [0; 64]).ok());
     assert!(child.try_wait().unwrap().is_none(), "it waits");
     drop(saving);
     let out = child.wait_with_output().unwrap();

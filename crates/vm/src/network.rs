@@ -207,8 +207,6 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
 pub struct Duplicates {
     /// Stand-ins to use at first, and the real ones to wait, at the numbers that its command line names.
     pub fds: Vec<(OwnedFd, RawFd)>,
-    /// What the host sends into the taps from now on.
-    pub captures: Vec<Capture>,
     /// The stand-ins once more. To be held until the guest runs: an interface goes away with its last descriptor, and
     /// the kernel takes some 15 ms for that.
     pub stand_ins: Vec<OwnedFd>,
@@ -219,7 +217,7 @@ pub struct Duplicates {
 /// # Errors
 /// [`NetworkError::Tap`].
 pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, NetworkError> {
-    let mut duplicates = Duplicates { fds: Vec::new(), captures: Vec::new(), stand_ins: Vec::new() };
+    let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
         let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
@@ -227,12 +225,19 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
         let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), tap::open_transient)?;
-        duplicates.captures.push(in_namespace(tap, &tap.ifname, Capture::open)?);
         duplicates.stand_ins.push(stand_in.try_clone().map_err(failed)?);
         duplicates.fds.push((stand_in, Tap::fd(index)));
         duplicates.fds.push((real, Tap::waiting_fd(index)));
     }
     Ok(duplicates)
+}
+
+/// What the host sends into the taps of a VM from now on. To let go of one takes the kernel some 10 ms.
+///
+/// # Errors
+/// [`NetworkError::Tap`].
+pub fn captures(hardware: &Hardware) -> Result<Vec<Capture>, NetworkError> {
+    hardware.taps().map(|(_, tap)| in_namespace(tap, &tap.ifname, Capture::open)).collect()
 }
 
 /// The taps of a VM whose QEMU has ended, opened again.

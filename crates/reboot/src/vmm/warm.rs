@@ -46,7 +46,7 @@ struct Ready {
     new: Vmm,
     new_qmp: Qmp,
     link: Link,
-    /// See [`network::Duplicates::captures`].
+    /// See [`network::captures`].
     captures: Vec<Capture>,
     /// See [`network::Duplicates::stand_ins`].
     stand_ins: Vec<OwnedFd>,
@@ -192,6 +192,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
     let taps = network::duplicate(hardware, old.process())?;
+    let captures = network::captures(hardware)?;
     let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
     let new = Vmm::spawn(&change.binary.path, &arguments, &directory, taps.fds)?;
     fault::point("warm.prepare.spawned", Some(&old), Some(&new));
@@ -254,7 +255,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     // Only where it loads while it is decided.
     let generation = if staged_cont { Generation::new(hardware, new.process()).map_err(unready)? } else { None };
     let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, injector, generation };
-    Ok(Ready { old_qmp, new, new_qmp, link, captures: taps.captures, stand_ins: taps.stand_ins })
+    Ok(Ready { old_qmp, new, new_qmp, link, captures, stand_ins: taps.stand_ins })
 }
 
 fn unreadable(old: &Vmm, source: io::Error) -> RebootError {
