@@ -2,8 +2,10 @@ import http.server
 import json
 import os
 import random
+import socket
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,7 +17,7 @@ from rekindle_lab.bench.os import analysis, boot, client, rows
 from rekindle_lab.bench.os.client import Answer, Client, longest_gap
 from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_lab.bench.os.rows import PEERS, WAYS, Row
-from rekindle_lab.bench.os.stage import OsGuest, fill, make_disk, phase_of
+from rekindle_lab.bench.os.stage import OsGuest, fill, looked_at, make_disk, phase_of
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -259,3 +261,32 @@ def test_a_case_that_is_asked_for_by_name_is_in_the_quick_plan():
 def test_the_phase_of_a_way():
     assert phase_of("phase-services") == phase_of("phase-services-frozen") == "services"
     assert phase_of("phase-kernel") == "kernel" and phase_of("cold") == ""
+
+
+def test_what_is_seen_of_a_guest_that_does_not_answer(tmp_path):
+    guest, folder = SimpleNamespace(name="mute"), tmp_path / "mute"
+    rekindle = SimpleNamespace(run_dir=tmp_path)
+    assert "cannot be looked at" in looked_at(rekindle, guest)
+    (folder / "vmm-1").mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"vmm": {"directory": str(folder / "vmm-1")}}))
+    (folder / "console.log").write_text("it said this")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "vmm-1" / "watch.sock"))
+    listener.listen()
+
+    def serve():
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rw") as lines:
+            answers = [{}, {"status": "running"}, "EAX=1 RIP=ab RFL=2\nHLT=1", "RIP=cd"]
+            for said in [{"QMP": {}}, *({"return": answer} for answer in answers)]:
+                lines.write(json.dumps(said) + "\n")
+                lines.flush()
+                lines.readline()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    seen = looked_at(rekindle, guest)
+    thread.join()
+    listener.close()
+    for word in ("running", "RIP=ab RFL=2 HLT=1", "RIP=cd", "it said this"):
+        assert word in seen, seen

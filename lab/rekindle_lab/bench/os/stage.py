@@ -14,6 +14,7 @@ from rekindle_lab import guests, netns
 from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.guests import Guest, Image
+from rekindle_lab.qmp import Qmp, QmpError
 from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.slow import run
 
@@ -24,6 +25,9 @@ from .rows import FROZEN, Row
 IMAGE = "micro"
 SSH_DEADLINE_S = 300.0
 SAVED_DEADLINE_S = 120.0
+LOOK_S = 1.0
+"""Between two looks at a guest that does not answer."""
+CONSOLE = 600
 SETTLE_S = 1.0
 """How long a client asks an undisturbed guest before and after a reboot."""
 PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
@@ -188,7 +192,10 @@ class Stage(bench.Stage):
             time.sleep(SETTLE_S)
             firmware = stack.enter_context(Firmware(guest.firmware)) if booted and guest.firmware else None
             began_us, told, row.command_us = self._command(guest, *words)
-            client.wait(10, after_host_us=max(began_us, told["resume_host_us"]))
+            try:
+                client.wait(10, after_host_us=max(began_us, told["resume_host_us"]))
+            except RekindleError as error:
+                raise RekindleError(f"{error}; {looked_at(self.rekindle, guest)}") from error
             guest.wait_ready()
             client.wait(10)
             time.sleep(SETTLE_S)
@@ -215,6 +222,25 @@ def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
         if time.monotonic() > deadline:
             raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
         time.sleep(0.1)
+
+
+def looked_at(rekindle: Rekindle, guest: OsGuest) -> str:
+    """What is to be seen from outside of a guest that does not answer: two looks at its processor, and its console."""
+    folder = rekindle.run_dir / guest.name
+    try:
+        text = (folder / "console.log").read_text(errors="replace")
+        vmm = Path(json.loads((folder / "state.json").read_text())["vmm"]["directory"])
+        with Qmp(vmm / "watch.sock", timeout=10.0) as qmp:
+            status = qmp.execute("query-status")["status"]
+            seen = [str(status)]
+            for _ in range(2):
+                registers = qmp.execute("human-monitor-command", {"command-line": "info registers"})
+                words = [word for word in registers.split() if word.startswith(("RIP=", "RFL=", "HLT="))]
+                seen.append(" ".join(words))
+                time.sleep(LOOK_S)
+    except (OSError, QmpError, ValueError, KeyError, TypeError) as error:
+        return f"it cannot be looked at: {error}"
+    return f"QEMU: {'; '.join(seen)}; its console ends: {text[-CONSOLE:]!r}"
 
 
 def phase_of(how: str) -> str:
