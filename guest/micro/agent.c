@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <glob.h>
 #include <linux/input.h>
+#include <net/if.h>
 #include <netinet/tcp.h>
 #include <signal.h>
 #include <spawn.h>
@@ -104,14 +105,36 @@ static struct conn *add(int fd, enum kind kind)
 	return c;
 }
 
+/*
+ * A card that is up while the kernel shuts its devices down can hang it: with frames sent and not yet reclaimed, virtnet_poll
+ * of Linux 6.1.192 spins for ever on the queue that was broken off under it. (Linux 0d0eff39ceb3: "virtio_ring: fix infinite
+ * loop in virtnet_poll_cleantx when device is broken".)
+ */
+static void take_networks_down(void)
+{
+	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	struct if_nameindex *all = if_nameindex();
+	for (struct if_nameindex *i = all; i && i->if_index; i++) {
+		struct ifreq request = { 0 };
+		strncpy(request.ifr_name, i->if_name, IFNAMSIZ - 1);
+		if (!ioctl(fd, SIOCGIFFLAGS, &request)) {
+			request.ifr_flags &= ~IFF_UP;
+			ioctl(fd, SIOCSIFFLAGS, &request);
+		}
+	}
+	if_freenameindex(all);
+	close(fd);
+}
+
 static void leave(int how)
 {
 	sync();
 	if (how == 'c')
 		write_file("/proc/sysrq-trigger", "c");
-	else if (getpid() == 1)
+	else if (getpid() == 1) {
+		take_networks_down();
 		reboot(how == 'r' ? RB_AUTOBOOT : RB_POWER_OFF);
-	else /* what systemd takes as its own poweroff and reboot */
+	} else /* what systemd takes as its own poweroff and reboot */
 		kill(1, SIGRTMIN + (how == 'r' ? 5 : 4));
 }
 
