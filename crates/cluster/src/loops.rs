@@ -5,7 +5,7 @@
 
 use crate::resource::Resource;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::detach;
+use rekindle_kernel::spawn::{detach, disown};
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -63,6 +63,7 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
     let mut command = command(rundir, resource.protect_arguments(false))?;
     let child = detach(&mut command).stdin(Stdio::null()).spawn()?;
     let Process { pid, started } = Process::of(child.id())?;
+    disown(child);
     write_json(&rundir.file("protector.json"), &Noted { pid, started })?;
     Ok(true)
 }

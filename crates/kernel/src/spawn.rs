@@ -3,7 +3,11 @@
 use rustix::process::Signal;
 use std::io;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+
+/// Children that were disowned and may run still.
+static LEFT: Mutex<Vec<Child>> = Mutex::new(Vec::new());
 
 /// Let `command` start in a session of its own, without standard input: neither a closed terminal nor an interrupt
 /// of the starter reaches it.
@@ -17,6 +21,14 @@ pub fn detach(command: &mut Command) -> &mut Command {
             Ok(())
         })
     }
+}
+
+/// Disown a child that runs on by itself. Who starts many and goes on, as one that reboots a guest for months, would keep each that has
+/// ended as a zombie: those are reaped when the next one is disowned.
+pub fn disown(child: Child) {
+    let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+    left.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+    left.push(child);
 }
 
 /// Let `command` end when the thread that starts it ends, however that comes about.
@@ -36,7 +48,10 @@ pub fn die_with_starter(command: &mut Command) -> &mut Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::Process;
     use std::fs;
+    use std::path::Path;
+    use std::time::Duration;
 
     #[test]
     fn a_detached_process_leads_its_own_session() {
@@ -46,6 +61,19 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(session, child.id());
+    }
+
+    #[test]
+    fn children_that_were_disowned_leave_no_zombies() {
+        let start = || {
+            let child = detach(&mut Command::new("true")).spawn().unwrap();
+            let process = Process::of(child.id()).unwrap();
+            disown(child);
+            assert!(process.wait_end(Duration::from_secs(10)).unwrap());
+            Path::new("/proc").join(process.pid.to_string())
+        };
+        let (former, latter) = (start(), start());
+        assert!(!former.exists() && latter.exists(), "{former:?} is reaped, {latter:?} is a zombie");
     }
 
     #[test]

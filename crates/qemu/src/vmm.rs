@@ -6,7 +6,7 @@ use crate::monitor::Monitor;
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::detach;
+use rekindle_kernel::spawn::{detach, disown};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -104,6 +104,7 @@ impl Vmm {
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
         let child = detach(&mut command).spawn().map_err(failed)?;
         let process = Process::of(child.id()).map_err(failed)?;
+        disown(child);
         tracing::debug!(pid = process.pid, binary = %binary.display(), "QEMU started");
         Ok(Self {
             binary: binary.to_owned(),

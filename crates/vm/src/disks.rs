@@ -13,7 +13,7 @@ use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
-use rekindle_kernel::spawn::detach;
+use rekindle_kernel::spawn::{detach, disown};
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
 use since::Since;
 use std::collections::BTreeMap;
@@ -282,6 +282,7 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
         }
         thread::sleep(Duration::from_millis(1));
     }
+    disown(child);
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_pro
 use crate::pager::{Fill, Source, lock};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::sched::{self, First, Rank};
-use rekindle_kernel::spawn::detach;
+use rekindle_kernel::spawn::{detach, disown};
 use rekindle_memory::missing::{Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::agent;
@@ -388,7 +388,7 @@ fn spawn_pager(rundir: &RunDir, arguments: &[&str], stdin: Stdio) -> std::io::Re
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
-    detach(&mut command).stdin(stdin).spawn().map(drop)
+    detach(&mut command).stdin(stdin).spawn().map(disown)
 }
 
 fn log(rundir: &RunDir) -> PathBuf {

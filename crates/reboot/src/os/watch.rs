@@ -6,7 +6,7 @@
 
 use super::{How, boot_unless, phase, usual};
 use crate::vmm::{Failure, Problem, RebootError};
-use rekindle_kernel::spawn::detach;
+use rekindle_kernel::spawn::{detach, disown};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
@@ -67,7 +67,7 @@ pub(super) fn spawn(rundir: &RunDir, name: &str) -> io::Result<()> {
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
-    detach(&mut command).stdin(Stdio::null()).spawn().map(drop)
+    detach(&mut command).stdin(Stdio::null()).spawn().map(disown)
 }
 
 /// Why it waits no more.
