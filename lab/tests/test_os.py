@@ -17,7 +17,7 @@ from rekindle_lab.bench.os import analysis, boot, client, rows
 from rekindle_lab.bench.os.client import Answer, Client, longest_gap
 from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_lab.bench.os.rows import PEERS, WAYS, Row
-from rekindle_lab.bench.os.stage import OsGuest, fill, looked_at, make_disk, phase_of
+from rekindle_lab.bench.os.stage import LOSSES, OsGuest, Stage, fill, looked_at, make_disk, phase_of
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -290,3 +290,16 @@ def test_what_is_seen_of_a_guest_that_does_not_answer(tmp_path):
     listener.close()
     for word in ("running", "RIP=ab RFL=2 HLT=1", "RIP=cd", "it said this"):
         assert word in seen, seen
+
+
+def test_a_guest_that_is_lost_costs_a_row_and_too_many_the_case(tmp_path):
+    calls = []
+    rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
+    one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
+    where = Stage(tmp_path, rekindle, "qemu", None, tmp_path, tmp_path, tmp_path, "ns")
+    for _ in range(LOSSES):
+        where.lost(one, "it did not come back")
+    assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"] * LOSSES
+    with pytest.raises(RekindleError):
+        where.lost(one, "it did not come back")
+    assert where.errors == ["it did not come back"] * (LOSSES + 1)

@@ -1,10 +1,12 @@
 """The cases. Each leaves its rows at once; ways are taken by turns (A B C D, A B C D)."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from rekindle_lab.bench.stage import NoRoomError
 from rekindle_lab.guests import Image
+from rekindle_lab.rekindle import RekindleError
 
 from . import peers
 from .leak import Leaky, leak_image, leaky
@@ -36,12 +38,15 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
             raise NoRoomError("is not asked for that by this plan")
         with ExitStack() as stack:
             guest_of = both(stage, stack, kind, INDEXES[kind], plan.memory_mib)
-            for number in range(rounds):
-                for how in GUESTS[kind]:
+            for number, how in itertools.product(range(rounds), GUESTS[kind]):
+                try:
                     row = stage.reboot(guest_of(how), how, number)
-                    stage.rows.append(row)
-                    gap = (row.gap_us or 0) / 1e6
-                    stage.say(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
+                except RekindleError as error:
+                    stage.lost(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
+                    continue
+                stage.rows.append(row)
+                gap = (row.gap_us or 0) / 1e6
+                stage.say(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
 
     case.__doc__ = f"{kind}: every way that it has."
     return case

@@ -25,6 +25,8 @@ from .rows import FROZEN, Row
 IMAGE = "micro"
 SSH_DEADLINE_S = 300.0
 SAVED_DEADLINE_S = 120.0
+LOSSES = 3
+"""So many reboots may leave a guest unwell before a case is given up."""
 LOOK_S = 1.0
 """Between two looks at a guest that does not answer."""
 CONSOLE = 600
@@ -147,6 +149,9 @@ def make_disk(kind: str, image: Image, path: Path) -> None:
 class Stage(bench.Stage):
     """Everything that cases share."""
 
+    losses: int = 0
+    """Reboots after which a guest was not well."""
+
     def os_guest(
         self, kind: str, index: int, memory_mib: int, image: Image | None = None, *, phases: bool = False
     ) -> OsGuest:
@@ -166,6 +171,18 @@ class Stage(bench.Stage):
             phases=phases,
             firmware=None if phases else self.work / f"{name}.firmware",
         )
+
+    def lost(self, guest: OsGuest, what: str) -> None:
+        """A reboot after which the guest was not well is written down, and it is booted; one too many ends the case."""
+        self.errors.append(what)
+        self.say(what)
+        self.losses += 1
+        if self.losses > LOSSES:
+            raise RekindleError(f"{guest.name}: the last of {self.losses} reboots after which a guest was not well")
+        self.rekindle.call("reboot", "os", guest.name, "--how", "cold")
+        guest.wait_ready()
+        if guest.phases:
+            self.wait_saved(guest)
 
     def wait_saved(self, guest: OsGuest) -> None:
         """Wait until there is a candidate of each phase that may be used."""
