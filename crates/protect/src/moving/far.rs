@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 /// How long the other side may take to end once it is not needed any more.
 const END: Duration = Duration::from_secs(30);
+/// How long what it has written before its end may be on its way.
+const LAST: Duration = Duration::from_secs(1);
 
 /// How another host is reached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,8 +151,12 @@ impl Line {
 
     /// Say something, and give what it answers.
     pub(super) fn ask(&mut self, say: &Say, patience: Duration) -> Result<Answer, LineError> {
-        self.say(say)?;
-        self.answer(patience)
+        let Err(broken) = self.say(say) else { return self.answer(patience) };
+        // It may have said why before it ended.
+        match self.answer(LAST) {
+            Err(odd @ LineError::Odd { .. }) => Err(odd),
+            _ => Err(broken),
+        }
     }
 }
 
@@ -195,6 +201,16 @@ mod tests {
         let mut line = far("echo Permission denied #", "rekindle").connect().unwrap();
         let e = line.answer(END).unwrap_err().to_string();
         assert!(e.contains("Permission denied"), "{e}");
+    }
+
+    #[test]
+    fn what_was_said_before_the_end_is_told() {
+        let mut line = far("echo Permission denied #", "rekindle").connect().unwrap();
+        line.child.wait().unwrap();
+        let e = line.ask(&Say::Prepare {}, END).unwrap_err().to_string();
+        assert!(e.contains("Permission denied"), "{e}");
+        let e = line.ask(&Say::Prepare {}, END).unwrap_err();
+        assert!(matches!(e, LineError::Broken { .. }), "{e}");
     }
 
     #[test]
