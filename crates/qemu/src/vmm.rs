@@ -8,7 +8,6 @@ use command_fds::{CommandFdExt, FdMapping};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use serde::{Deserialize, Serialize};
-use std::env;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -20,9 +19,6 @@ use std::time::{Duration, Instant};
 
 /// How long a QEMU may take from its start to its greeting. It takes 0.1 s; preallocation of RAM can take seconds.
 pub const START: Duration = Duration::from_secs(60);
-
-/// Has QEMU's allocator ask for huge pages, where the host gives them to who asks: a good part of a start is page faults.
-const HUGE_HEAP: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
 /// Why a QEMU could not be started or reached.
 #[derive(Debug, thiserror::Error)]
@@ -106,10 +102,6 @@ impl Vmm {
         command.args(arguments).stdout(open().map_err(failed)?).stderr(open().map_err(failed)?);
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
-        let (tunables, huge) = HUGE_HEAP;
-        if env::var_os(tunables).is_none() {
-            command.env(tunables, huge);
-        }
         let child = detach(&mut command).spawn().map_err(failed)?;
         let process = Process::of(child.id()).map_err(failed)?;
         disown(child);
