@@ -1,9 +1,11 @@
 import http.server
+import itertools
 import json
 import os
 import random
 import socket
 import threading
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,11 +15,11 @@ from made_up import START_US, write_rows
 from typer.testing import CliRunner
 
 from rekindle_lab.bench.__main__ import main
-from rekindle_lab.bench.os import analysis, boot, client, rows
+from rekindle_lab.bench.os import analysis, boot, cases, client, rows
 from rekindle_lab.bench.os.client import Answer, Client, longest_gap
 from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_lab.bench.os.rows import PEERS, WAYS, Row
-from rekindle_lab.bench.os.stage import LOSSES, OsGuest, Stage, fill, looked_at, make_disk, phase_of
+from rekindle_lab.bench.os.stage import OsGuest, Stage, fill, looked_at, make_disk, phase_of
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -292,14 +294,41 @@ def test_what_is_seen_of_a_guest_that_does_not_answer(tmp_path):
         assert word in seen, seen
 
 
-def test_a_guest_that_is_lost_costs_a_row_and_too_many_the_case(tmp_path):
+def test_a_guest_that_is_lost_is_booted(tmp_path):
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
     where = Stage(tmp_path, rekindle, "qemu", None, tmp_path, tmp_path, tmp_path, "ns")
-    for _ in range(LOSSES):
-        where.lost(one, "it did not come back")
-    assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"] * LOSSES
-    with pytest.raises(RekindleError):
-        where.lost(one, "it did not come back")
-    assert where.errors == ["it did not come back"] * (LOSSES + 1)
+    where.lost(one, "it did not come back")
+    assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
+    assert where.errors == ["it did not come back"]
+
+
+def test_a_loss_costs_a_row_and_too_many_the_case(tmp_path):
+    def case(failing):
+        """Rows and losses of a case of which so many reboots at its beginning fail."""
+        rows, losses, tries = [], [], itertools.count()
+
+        def reboot(*_):
+            if next(tries) < failing:
+                raise RekindleError("it did not come back")
+            return Row("reboot", "micro", 512, "cold", 0)
+
+        stage = SimpleNamespace(
+            os_guest=lambda *_, **__: guest(tmp_path, "micro"),
+            ours=nullcontext,
+            wait_saved=lambda _: None,
+            reboot=reboot,
+            lost=lambda _, what: losses.append(what),
+            rows=rows,
+            say=lambda _: None,
+        )
+        try:
+            cases.CASES["micro"](stage, FULL)
+        except RekindleError:
+            return len(rows), len(losses), "given up"
+        return len(rows), len(losses), "whole"
+
+    all_of = FULL.rounds["micro"] * len(GUESTS["micro"])
+    assert case(cases.LOSSES) == (all_of - cases.LOSSES, cases.LOSSES, "whole")
+    assert case(cases.LOSSES + 1) == (0, cases.LOSSES, "given up")

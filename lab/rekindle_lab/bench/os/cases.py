@@ -16,6 +16,8 @@ from .stage import OsGuest, Stage
 INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
 """Of the guests' networks."""
 LEAK_INDEX = 40
+LOSSES = 3
+"""So many reboots may leave a guest unwell before a case is given up."""
 
 
 def both(
@@ -37,11 +39,14 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
         if not rounds:
             raise NoRoomError("is not asked for that by this plan")
         with ExitStack() as stack:
-            guest_of = both(stage, stack, kind, INDEXES[kind], plan.memory_mib)
+            guest_of, losses = both(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
             for number, how in itertools.product(range(rounds), GUESTS[kind]):
                 try:
                     row = stage.reboot(guest_of(how), how, number)
                 except RekindleError as error:
+                    losses += 1
+                    if losses > LOSSES:
+                        raise
                     stage.lost(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
                     continue
                 stage.rows.append(row)
