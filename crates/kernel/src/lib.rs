@@ -4,7 +4,7 @@
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
 //! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`], [`softdirty`]) or are to be brought ([`userfault`]), system calls
 //! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
-//! ([`tap`]), frames ([`packet`]), network namespaces ([`netns`]),
+//! ([`tap`]), interfaces as such ([`link`]), frames ([`packet`]), network namespaces ([`netns`]),
 //! reads and writes of files that are under way together ([`uring`]), hints about files ([`file`]), files that are
 //! mapped here ([`mapping`]), memory for much data ([`large`]), who runs first ([`sched`]), and the kernel that comes next ([`kexec`]).
 //!
@@ -19,6 +19,7 @@ pub mod inject;
 mod ioctl;
 pub mod kexec;
 pub mod large;
+pub mod link;
 pub mod mapping;
 pub mod maps;
 pub mod memory;

@@ -3,22 +3,14 @@
 //! A tap of Rekindle is persistent, so that it outlives every QEMU, and single-queue: packets that arrive while no
 //! QEMU reads wait in the one queue, which the next QEMU reads through a duplicate of the same open file.
 
+use crate::link;
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags};
-use std::ffi::{c_char, c_int, c_short};
+use std::ffi::{c_int, c_short};
 use std::io;
 use std::mem::size_of;
 use std::os::fd::AsRawFd;
 
-/// The part of `struct ifreq` that the tun driver uses (`linux/if.h`): name, flags, and the rest of the union.
-#[repr(C)]
-struct IfReq {
-    name: [c_char; libc::IFNAMSIZ],
-    flags: c_short,
-    rest: [u8; 22],
-}
-
-const _: () = assert!(size_of::<IfReq>() == size_of::<libc::ifreq>());
 const TUNSETIFF: u64 = 0x4004_54ca;
 const TUNSETPERSIST: u64 = 0x4004_54cb;
 const _: () = assert!(TUNSETIFF == crate::ioctl::write(b'T', 202, size_of::<c_int>()));
@@ -26,7 +18,7 @@ const _: () = assert!(TUNSETPERSIST == crate::ioctl::write(b'T', 203, size_of::<
 
 mod ioctl {
     #![allow(missing_docs)]
-    nix::ioctl_write_ptr_bad!(tunsetiff, super::TUNSETIFF, super::IfReq);
+    nix::ioctl_write_ptr_bad!(tunsetiff, super::TUNSETIFF, libc::ifreq);
     nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
 }
 
@@ -61,18 +53,13 @@ pub fn remove(name: &str) -> io::Result<()> {
 
 fn attach(name: &str, persist: Option<bool>) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("tap interface {name}: {e}"));
-    if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains(['/', '\0']) {
-        return Err(named(io::Error::new(io::ErrorKind::InvalidInput, "a name has 1 to 15 characters and no slash")));
-    }
+    let mut request = link::request(name).map_err(named)?;
     let device = "/dev/net/tun";
     let fd = rustix::fs::open(device, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
         .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("{device}: {e}")))?;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-    let mut request = IfReq { name: [0; libc::IFNAMSIZ], flags: flags as c_short, rest: [0; 22] };
-    for (to, from) in request.name.iter_mut().zip(name.bytes()) {
-        *to = from as c_char;
-    }
-    // SAFETY: `request` is a whole `struct ifreq` (its size is asserted above) whose name ends with a zero byte, and
+    request.ifr_ifru.ifru_flags = flags as c_short;
+    // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and
     // it lives through the call.
     unsafe { ioctl::tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
     if let Some(persist) = persist {

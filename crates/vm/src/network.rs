@@ -1,6 +1,6 @@
 //! Taps, namespaces, bridges.
 //!
-//! Interfaces are set up with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
+//! What the kernel can be asked for in one call is asked for; the rest is done with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
 //! and removed with the last VM that uses it; one that was there before stays.
 
 use crate::definition::{Definition, NetBackend, TapPlace};
@@ -9,7 +9,7 @@ use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_kernel::packet::Capture;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::{descriptor, netns, tap};
+use rekindle_kernel::{descriptor, link, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
 use rekindle_qemu::qmp::Qmp;
 use rustix::net::netdevice::name_to_index;
@@ -52,6 +52,15 @@ pub enum NetworkError {
     /// A tap cannot be had.
     #[error("cannot open tap {ifname}; if another VM or program uses it, name another `ifname`")]
     Tap {
+        /// The interface.
+        ifname: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A tap cannot be connected.
+    #[error("cannot connect tap {ifname}; look whether its bridge or namespace is still there: ip link, ip netns")]
+    Connect {
         /// The interface.
         ifname: String,
         /// Why.
@@ -191,13 +200,22 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
 
 fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     let ifname = tap.ifname.as_str();
+    let failed = |source: io::Error| NetworkError::Connect { ifname: ifname.to_owned(), source };
     match place {
-        TapPlace::Bridge { bridge } => ip(&["link", "set", ifname, "master", bridge, "up"]).map(drop),
+        TapPlace::Bridge { bridge } => match link::join(ifname, bridge) {
+            Ok(()) => link::up(ifname).map_err(failed),
+            // It is in this bridge already, or leaves another one for it.
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {
+                ip(&["link", "set", ifname, "master", bridge, "up"]).map(drop)
+            }
+            Err(e) => Err(failed(e)),
+        },
         TapPlace::Netns { netns, address } => {
             if let Some(address) = address {
                 ip(&["-n", netns, "addr", "replace", &address.to_string(), "dev", ifname])?;
             }
-            ip(&["-n", netns, "link", "set", ifname, "up"]).map(drop)
+            let name = ifname.to_owned();
+            netns::run_in(netns, move || link::up(&name)).and_then(|done| done).map_err(failed)
         }
     }
 }
