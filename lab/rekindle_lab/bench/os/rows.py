@@ -60,7 +60,7 @@ class Row:
     leaked_bytes: int | None = None
     """What the injector's pieces take."""
     slab_before_kib: int | None = None
-    """`SUnreclaim` of /proc/meminfo before the leak."""
+    """`SUnreclaim` of /proc/meminfo before the leak, after a reboot of the same way."""
     slab_leaked_kib: int | None = None
     slab_after_kib: int | None = None
     """After the reboot."""
