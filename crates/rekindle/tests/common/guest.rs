@@ -35,10 +35,14 @@ impl<'a> Guest<'a> {
         self.lab.run_root().join(&self.name).join(name)
     }
 
-    /// Connect to one of its ports.
+    /// Connect to one of its ports, soon.
     pub fn connect(&self, port: u16) -> io::Result<TcpStream> {
+        self.connect_within(port, Duration::from_secs(2))
+    }
+
+    fn connect_within(&self, port: u16, patience: Duration) -> io::Result<TcpStream> {
         let address = SocketAddr::new(self.address.ip(), port);
-        let connect = move || TcpStream::connect_timeout(&address, Duration::from_secs(2));
+        let connect = move || TcpStream::connect_timeout(&address, patience);
         match &self.namespace {
             Some(namespace) => netns::run_in(namespace, connect)?,
             None => connect(),
@@ -52,9 +56,12 @@ impl<'a> Guest<'a> {
 
     /// Send a command to one of its ports and give the reply.
     pub fn try_ask_at(&self, port: u16, command: &str) -> io::Result<String> {
-        let stream = self.connect(port)?;
+        Self::asked(&self.connect(port)?, command)
+    }
+
+    fn asked(stream: &TcpStream, command: &str) -> io::Result<String> {
         stream.set_read_timeout(Some(Duration::from_secs(60)))?;
-        writeln!(&stream, "{command}")?;
+        writeln!(&*stream, "{command}")?;
         let mut reply = String::new();
         BufReader::new(stream).read_line(&mut reply)?;
         if reply.ends_with('\n') { Ok(reply.trim_end().into()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
@@ -63,14 +70,17 @@ impl<'a> Guest<'a> {
     /// Send a command whose reply may not come, since the guest ends.
     #[track_caller]
     pub fn tell(&self, command: &str) {
-        let sent = self.connect(self.address.port()).and_then(|stream| writeln!(&stream, "{command}"));
+        let stream = self.connect_within(self.address.port(), DEADLINE);
+        let sent = stream.and_then(|stream| writeln!(&stream, "{command}"));
         sent.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.scene()));
     }
 
     /// Send a command to a guest that runs; what it replies after `ok`.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
-        let reply = self.try_ask(command);
+        // A guest that runs on a busy machine may take a while.
+        let stream = self.connect_within(self.address.port(), DEADLINE);
+        let reply = stream.and_then(|stream| Self::asked(&stream, command));
         let reply = reply.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.scene()));
         let rest = reply.strip_prefix("ok");
         rest.unwrap_or_else(|| panic!("guest {} answers `{command}`: {reply}\n{}", self.name, self.lab.scene()))
