@@ -16,6 +16,14 @@ pub fn has_kvm() -> bool {
     module && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
+/// The module that makes KVM of a processor, by `/proc/cpuinfo`.
+#[must_use]
+pub fn kvm_module(cpuinfo: &str) -> Option<&'static str> {
+    let flags = cpuinfo.lines().find(|line| line.starts_with("flags"))?;
+    let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+    [("svm", "kvm_amd"), ("vmx", "kvm_intel")].into_iter().find(|(flag, _)| has(flag)).map(|(_, module)| module)
+}
+
 /// The accelerator for a definition on this host.
 ///
 /// # Errors
@@ -137,4 +145,19 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
 /// [`BinaryError`], when it does not answer.
 pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<Binary, BinaryError> {
     if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.asked_again(kept_in) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_module_of_kvm_is_that_of_the_processor() {
+        for (flags, module) in
+            [("fpu svm sse", Some("kvm_amd")), ("fpu vmx", Some("kvm_intel")), ("fpu svm_lock", None), ("", None)]
+        {
+            assert_eq!(kvm_module(&format!("processor\t: 0\nflags\t\t: {flags}\nbugs\t: vmx\n")), module, "{flags}");
+        }
+        assert_eq!(kvm_module("processor\t: 0\n"), None);
+    }
 }

@@ -15,7 +15,7 @@ use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::fault;
-use rekindle_vm::hardware::has_kvm;
+use rekindle_vm::hardware::{self, has_kvm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::life::{Held, LifeError};
@@ -26,6 +26,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{self, Phase, Recorder, host_us};
 use serde::{Deserialize, Serialize};
+use std::fs;
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -117,10 +118,9 @@ fn wait_for_kvm() {
     if has_kvm() {
         return;
     }
-    for module in ["kvm_amd", "kvm_intel"] {
-        if let Err(e) = run("modprobe", &[module]) {
-            tracing::debug!("{e}");
-        }
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if let Some(Err(e)) = hardware::kvm_module(&cpuinfo).map(|module| run("modprobe", &[module])) {
+        tracing::debug!("{e}");
     }
     let deadline = Instant::now() + KVM;
     while !has_kvm() && Instant::now() < deadline {

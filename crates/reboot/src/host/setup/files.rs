@@ -2,6 +2,7 @@
 
 use super::reserve::{Reserve, firmware_ram};
 use super::{HostError, RESUME, SUSPEND, mount, run};
+use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use serde::Serialize;
 use std::fs;
@@ -14,6 +15,10 @@ const UNITS: &[(&str, &str)] = &[
     (SUSPEND, include_str!("../../../../../packaging/systemd/rekindle-suspend.service")),
     (RESUME, include_str!("../../../../../packaging/systemd/rekindle-resume.service")),
 ];
+/// Who makes network cards and bridges of a host that boots: as much as the guests themselves, the network has to be
+/// there for them to be heard.
+const NETWORK: &[&str] = &["systemd-udevd", "systemd-networkd", "NetworkManager", "networking"];
+const FIRST: &str = include_str!("../../../../../packaging/systemd/first.conf");
 /// As which the units call this program.
 const PROGRAM: &str = "/usr/bin/rekindle";
 /// What a shutdown and a boot call.
@@ -106,7 +111,13 @@ pub fn steps(place: &Place, bytes: u64, start: Option<u64>) -> Result<Vec<Step>,
         units |= matches!(step, Step::Write { .. });
         steps.push(step);
     }
-    steps.push(written(place.path("/etc/modules-load.d/rekindle.conf"), "nd_e820\nnd_pmem\n".into()));
+    for service in NETWORK.iter().filter(|service| is_service(place, service)) {
+        let step =
+            written(place.path(&format!("/etc/systemd/system/{service}.service.d/60-rekindle.conf")), FIRST.into());
+        units |= matches!(step, Step::Write { .. });
+        steps.push(step);
+    }
+    steps.push(written(place.path("/etc/modules-load.d/rekindle.conf"), modules(place)));
     let enabled = [("sysinit.target", SUSPEND), ("multi-user.target", RESUME)];
     let link = |(target, name): &(&str, &str)| place.path(&format!("/etc/systemd/system/{target}.wants/{name}"));
     if units || !enabled.iter().all(|unit| link(unit).is_symlink()) {
@@ -121,6 +132,19 @@ pub fn steps(place: &Place, bytes: u64, start: Option<u64>) -> Result<Vec<Step>,
 
 fn command(words: &[&str]) -> Step {
     Step::Run { command: words.iter().map(ToString::to_string).collect() }
+}
+
+/// What a resume needs of the kernel, for a boot to load beforehand: the reserved RAM's driver, KVM, taps.
+fn modules(place: &Place) -> String {
+    let cpuinfo = fs::read_to_string(place.path("/proc/cpuinfo")).unwrap_or_default();
+    let all = ["nd_e820", "nd_pmem"].into_iter().chain(hardware::kvm_module(&cpuinfo)).chain(["tun"]);
+    all.map(|module| format!("{module}\n")).collect()
+}
+
+/// Whether this host has this service at all.
+fn is_service(place: &Place, name: &str) -> bool {
+    let places = ["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
+    places.iter().any(|folder| place.path(folder).join(format!("{name}.service")).exists())
 }
 
 fn written(path: PathBuf, content: String) -> Step {
@@ -281,6 +305,7 @@ mod tests {
             put(&format!("sys/firmware/memmap/{n}/end"), &format!("{end:#x}\n"));
         }
         put("proc/cmdline", "root=/dev/sda1 ro\n");
+        put("proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu svm vmx_not sse\n");
         put("proc/sys/kernel/osrelease", "6.12\n");
         put("boot/config-6.12", "CONFIG_X86_PMEM_LEGACY=m\nCONFIG_FS_DAX=y\nCONFIG_KEXEC_FILE=y\n");
         put("etc/default/grub", "");
@@ -315,6 +340,8 @@ mod tests {
             fs::read_to_string(place.path("/etc/rekindle/host.toml")).unwrap(),
             "ram_dir = \"/var/lib/rekindle/ram\"\n"
         );
+        let modules = fs::read_to_string(place.path("/etc/modules-load.d/rekindle.conf")).unwrap();
+        assert_eq!(modules, "nd_e820\nnd_pmem\nkvm_amd\ntun\n");
         let again = steps(&place, 2 * GIB, None).unwrap();
         assert!(!again.iter().any(|step| matches!(step, Step::Write { .. })), "{again:#?}");
         let by_hand = again.iter().any(|step| matches!(step, Step::ByHand { what } if what.contains("reboot")));
@@ -322,6 +349,36 @@ mod tests {
         fs::write(place.path("/proc/cmdline"), "root=/dev/sda1 memmap=2G!8G\n").unwrap();
         let booted = steps(&place, 2 * GIB, None).unwrap();
         assert!(!booted.iter().any(|step| matches!(step, Step::ByHand { .. } | Step::Write { .. })), "{booted:#?}");
+    }
+
+    #[test]
+    fn the_network_a_host_has_comes_first_and_no_other() {
+        let (_directory, place) = host();
+        let folder = place.path("/usr/lib/systemd/system");
+        fs::create_dir_all(&folder).unwrap();
+        for service in ["systemd-udevd", "systemd-networkd"] {
+            fs::write(folder.join(format!("{service}.service")), "").unwrap();
+        }
+        let first = steps(&place, GIB, None).unwrap();
+        write(&first);
+        let drop_in = |service: &str| place.path(&format!("/etc/systemd/system/{service}.service.d/60-rekindle.conf"));
+        for (service, has) in [("systemd-udevd", true), ("systemd-networkd", true), ("NetworkManager", false)] {
+            assert_eq!(drop_in(service).exists(), has, "{service}");
+        }
+        assert!(fs::read_to_string(drop_in("systemd-udevd")).unwrap().contains("StartupCPUWeight="));
+        for unit in [SUSPEND, RESUME] {
+            let wants = if unit == RESUME { "multi-user.target.wants" } else { "sysinit.target.wants" };
+            let wants = place.path(&format!("/etc/systemd/system/{wants}"));
+            fs::create_dir_all(&wants).unwrap();
+            std::os::unix::fs::symlink("/dev/null", wants.join(unit)).unwrap();
+        }
+        let reloads = |place: &Place| {
+            let reload = command(&["systemctl", "daemon-reload"]);
+            steps(place, GIB, None).unwrap().contains(&reload)
+        };
+        assert!(!reloads(&place), "all is there");
+        fs::remove_file(drop_in("systemd-networkd")).unwrap();
+        assert!(reloads(&place), "a drop-in that is written is nothing to systemd until it reads it");
     }
 
     #[test]
