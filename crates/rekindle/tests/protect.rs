@@ -413,6 +413,11 @@ fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
     guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "goes on"]);
     assert_eq!(guest.status(), "running");
     guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    // Nor is it its owner's pause, which a reboot of its QEMU would keep.
+    stop();
+    guest.warm(&[]);
+    assert_eq!(guest.status(), "running");
+    assert!(!guest.file("paused").exists());
     stop();
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
     protector.wait("checkpoint");

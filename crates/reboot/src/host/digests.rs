@@ -19,6 +19,7 @@ use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use serde_json::Value;
+use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -60,7 +61,7 @@ impl Ahead {
         vmm: &Vmm,
         qmp: &mut Qmp,
         hardware: &Hardware,
-        running: bool,
+        mark: Option<&Path>,
     ) -> Result<Option<Self>, RebootError> {
         // A protector's record of what was written belongs to it, and a page has one record only.
         let protected = leftovers(vmm.process()).is_ok_and(|found| !found.is_empty());
@@ -69,7 +70,7 @@ impl Ahead {
         }
         let path = &hardware.ram.path;
         let digested = |e| RebootError::File { path: path.clone(), source: e };
-        let record = match with_guest_stopped(qmp, running, |qmp| Record::begin(vmm, qmp, path))? {
+        let record = match with_guest_stopped(qmp, mark, |qmp| Record::begin(vmm, qmp, path))? {
             Ok(record) => record,
             Err(why) => {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
@@ -85,7 +86,7 @@ impl Ahead {
             }
         }
         for _ in 0..ROUNDS {
-            let round = with_guest_stopped(qmp, running, |qmp| ahead.record.collect(qmp))?;
+            let round = with_guest_stopped(qmp, mark, |qmp| ahead.record.collect(qmp))?;
             let bytes = round.as_ref().map_or(0, |changed| pages::bytes(&changed.written));
             if let Err(why) = round.and_then(|changed| ahead.take(&changed)) {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
@@ -159,12 +160,18 @@ impl Record {
     }
 }
 
-/// Do something with the guest stopped; it goes on after it, if it ran.
-fn with_guest_stopped<T>(qmp: &mut Qmp, running: bool, work: impl FnOnce(&mut Qmp) -> T) -> Result<T, RebootError> {
-    stop(qmp, running)?;
+/// Do something with the guest stopped. If it runs, `mark` is there meanwhile: whoever comes after our death lets it go on.
+fn with_guest_stopped<T>(
+    qmp: &mut Qmp,
+    mark: Option<&Path>,
+    work: impl FnOnce(&mut Qmp) -> T,
+) -> Result<T, RebootError> {
+    let Some(mark) = mark else { return Ok(work(qmp)) };
+    let failed = |source| RebootError::File { path: mark.to_owned(), source };
+    fs::write(mark, []).map_err(failed)?;
+    stop(qmp, true)?;
     let done = work(qmp);
-    if running {
-        qmp.execute::<Value>("cont", ())?;
-    }
+    qmp.execute::<Value>("cont", ())?;
+    fs::remove_file(mark).map_err(failed)?;
     Ok(done)
 }

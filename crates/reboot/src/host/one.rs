@@ -87,7 +87,8 @@ impl Ready {
         let mut ahead = None;
         if how == How::Warm {
             let held = RunState::acquire(&change.held.rundir, RUN_STATE_PATIENCE).map_err(LifeError::from)?;
-            ahead = Ahead::begin(&change.old, &mut qmp, &hardware, change.running)?;
+            let mark = change.held.rundir.paused();
+            ahead = Ahead::begin(&change.old, &mut qmp, &hardware, change.running.then_some(mark.as_path()))?;
             drop(held);
             change.recorder.step("digest memory ahead");
         }

@@ -1,11 +1,13 @@
 //! What speaks against replacing a VMM, found before anything is stopped.
 
-use super::{Change, How, RebootError};
+use super::recover::end_pause;
+use super::{Change, How, RUN_STATE_PATIENCE, RebootError};
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
+use rekindle_vm::lock::RunState;
 use rekindle_vm::{hardware, life};
 use rustix::fs::statvfs;
 use serde::Serialize;
@@ -46,8 +48,13 @@ pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
     }
     if change.options.how != How::Cold {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
+        // Not while a checkpoint keeps it stopped, nor as somebody left it who was killed meanwhile: neither is its owner's pause,
+        // and a guest that was paused by its owner stays so.
+        let quiet = RunState::acquire(&change.held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
+        end_pause(&change.held, &change.old)?;
         let mut qmp = change.old.connect(Duration::from_secs(10))?;
         let run_state = life::run_state(&mut qmp)?;
+        drop(quiet);
         if Hold::found(&mut qmp)?.is_some() {
             problems.push(Problem(format!(
                 "what its guest sends is held until a checkpoint counts (protect --output-commit), and a new QEMU would not hold it; end \

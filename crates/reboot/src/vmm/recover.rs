@@ -167,7 +167,7 @@ fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
 }
 
 /// Let a guest go on whose checkpoint was cut off in the pause.
-fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+pub(super) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mark = held.rundir.paused();
     if !mark.exists() {
         return Ok(Recovered::Nothing);
