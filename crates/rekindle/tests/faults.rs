@@ -134,6 +134,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("move.settle.running", [Nobody; 3]),
     ("move.settle.journalled", [Nobody; 3]),
     // Nor these: `host.rs` does.
+    ("host.suspend.ahead", [Nobody; 3]),
     ("host.suspend.journalled", [Nobody; 3]),
     ("host.suspend.stopped", [Nobody; 3]),
     ("host.suspend.saved", [Nobody; 3]),

@@ -305,6 +305,8 @@ enum After {
     Nobody,
     /// It went through all the same.
     Through,
+    /// Nothing was done yet, but the guest was stopped: it goes on.
+    Unpaused,
     /// It is undone: the guest goes on in its old QEMU.
     Undone,
     /// The guest is started from its state.
@@ -315,10 +317,11 @@ enum After {
     Lost,
 }
 
-use After::{Finished, FromState, Lost, Nobody, Through, Undone};
+use After::{Finished, FromState, Lost, Nobody, Through, Undone, Unpaused};
 
 /// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
 const WALK: &[(&str, [After; 3])] = &[
+    ("host.suspend.ahead", [Unpaused, Lost, Nobody]),
     ("host.suspend.journalled", [Undone, Lost, Nobody]),
     ("host.suspend.stopped", [Undone, Lost, Nobody]),
     // From here on the state is whole outside the old QEMU.
@@ -385,8 +388,13 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
         let killed = fault.ends_with(":kill");
         assert_eq!(done.code.is_none(), killed, "{fault}: {done}");
         let status = guest.status();
-        assert!(["needs-recovery", "suspended", "ended"].contains(&&*status), "{fault}: {status} after {done}");
+        let paused = after == Unpaused && status.contains("paused");
+        assert!(
+            paused || ["needs-recovery", "suspended", "ended"].contains(&&*status),
+            "{fault}: {status} after {done}"
+        );
         let word = match after {
+            Unpaused => "cut off had left the guest stopped; it goes on",
             Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             FromState => "from its saved state, with its memory",
             Finished => "finished: the guest runs in the new QEMU, with its memory",
@@ -397,7 +405,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     watch.end();
     guest.wait_ready();
     assert_eq!(guest.boot_id() == boot, after != Lost, "{fault}");
-    assert_eq!(guest.only_qemu().process.pid == old, after == Undone, "{fault}");
+    assert_eq!(guest.only_qemu().process.pid == old, [Undone, Unpaused].contains(&after), "{fault}");
     if after != Lost {
         guest.verify();
     }

@@ -82,6 +82,7 @@ pub const POINTS: &[&str] = &[
     "move.resume.told",
     "move.settle.running",
     "move.settle.journalled",
+    "host.suspend.ahead",
     "host.suspend.journalled",
     "host.suspend.stopped",
     "host.suspend.saved",

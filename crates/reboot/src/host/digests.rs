@@ -18,6 +18,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::fault;
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -70,7 +71,7 @@ impl Ahead {
         }
         let path = &hardware.ram.path;
         let digested = |e| RebootError::File { path: path.clone(), source: e };
-        let record = match with_guest_stopped(qmp, mark, |qmp| Record::begin(vmm, qmp, path))? {
+        let record = match with_guest_stopped(vmm, qmp, mark, |qmp| Record::begin(vmm, qmp, path))? {
             Ok(record) => record,
             Err(why) => {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
@@ -86,7 +87,7 @@ impl Ahead {
             }
         }
         for _ in 0..ROUNDS {
-            let round = with_guest_stopped(qmp, mark, |qmp| ahead.record.collect(qmp))?;
+            let round = with_guest_stopped(vmm, qmp, mark, |qmp| ahead.record.collect(qmp))?;
             let bytes = round.as_ref().map_or(0, |changed| pages::bytes(&changed.written));
             if let Err(why) = round.and_then(|changed| ahead.take(&changed)) {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
@@ -162,6 +163,7 @@ impl Record {
 
 /// Do something with the guest stopped. If it runs, `mark` is there meanwhile: whoever comes after our death lets it go on.
 fn with_guest_stopped<T>(
+    vmm: &Vmm,
     qmp: &mut Qmp,
     mark: Option<&Path>,
     work: impl FnOnce(&mut Qmp) -> T,
@@ -170,6 +172,7 @@ fn with_guest_stopped<T>(
     let failed = |source| RebootError::File { path: mark.to_owned(), source };
     fs::write(mark, []).map_err(failed)?;
     stop(qmp, true)?;
+    fault::point("host.suspend.ahead", Some(vmm), None);
     let done = work(qmp);
     qmp.execute::<Value>("cont", ())?;
     fs::remove_file(mark).map_err(failed)?;

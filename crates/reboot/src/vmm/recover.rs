@@ -63,7 +63,7 @@ impl std::fmt::Display for Recovered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Nothing => "there was nothing to recover",
-            Self::Unpaused => "a checkpoint that was cut off had left the guest stopped; it goes on",
+            Self::Unpaused => "a checkpoint or a suspend that was cut off had left the guest stopped; it goes on",
             Self::Served => "the server of a disk had ended; it is there again",
             Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
             Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
