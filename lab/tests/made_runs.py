@@ -46,7 +46,7 @@ def order_json(path, lines, responses=("downtime_s", "throughput_per_s"), levels
         "digest": DIGEST,
         "factors": [{"name": "technique", "levels": list(levels)}],
         "responses": [{"name": name} for name in responses],
-        "runs": [{"run": number} for number in range(1, len(lines) + 1)],
+        "runs": [{key: one[key] for key in ("run", "block", "treatment")} for one in lines],
     }
     path.write_text(json.dumps(document))
 

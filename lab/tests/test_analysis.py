@@ -94,6 +94,40 @@ def test_blocks_take_their_share_out_of_the_error():
     assert sum(one.df for one in table.lines[:-1]) == table.line("total").df == 39
 
 
+def test_blocks_are_nothing_that_drifted():
+    generator = np.random.default_rng(6)
+    levels = ["a", "b"] * 20
+    blocks = [index // 10 for index in range(40)]
+    values = [50 * block + generator.normal(0, 0.5) for block in blocks]
+    with_blocks, without = judge_response("x_s", values, levels, blocks), judge_response("x_s", values, levels)
+    assert with_blocks.independent[0].p > 0.05 > without.independent[0].p
+    width = [row["95%CI+"] - row["95%CI-"] for row in tables.means(with_blocks)]
+    assert width[0] < 1 < tables.means(without)[0]["95%CI+"] - tables.means(without)[0]["95%CI-"]
+
+
+@pytest.mark.parametrize(
+    ("levels", "blocks", "said"),
+    [
+        ("aabb", (1, 1, 2, 2), "levels and blocks fall together"),
+        ("aabb", (1, 2, 2, 3), "too few for 2 levels in 3 blocks"),
+    ],
+)
+def test_blocks_that_cannot_be_told_from_levels_are_left_out_and_that_is_said(levels, blocks, said):
+    found = judge_response("x_s", [1.0, 1.1, 9.0, 9.4], list(levels), blocks)
+    assert said in found.notes[0] and found.notes[0].endswith("blocks are left out")
+    assert [one.source for one in found.anova.lines] == ["factor", "error", "total"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e7, 1e-7])
+def test_tests_of_variances_know_no_unit(scale):
+    generator = np.random.default_rng(7)
+    samples = [generator.normal(3, 1, 16), generator.normal(3, 5, 16)]
+    plain = assumptions.equal_variances(samples)
+    assert [one.p for one in assumptions.equal_variances([sample * scale for sample in samples])] == pytest.approx(
+        [one.p for one in plain]
+    )
+
+
 def test_variances_that_differ_are_seen_by_all_five():
     generator = np.random.default_rng(1)
     checks = assumptions.equal_variances([generator.normal(0, 1, 30), generator.normal(0, 5, 30)])

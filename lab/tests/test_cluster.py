@@ -59,22 +59,26 @@ def values(found):
 def test_figures_are_those_of_the_issue(frame, tmp_path):
     rows = [row(n, answer=2.0 + n / 10, back=12) for n in range(5)]
     rows += [row(n, "faults", "freeze", back=3) for n in range(4)]
+    rows += [row(n, "held", "kill") for n in range(2)]
     found = analysis.figures(frame(rows), "raw")
     assert not found.absent
     told = values(found)
     assert told["failover_s"] == (pytest.approx(2.2), 5, True)
     assert told["failover_restore_s"] == (pytest.approx(0.7), 5, False)
-    assert told["split_brain"] == (0.0, 9, True)
+    assert told["split_brain"] == (0.0, 11, True)
     assert told["counter_back"] == (0.0, 9, True)
-    assert told["spare_memory"] == (0.0, 9, True)
+    assert told["counter_back_held"] == (0.0, 2, True)
+    assert told["spare_memory"] == (0.0, 11, True)
     assert plots.draw(frame(rows), tmp_path) == ["cluster-failover.png"]
 
 
 def test_one_moment_of_two_guests_or_one_step_too_many_misses_the_bar(frame):
     rows = [row(0), row(0, "faults", "cut", overlaps=1), row(1, "faults", "cut-ring", beyond=2)]
+    rows.append(row(0, "held", "kill", beyond=1))
     told = values(analysis.figures(frame(rows), "raw"))
-    assert told["split_brain"] == (1.0, 3, False)
+    assert told["split_brain"] == (1.0, 4, False)
     assert told["counter_back"] == (2.0, 3, False)
+    assert told["counter_back_held"] == (1.0, 1, False)
     by_kind = {line["fault"]: line for line in analysis.by_kind(frame(rows))}
     assert by_kind["cut"]["two at once"] == 1
     assert by_kind["cut-ring"]["beyond an interval"] == 2
@@ -82,8 +86,16 @@ def test_one_moment_of_two_guests_or_one_step_too_many_misses_the_bar(frame):
 
 def test_what_was_not_measured_is_named(frame):
     found = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
-    assert {line.split(":")[0] for line in found.absent} == {"figure failover_s", "figure failover_restore_s"}
-    assert left_out(QUICK) == ["fail-overs: 3 of 20", "faults at random: 3 of 100"]
+    assert {line.split(":")[0] for line in found.absent} == {
+        "figure failover_s",
+        "figure failover_restore_s",
+        "figure counter_back_held",
+    }
+    assert left_out(QUICK) == [
+        "fail-overs: 3 of 20",
+        "faults at random: 3 of 100",
+        "faults with output commit: 2 of 20",
+    ]
     assert not left_out(FULL)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
@@ -314,6 +315,7 @@ def test_the_samplers_share_is_that_of_the_processes(tmp_path):
     mark = str(tmp_path / "mark")
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
     try:
+        wait_until(lambda: sampling.processes_with(mark))
         with sampling.Sampler(0.05, lambda: sampling.processes_with(mark)) as sampler:
             while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
                 assert busy.poll() is None
@@ -401,6 +403,9 @@ def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
         ("echo broken >&2; exit 7", "exit status 7: broken"),
         ("echo '[1]'", "its last line is not a result"),
         ("echo '{}'", "its last line is not a result"),
+        ("echo '{\"responses\": [1]}'", "responses: [1] is not of the kind dict"),
+        ('echo \'{"responses": {"downtime_s": 1}, "versions": []}\'', "versions: [] is not of the kind dict"),
+        ("printf '\\377\\n'", "its last line is not a result"),
     ],
 )
 def test_a_program_that_fails_is_told(by_command, script, said):
@@ -408,6 +413,32 @@ def test_a_program_that_fails_is_told(by_command, script, said):
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
     assert result.exit_code == 1
     assert said in result.output
+
+
+def test_what_an_interrupted_run_has_started_does_not_go_on_beside_the_next(by_command):
+    (by_command / "measure").write_text("#!/bin/sh\nsetsid sleep 1000 &\necho $! >> pids; wait\n")
+    experiment = subprocess.Popen(
+        [sys.executable, "-m", "rekindle_lab", "experiment", str(by_command / "x.toml")], stderr=subprocess.DEVNULL
+    )
+    pids = by_command / "pids"
+    wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    experiment.kill()
+    experiment.wait()
+    left = pids.read_text().strip()
+    assert Path("/proc", left).exists()
+    (by_command / "measure").write_text(SCRIPT)
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
+    assert result.exit_code == 0, result.output
+    wait_until(lambda: not Path("/proc", left).exists())
+
+
+def test_runs_of_another_order_are_not_taken_for_done(by_command):
+    CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
+    (by_command / "by-command" / "order.json").unlink()
+    (by_command / "x.toml").write_text(FILE.replace("seed = 11", "seed = 12"))
+    result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
+    assert result.exit_code == 2
+    assert "row 1, column order" in result.output
 
 
 def test_a_program_that_hangs_is_ended(by_command):

@@ -35,7 +35,8 @@ def test_good_runs(tmp_path, lines):
 
 def test_a_missing_run(tmp_path, lines):
     del lines[4]
-    assert problems(tmp_path, lines) == ["row -, column run: run 5 of 32 is not there"]
+    level = campaign()[4]["treatment"]["technique"]
+    assert problems(tmp_path, lines) == [f"row -, column run: run 5 of 32 (technique={level}) is not there"]
     runs = read(tmp_path / "runs.jsonl", allow=frozenset({"missing"}))
     assert len(runs.done) == 31
     assert "row -, column run: run 5 of 32 is not there" in runs.notes
@@ -43,7 +44,28 @@ def test_a_missing_run(tmp_path, lines):
 
 def test_a_run_that_failed_and_was_not_done_again(tmp_path, lines):
     lines[4] |= {"outcome": "failed", "responses": {}, "exit_status": 1}
-    assert problems(tmp_path, lines) == ["row -, column run: run 5 of 32 failed"]
+    level = lines[4]["treatment"]["technique"]
+    assert problems(tmp_path, lines) == [f"row 5, column run: run 5 of 32 (technique={level}) failed"]
+
+
+def test_a_level_of_which_all_runs_failed_is_not_left_out(tmp_path):
+    lines = [line(n, level, {"x_s": n}, of=6) for n, level in enumerate(["cold", "kexec", "phase"] * 2, start=1)]
+    for one in lines:
+        if one["treatment"]["technique"] == "phase":
+            one |= {"outcome": "failed", "responses": {}}
+    found = problems(tmp_path, lines, with_order=False, allow=frozenset({"missing"}))
+    assert found == ["row -, column treatment: level 'phase' has 0 runs; it needs at least 2"]
+
+
+def test_a_run_with_another_treatment_or_block_than_was_planned(tmp_path, lines):
+    other = {"cold": "kexec", "kexec": "cold"}[lines[6]["treatment"]["technique"]]
+    planned = lines[6]["treatment"]["technique"]
+    lines[6]["treatment"] = {"technique": other}
+    lines[8]["block"] = 2
+    assert problems(tmp_path, lines) == [
+        f"row 7, column treatment.technique: '{other}'; the order has '{planned}' for run 7",
+        "row 9, column block: 2; the order has 1 for run 9",
+    ]
 
 
 def test_a_run_that_failed_and_was_done_again(tmp_path, lines):
@@ -83,6 +105,7 @@ def test_a_level_with_one_run(tmp_path):
         (None, "None is not a number"),
         ("12", "'12' is not a number"),
         (True, "True is not a number"),
+        (10**310, f"{10**310} is not a finite number"),
     ],
 )
 def test_a_value_that_is_no_number(tmp_path, lines, value, what):
@@ -162,7 +185,7 @@ def test_the_command_line_says_what_and_how_to_go_on(tmp_path, lines):
     order_json(tmp_path / "order.json", campaign())
     result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl")])
     assert result.exit_code == 2
-    assert "run 5 of 32 is not there" in result.output
+    assert "is not there" in result.output
     assert "--allow-missing" in result.output
     result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl"), "--allow-missing", "--json"])
     assert result.exit_code == 0, result.output

@@ -19,6 +19,9 @@ use std::time::{Duration, Instant};
 /// Between two looks whether a child has ended.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// So much is told of what it has said, in characters.
+const WORDS: usize = 500;
+
 /// `protector.json`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Noted {
@@ -66,6 +69,31 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
     disown(child);
     write_json(&rundir.file("protector.json"), &Noted { pid, started })?;
     Ok(true)
+}
+
+/// What the one that was started last has said last, in short.
+#[must_use]
+pub fn last_words(rundir: &RunDir) -> String {
+    let text = fs::read_to_string(rundir.file("protect.log")).unwrap_or_default();
+    let last = text.lines().rev().find(|line| !line.trim().is_empty() && !line.starts_with('{')).unwrap_or("nothing");
+    last.chars().take(WORDS).collect()
+}
+
+/// Wait until the one that was started has got at the guest, or has ended instead.
+///
+/// # Errors
+/// Its last words, if it has ended. Who is neither there by `deadline` may be yet.
+pub fn attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
+    loop {
+        let told = fs::read_to_string(rundir.file("protect.log")).unwrap_or_default();
+        if told.contains("\"event\":") || Instant::now() > deadline {
+            return Ok(());
+        }
+        if running(rundir).is_none() {
+            return Err(last_words(rundir));
+        }
+        thread::sleep(LOOK);
+    }
 }
 
 /// End the one that runs, if there is one. It is given until `deadline` to end by itself, so that it does not leave the guest stopped.

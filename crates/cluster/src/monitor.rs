@@ -4,6 +4,7 @@ use crate::loops;
 use crate::resource::Resource;
 use rekindle_probe::{Target, check};
 use rekindle_protect::owned::Owned;
+use rekindle_protect::progress::committed;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
@@ -26,6 +27,9 @@ const ANSWER: Duration = Duration::from_secs(2);
 const STORE: Duration = Duration::from_secs(3);
 /// How long the guest's service may take to answer.
 const SERVICE: Duration = Duration::from_secs(5);
+/// So many checkpoints an answer takes where what the guest sends is held: for its address, its connection and itself, and the one that was
+/// under way.
+const HELD: u32 = 4;
 
 /// What is to be said of the VM on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -66,32 +70,45 @@ impl fmt::Display for Verdict {
 #[must_use]
 pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
-    match look(&rundir, deadline) {
+    match look(&rundir, resource, deadline) {
         Verdict::Running => {}
         other => return other,
     }
-    if loops::running(&rundir).is_none() {
-        // It says why it has ended; whether the guest may run at all comes first.
-        match taken_over(&rundir) {
-            Ok(None) => {}
-            Ok(Some(over)) => {
-                tracing::error!("{over}");
-                return Verdict::NotRunning;
-            }
-            Err(why) => return Verdict::Failed(why),
-        }
-        match loops::ensure(&rundir, resource) {
-            Ok(_) => tracing::warn!("{}: nobody took checkpoints of it; a protector was started", resource.name),
-            Err(e) => {
-                return Verdict::Failed(format!("no checkpoints are taken of it, and that cannot be mended: {e}"));
-            }
-        }
+    if let Some(verdict) = protect_again(&rundir, resource) {
+        return verdict;
     }
-    if deep { service(&rundir) } else { Verdict::Running }
+    if deep { service(&rundir, resource, deadline) } else { Verdict::Running }
+}
+
+/// Start a protector where there is none. A verdict where the guest may not run, or nobody can take checkpoints of it.
+fn protect_again(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
+    if loops::running(rundir).is_some() {
+        return None;
+    }
+    // It says why it has ended; whether the guest may run at all comes first.
+    match taken_over(rundir) {
+        Ok(None) => {}
+        Ok(Some(over)) => {
+            tracing::error!("{over}");
+            return Some(Verdict::NotRunning);
+        }
+        Err(why) => return Some(Verdict::Failed(why)),
+    }
+    let said = loops::last_words(rundir);
+    match loops::ensure(rundir, resource) {
+        Ok(_) => {
+            let name = &resource.name;
+            tracing::warn!(
+                "{name}: nobody took checkpoints of it; a protector was started. The one before said: {said}"
+            );
+            None
+        }
+        Err(e) => Some(Verdict::Failed(format!("no checkpoints are taken of it, and that cannot be mended: {e}"))),
+    }
 }
 
 /// Whether the guest runs.
-fn look(rundir: &RunDir, deadline: Instant) -> Verdict {
+fn look(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
     if !rundir.exists() {
         return Verdict::NotRunning;
     }
@@ -106,11 +123,21 @@ fn look(rundir: &RunDir, deadline: Instant) -> Verdict {
         Ok(_) => {}
         Err(e) => return Verdict::Failed(e.to_string()),
     }
+    let mut tried = false;
     loop {
-        let verdict = match life::status(rundir) {
-            Ok(status) => judge(rundir, &status),
+        let status = match life::status(rundir) {
+            Ok(status) => status,
             Err(e) => return Verdict::Failed(e.to_string()),
         };
+        // A protector that was killed in its pause has left the guest stopped: the next one lets it go on.
+        let left = matches!(&status, Status::Stopped(why) if why == "paused") && rundir.paused().exists();
+        if left
+            && !std::mem::replace(&mut tried, true)
+            && let Some(verdict) = protect_again(rundir, resource)
+        {
+            return verdict;
+        }
+        let verdict = judge(rundir, &status);
         match verdict {
             // A checkpoint stops it for milliseconds; a reboot is under way; its QEMU is slow.
             None if Instant::now() < deadline => thread::sleep(LOOK),
@@ -144,10 +171,19 @@ fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
 }
 
 /// Have QEMU stay when its guest powers itself off, so that this can be told from a crash.
-fn stays_when_shut_down(rundir: &RunDir) -> Result<(), QmpError> {
+pub(crate) fn stays_when_shut_down(rundir: &RunDir) -> Result<(), QmpError> {
+    tell_qemu(rundir, "set-action", json!({"shutdown": "pause"}))
+}
+
+/// Ask the guest to shut itself down, and do not wait for it.
+pub(crate) fn press_power_button(rundir: &RunDir) -> Result<(), QmpError> {
+    tell_qemu(rundir, "system_powerdown", json!({}))
+}
+
+fn tell_qemu(rundir: &RunDir, command: &'static str, arguments: Value) -> Result<(), QmpError> {
     let Some(vmm) = State::read(rundir).ok().flatten().and_then(|state| state.vmm) else { return Ok(()) };
     let mut qmp: Qmp = vmm.watch(ANSWER)?;
-    qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
+    qmp.execute::<Value>(command, arguments).map(drop)
 }
 
 /// Ask the store whether another node has the guest, and end it here if so.
@@ -177,8 +213,9 @@ fn taken_over(rundir: &RunDir) -> Result<Option<String>, String> {
     }
 }
 
-/// Ask its service.
-fn service(rundir: &RunDir) -> Verdict {
+/// Ask its service. Where what the guest sends is held until a checkpoint counts, an answer takes some checkpoints: without those it is
+/// not the guest that does not answer.
+fn service(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
     let definition = match State::read(rundir) {
         Ok(Some(state)) => state.definition,
         Ok(None) => return Verdict::NotRunning,
@@ -189,8 +226,19 @@ fn service(rundir: &RunDir) -> Verdict {
         Ok(target) => target,
         Err(e) => return Verdict::Failed(format!("`probe`: {e}")),
     };
-    match check(&target, SERVICE, namespace(&definition)) {
+    let held = resource.protect.output_commit;
+    let left = deadline.saturating_duration_since(Instant::now());
+    let patience = if held { (SERVICE + resource.protect.every * HELD).min(left) } else { SERVICE };
+    let before = committed(rundir);
+    match check(&target, patience, namespace(&definition)) {
         Ok(_) => Verdict::Running,
+        Err(e) if held && committed(rundir) < before + u64::from(HELD) => {
+            tracing::warn!(
+                "{}: its service does not answer yet, too few checkpoints were committed since: {e}",
+                rundir.name()
+            );
+            Verdict::Running
+        }
         Err(e) => Verdict::Failed(format!("its service does not answer: {e}")),
     }
 }

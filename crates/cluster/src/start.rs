@@ -2,7 +2,7 @@
 //! order since.
 
 use crate::loops;
-use crate::monitor::{Verdict, has_shut_down, monitor};
+use crate::monitor::{Verdict, has_shut_down, monitor, stays_when_shut_down};
 use crate::resource::Resource;
 use crate::stop::tell_end;
 use rekindle_protect::owned::{OwnError, Owned};
@@ -56,6 +56,12 @@ pub enum StartError {
     /// The run directory.
     #[error(transparent)]
     RunDir(#[from] TargetError),
+    /// Its protector has ended at once.
+    #[error("no checkpoints can be taken of it, so that it was not left running: {said}")]
+    Unprotected {
+        /// The protector's last words.
+        said: String,
+    },
     /// The guest runs, and nobody takes checkpoints of it.
     #[error("its guest runs, and its protector cannot be started")]
     Protector(#[source] io::Error),
@@ -109,7 +115,18 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
             Started::Booted { why }
         }
     };
+    // What the guest does before it is told so is told by the next look at it.
+    if let Err(e) = stays_when_shut_down(&rundir) {
+        tracing::debug!("{name}: {e}");
+    }
     loops::ensure(&rundir, resource).map_err(StartError::Protector)?;
+    // A guest that has just been booted has nothing to lose, and its owner learns now that it is not protected.
+    if matches!(started, Started::Booted { .. })
+        && let Err(said) = loops::attached(&rundir, deadline)
+    {
+        life::stop(host, name, Some(Duration::ZERO))?;
+        return Err(StartError::Unprotected { said });
+    }
     Ok(started)
 }
 

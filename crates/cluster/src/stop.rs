@@ -1,22 +1,28 @@
 //! A node gives the VM up: a last checkpoint, then off, so that the guest goes on from there; or shut down in order.
 
 use crate::loops;
-use crate::monitor::has_shut_down;
+use crate::monitor::{has_shut_down, press_power_button, stays_when_shut_down};
 use crate::resource::Resource;
 use rekindle_protect::owned::Owned;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::journal::{Journal, Kind, Operation, Step};
 use rekindle_vm::life::{self, Ended, LifeError, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// What is left of the time for the guest, its checkpoint or its shutdown: the rest is for what must not be left behind.
 const GUEST: u32 = 60;
-/// How long a protector may take to end by itself.
-const LOOP: Duration = Duration::from_secs(2);
+/// What is left of that for a protector to end by itself: a checkpoint that it is at is finished first. One that is killed leaves all of
+/// the guest's memory to be read anew.
+const LOOP: u32 = 50;
+
+/// Between two looks at a guest that shuts itself down.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// How a guest is to be stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -52,7 +58,12 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     }
     let all = deadline.saturating_duration_since(Instant::now());
     let guest = Instant::now() + all * GUEST / 100;
-    if let Err(e) = loops::end(&rundir, guest.min(Instant::now() + LOOP)) {
+    // Who holds what the guest sends has to let it out: its shutdown may need its network.
+    let held_back = how == How::ShutDown && resource.protect.output_commit && loops::running(&rundir).is_some();
+    if held_back && !has_shut_down(&rundir) {
+        ask_to_shut_down(&rundir, guest);
+    }
+    if let Err(e) = loops::end(&rundir, Instant::now() + all * GUEST / 100 * LOOP / 100) {
         tracing::warn!("{}: its protector does not end: {e}", resource.name);
     }
     if has_shut_down(&rundir) {
@@ -96,10 +107,30 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     }
 }
 
-/// Whether it was about to go to another node, and that was cut off.
+/// Press the power button of a guest whose protector goes on meanwhile, and wait until it has shut itself down.
+fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
+    let asked = stays_when_shut_down(rundir).and_then(|()| press_power_button(rundir));
+    if let Err(e) = asked {
+        tracing::warn!("{}: it cannot be asked to shut down: {e}", rundir.name());
+        return;
+    }
+    while Instant::now() < deadline && matches!(life::status(rundir), Ok(Status::Running | Status::Stopped(_))) {
+        if has_shut_down(rundir) {
+            return;
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Whether it was about to go to another node, that was cut off, and what is left of it has still to be settled. If its QEMU has died
+/// before the other node was told, nothing is: it would be booted here, and its last checkpoint is worth more.
 fn was_moving(rundir: &RunDir) -> bool {
-    matches!(life::status(rundir), Ok(Status::NeedsRecovery))
-        && matches!(Journal::left_behind(rundir), Ok(Some(left)) if left.operation.kind == Kind::Move)
+    let left = Journal::left_behind(rundir).ok().flatten().map(|journal| journal.operation);
+    let unsettled = |operation: &Operation| {
+        let alive = operation.from.as_ref().is_some_and(Vmm::is_alive);
+        operation.kind == Kind::Move && (alive || operation.step >= Step::Resume)
+    };
+    matches!(life::status(rundir), Ok(Status::NeedsRecovery)) && left.as_ref().is_some_and(unsettled)
 }
 
 /// Tell the store of a guest that has shut itself down in order, so that it is booted at its next start. Whether the redo logs of its

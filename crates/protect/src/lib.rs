@@ -27,7 +27,7 @@ pub mod owned;
 pub mod pager;
 mod pause;
 pub mod policy;
-mod progress;
+pub mod progress;
 pub mod protector;
 pub mod recipe;
 pub mod restore;

@@ -15,6 +15,12 @@ pub(crate) struct Commit {
     pub(crate) epoch: u64,
 }
 
+/// The checkpoint that was committed last by who takes checkpoints of a VM; 0: none, or that is not known.
+#[must_use]
+pub fn committed(rundir: &RunDir) -> u64 {
+    Progress::read(rundir).map_or(0, |progress| progress.committed)
+}
+
 /// How far a loop has got.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {

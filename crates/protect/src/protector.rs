@@ -22,6 +22,7 @@ use rekindle_vm::disks;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::RunState;
+use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -369,6 +370,14 @@ impl<'a> Loop<'a> {
 
     pub(crate) fn checkpoint(&mut self, session: &mut Session) -> Result<Done, SessionError> {
         self.one(session, |session, writer, every| session.checkpoint(writer, every))
+    }
+
+    /// Of a checkpoint that failed: what is to be said if that is because another host has the guest by now. What runs of it here has been
+    /// ended then.
+    pub(crate) fn given_up(&self, rundir: &RunDir, e: &SessionError) -> Option<ProtectError> {
+        let SessionError::Store(e) = e else { return None };
+        let owner = e.guest_is_over(self.owned.run())?;
+        Some(self.owned.give_up(rundir, owner).map_or_else(ProtectError::from, ProtectError::from))
     }
 
     /// The last checkpoint of a guest that stays stopped: see [`Session::last`]. Gives the owner epoch that has committed it, too.

@@ -5,8 +5,11 @@
 mod common;
 
 use common::protector::store;
+use common::served::{image, section};
+use common::vm::Vm;
 use common::{DEADLINE, Done, Guest, Lab, wait_for};
 use rekindle_kernel::process::{self, Process};
+use rekindle_qemu::qmp::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
@@ -18,18 +21,22 @@ struct Resource<'a> {
     guest: Guest<'a>,
     definition: PathBuf,
     store: PathBuf,
+    settings: &'static [&'static str],
 }
 
 impl<'a> Resource<'a> {
     fn new(lab: &'a Lab) -> Self {
-        let vm = lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\"");
-        Self { lab, definition: vm.write(), guest: vm.guest(), store: store(lab, "web") }
+        Self::of(lab, lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\""), &[])
+    }
+
+    fn of(lab: &'a Lab, vm: Vm<'a>, settings: &'static [&'static str]) -> Self {
+        Self { lab, definition: vm.write(), guest: vm.guest(), store: store(lab, "web"), settings }
     }
 
     fn command(&self, action: &str, arguments: &[&str]) -> Command {
         let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
         let first = ["--json", "ocf", action, "web", "--definition", definition, "--store", store, "--every", "200ms"];
-        self.lab.command(first.into_iter().chain(arguments.iter().copied()))
+        self.lab.command(first.iter().chain(self.settings).chain(arguments))
     }
 
     fn ocf(&self, action: &str, arguments: &[&str]) -> Done {
@@ -158,6 +165,86 @@ fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_tim
     assert!(code == Some(0) && said.contains("does not answer"), "{code:?}: {said}");
     assert!(process::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());
     assert_eq!(web.start()["started"], "restored");
+}
+
+#[test]
+fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back_behind() {
+    let lab = Lab::new();
+    let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
+    web.start();
+    web.wait_checkpoints(2);
+    let boot = web.guest.boot_id();
+    // Who waits for its reboots ends its QEMU, before the next monitor looks.
+    web.guest.tell("poweroff");
+    wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
+    web.monitor(7);
+    web.ocf("stop", &[]).ok();
+    let started = web.start();
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    assert_ne!(web.guest.boot_id(), boot);
+    web.ocf("stop", &[]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn a_guest_that_a_killed_protector_left_stopped_is_let_go_by_the_next_look_at_it() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.start();
+    web.wait_checkpoints(1);
+    let first = web.protector();
+    // As in a pause of its.
+    kill_process(Pid::from_raw(i32::try_from(first.pid).unwrap()).unwrap(), Signal::STOP).unwrap();
+    fs::write(web.guest.file("paused"), []).unwrap();
+    let path = web.guest.only_qemu().directory.join("watch.sock");
+    Qmp::connect(&path, DEADLINE).unwrap().execute::<Value>("stop", ()).unwrap();
+    first.kill().unwrap();
+    first.wait_end(DEADLINE).unwrap();
+    assert!(web.guest.status().contains("paused"));
+    web.monitor(0);
+    assert_ne!(web.protector(), first);
+    let tick = web.guest.tick();
+    wait_for("the guest to go on", DEADLINE, || (web.guest.tick() > tick).then_some(()));
+    web.ocf("stop", &[]).ok();
+}
+
+#[test]
+fn a_guest_of_which_no_checkpoint_can_be_taken_is_not_left_running_and_that_is_said() {
+    let lab = Lab::new();
+    // QEMU writes it itself.
+    let disk = image(&lab, "disk");
+    let section = format!("[[disk]]\npath = {disk:?}\nserver = false\n");
+    let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section), &[]);
+    web.ocf("start", &[]).status(1).says(&["no checkpoints can be taken of it", "disk"]);
+    assert!(web.guest.qemus().is_empty());
+    web.monitor(7);
+    lab.assert_empty();
+}
+
+#[test]
+fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
+    let lab = Lab::new();
+    let web =
+        Resource::of(&lab, lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\""), &["--output-commit"]);
+    web.start();
+    web.wait_checkpoints(2);
+    let boot = web.guest.boot_id();
+    web.ocf("monitor", &["--deep", "--within", "20s"]).ok();
+    // Its store is away: an answer is held until it is back, and the guest is not to blame.
+    let away = web.store.with_extension("away");
+    fs::rename(&web.store, &away).unwrap();
+    web.ocf("monitor", &["--deep", "--within", "20s"]).ok().says(&["too few checkpoints"]);
+    fs::rename(&away, &web.store).unwrap();
+    web.wait_checkpoints(2);
+    let protector = web.protector();
+    let console = web.guest.file("console.log");
+    let stop = web.command("stop", &["--how", "shutdown", "--within", "60s"]);
+    web.lab.finish(stop).ok();
+    assert!(!protector.is_alive() && !console.exists());
+    let started = web.start();
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    assert_ne!(web.guest.boot_id(), boot);
+    web.ocf("stop", &[]).ok();
 }
 
 #[test]

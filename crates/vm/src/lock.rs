@@ -59,6 +59,14 @@ pub fn holder(rundir: &RunDir) -> Option<String> {
     Process { pid: holder.pid, started: holder.started }.is_alive().then_some(holder.operation)
 }
 
+/// Whether it is this very process that works on a VM.
+#[must_use]
+pub fn is_ours(rundir: &RunDir) -> bool {
+    let holder = std::fs::read(rundir.file("lock")).ok().and_then(|text| serde_json::from_slice::<Holder>(&text).ok());
+    let me = Process::current().ok();
+    holder.is_some_and(|Holder { pid, started, .. }| me == Some(Process { pid, started }))
+}
+
 /// Held until dropped, or until the process ends: the kernel lets go of it then.
 #[derive(Debug)]
 pub struct Lock {

@@ -4,7 +4,7 @@
 use crate::disks;
 use crate::fault;
 use crate::life::{LifeError, processes_of, run_state};
-use crate::lock::{Lock, LockError};
+use crate::lock::{self, Lock, LockError};
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_qemu::agent;
@@ -163,9 +163,11 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     let deadline = Instant::now() + BUSY;
     while let Some(state) = State::read(rundir).map_err(failed)? {
-        let held = match Lock::acquire(rundir, "ending it") {
-            Err(LockError::Held { .. }) if Instant::now() < deadline => None,
-            other => Some(other?),
+        let (lock, alone) = match Lock::acquire(rundir, "ending it") {
+            // The operation in hand is our own, and has come to its end by this.
+            Err(LockError::Held { .. }) if lock::is_ours(rundir) => (None, true),
+            Err(LockError::Held { .. }) if Instant::now() < deadline => (None, false),
+            other => (Some(other?), true),
         };
         // Under an operation in hand too: it may not begin anything new once this has the lock.
         end_qemus(rundir, &state)?;
@@ -173,8 +175,10 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
         if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
             vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
         }
-        if held.is_some() {
-            return Ok(disks::end(rundir, &state.hardware)?);
+        if alone {
+            disks::end(rundir, &state.hardware)?;
+            drop(lock);
+            return Ok(());
         }
         std::thread::sleep(LOOK);
     }

@@ -14,6 +14,7 @@ from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
 from rekindle_lab.bench.report import table
 from rekindle_lab.say import fail
+from rekindle_lab.stats import finite
 
 app = typer.Typer(no_args_is_help=True, help="What wears out on a host and its guests, and when.")
 
@@ -96,6 +97,8 @@ def trend(
             limits[name] = float(value)
         except ValueError as error:
             raise fail("aging", f"--limit {name}={value}: not a number") from error
+        if not finite(limits[name]):
+            raise fail("aging", f"--limit {name}={value}: not a finite number")
     try:
         series = read(samples, limits)
     except SamplesError as error:

@@ -1,13 +1,14 @@
 """Samples as JSON lines, and series of one metric between two reboots."""
 
 import json
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from rekindle_lab.stats import finite
 
 FORMAT = 1
 METRICS = {
@@ -87,12 +88,16 @@ def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str
     for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
         if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
             problems.append(f"row {row}, column {key}: {sample.get(key)!r} is not what it must be")
+    if len(problems) == before and not finite(sample["unix_s"]):
+        problems.append(f"row {row}, column unix_s: {sample['unix_s']!r} is not a finite number")
+    if not isinstance(sample.get("guest"), str | None):
+        problems.append(f"row {row}, column guest: {sample['guest']!r} is not what it must be")
     if len(problems) == before and sample["format"] != FORMAT:
         problems.append(f"row {row}, column format: {sample['format']}; this program reads {FORMAT}")
     for metric in METRICS:
         for column in (metric, f"{metric}_limit"):
             value = sample.get(column)
-            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            good = isinstance(value, int | float) and not isinstance(value, bool) and finite(value)
             if column in sample and not good:
                 problems.append(f"row {row}, column {column}: {value!r} is not a finite number")
     if len(problems) > before:

@@ -86,21 +86,16 @@ def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int
     """Factor and blocks, without interaction; the factor's sum of squares is what it adds to the blocks."""
     y = np.asarray(values, dtype=float)
     level_columns, block_columns = _dummies(levels), _dummies(blocks)
-    ones = np.ones((y.size, 1))
 
-    def residual(*parts: np.ndarray) -> float:
-        x = np.hstack([ones, *parts])
-        solution, *_ = np.linalg.lstsq(x, y, rcond=None)
-        return float(((y - x @ solution) ** 2).sum())
+    def residual(*parts: np.ndarray) -> tuple[float, int]:
+        away, rank = _least_squares(y, *parts)
+        return float((away**2).sum()), rank
 
-    total = residual()
-    only_levels, only_blocks, both = (
-        residual(level_columns),
-        residual(block_columns),
-        residual(level_columns, block_columns),
-    )
-    df, df_blocks = level_columns.shape[1], block_columns.shape[1]
-    df_error = y.size - 1 - df - df_blocks
+    (total, _), (only_levels, rank_levels) = residual(), residual(level_columns)
+    (only_blocks, rank_blocks), (both, rank) = residual(block_columns), residual(level_columns, block_columns)
+    df, df_blocks, df_error = rank - rank_blocks, rank - rank_levels, y.size - rank
+    if df < level_columns.shape[1] or df_blocks < 1:
+        raise ValueError("levels and blocks fall together, and cannot be told apart")
     if df_error < 1:
         raise ValueError(f"{y.size} values are too few for {df + 1} levels in {df_blocks + 1} blocks")
     main = _table(factor, df, only_blocks - both, df_error, both, y.size - 1, total)
@@ -108,6 +103,19 @@ def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int
     p_blocks = float(stats.f.sf(f_blocks, df_blocks, df_error)) if not math.isnan(f_blocks) else math.nan
     line = Line("block", df_blocks, only_levels - both, f_blocks, p_blocks)
     return Anova((main.factor, line, *main.lines[1:]))
+
+
+def fitted(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int]) -> np.ndarray:
+    """What level and block together make of each value."""
+    y = np.asarray(values, dtype=float)
+    return y - _least_squares(y, _dummies(levels), _dummies(blocks))[0]
+
+
+def _least_squares(y: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, int]:
+    """What is left of `y`, and the rank of what explains it, a constant among that."""
+    x = np.hstack([np.ones((y.size, 1)), *parts])
+    solution, _, rank, _ = np.linalg.lstsq(x, y, rcond=None)
+    return y - x @ solution, int(rank)
 
 
 def _dummies(names: Sequence[object]) -> np.ndarray:
@@ -171,8 +179,7 @@ def t_p(t: float, df: float) -> float:
     return float(2 * stats.t.sf(abs(t), df))
 
 
-def pooled_intervals(groups: Sequence[Group], confidence: float = 0.95) -> list[tuple[float, float]]:
+def pooled_intervals(groups: Sequence[Group], error: Line, confidence: float = 0.95) -> list[tuple[float, float]]:
     """Each mean's interval with the error of all groups, as in the paper's "Means for one-way ANOVA"."""
-    error = one_way(groups).error
     half = t_critical(error.df, 1 - confidence) * math.sqrt(error.ms)
     return [(group.mean - half / math.sqrt(group.n), group.mean + half / math.sqrt(group.n)) for group in groups]

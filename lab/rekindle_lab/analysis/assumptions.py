@@ -7,7 +7,7 @@ import numpy as np
 from scipy import stats
 from statsmodels.stats.stattools import durbin_watson
 
-from rekindle_lab.analysis.anova import Group, variance_ratio
+from rekindle_lab.analysis.anova import Group, fitted, variance_ratio
 from rekindle_lab.stats import SEED
 
 SHAPIRO_MOST = 5000
@@ -35,7 +35,9 @@ def equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
     checks = []
     if min(sample.size for sample in samples) < LEAST:
         return _by_variances(samples)
-    transformed = stats.obrientransform(*samples)
+    # scipy checks its own arithmetic against a bound that has no unit: bytes would fail it. No test knows a scale.
+    spread = max(float(sample.std(ddof=1)) for sample in samples)
+    transformed = stats.obrientransform(*((sample - sample.mean()) / spread for sample in samples))
     checks.append(Check("O'Brien", *map(float, stats.f_oneway(*transformed))))
     checks.append(Check("Brown-Forsythe", *map(float, stats.levene(*samples, center="median"))))
     checks.append(Check("Levene", *map(float, stats.levene(*samples, center="mean"))))
@@ -49,8 +51,10 @@ def _by_variances(samples: Sequence[np.ndarray]) -> list[Check]:
     return checks
 
 
-def residuals(values: np.ndarray, levels: Sequence[str]) -> np.ndarray:
-    """Each value less its level's mean, in the order given."""
+def residuals(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> np.ndarray:
+    """Each value less its level's mean, or with blocks what level and block make of it; in the order given."""
+    if blocks is not None:
+        return values - fitted(values, levels, blocks)
     labels = np.asarray(levels)
     out = np.empty_like(values)
     for level in dict.fromkeys(levels):

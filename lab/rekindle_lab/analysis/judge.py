@@ -81,10 +81,21 @@ def judge_response(
         told = ", ".join(f"'{level}' is {groups[level].mean:g} in all {groups[level].n} runs" for level in constant)
         notes.append(f"zero variance: {told}; F and Welch's test do not apply, the permutation test decides")
     checks: tuple[Check, ...] = ()
-    table, unequal, test, p = None, None, "permutation", permutation
+    table, unequal = None, None
+    if not constant and blocks is not None:
+        try:
+            table = blocked(array, levels, blocks)
+        except ValueError as error:
+            notes.append(f"{error}: blocks are left out")
+            blocks, permutation = None, effects.permutation_p(array, levels, None)
+    test, p = "permutation", permutation
+    residual = assumptions.residuals(array, levels, blocks)
     if not constant:
-        checks = tuple(assumptions.equal_variances(list(samples.values())))
-        table = one_way(list(groups.values())) if blocks is None else blocked(array, levels, blocks)
+        varying = [residual[labels == level] for level in samples]
+        checks = tuple(
+            assumptions.equal_variances(varying if all(np.ptp(one) > 0 for one in varying) else [*samples.values()])
+        )
+        table = table or one_way(list(groups.values()))
         unequal = welch(list(groups.values()))
         rejecting = [check.name for check in checks if check.p < alpha]
         few = min(group.n for group in groups.values()) < assumptions.LEAST
@@ -97,7 +108,6 @@ def judge_response(
             notes.append(f"variances differ ({', '.join(rejecting)}): Welch's test decides")
         if test == "welch" and blocks is not None:
             notes.append("Welch's test leaves blocks out; the permutation test keeps to them")
-    residual = assumptions.residuals(array, levels)
     varied = bool(np.ptp(residual) > 0)
     normal = assumptions.normal(residual) if varied and residual.size >= 3 else None
     if normal is not None and normal.p < alpha:

@@ -6,12 +6,14 @@ kinds can be let pass, and are told then: missing runs, and runs of several vers
 
 import gzip
 import json
-import math
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rekindle_lab.stats import finite
 
 FORMAT = 1
 SHOWN = 20
@@ -108,8 +110,14 @@ class Order:
     digest: str
     factors: dict[str, list[str]]
     responses: list[str]
-    runs: int
+    planned: dict[int, tuple[dict[str, str], int]]
+    """Treatment and block of each run."""
     question: str = ""
+
+    @property
+    def runs(self) -> int:
+        """How many."""
+        return len(self.planned)
 
     @classmethod
     def load(cls, path: Path) -> "Order":
@@ -120,10 +128,10 @@ class Order:
                 document["digest"],
                 {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
                 [response["name"] for response in document["responses"]],
-                len(document["runs"]),
+                {run["run"]: (_told(run["treatment"]), run["block"]) for run in document["runs"]},
                 document.get("question", ""),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
 
 
@@ -138,10 +146,10 @@ def read(
     levels = {row: _level(row, line, order, factor, problems) for row, line in good}
     _versions(good, problems)
     attempts: dict[int, tuple[int, dict[str, Any]]] = {}
-    failed = []
+    failed: dict[int, tuple[int, dict[str, Any]]] = {}
     for row, line in good:
         if line["outcome"] == "failed":
-            failed.append(line)
+            failed[row] = (line["run"], line)
         elif line["outcome"] != "done":
             problems.append(Problem(row, "outcome", f"'{line['outcome']}'; it must be done or failed"))
         elif line["run"] in attempts:
@@ -155,9 +163,12 @@ def read(
         responses = _responses(row, line, names, problems)
         done.append(Run(row, line["run"], line["block"], levels[row], responses))
     planned = order.runs if order else max((line["of"] for _, line in good), default=0)
-    _missing(planned, attempts, failed, problems)
+    last = {run: row for row, (run, _) in failed.items()}
+    treatments = {line["run"]: _told(line["treatment"]) for _, line in good}
+    treatments |= {number: treatment for number, (treatment, _) in order.planned.items()} if order else {}
+    _missing(planned, attempts, last, treatments, problems)
     if not any(problem.kind == "bad" for problem in problems):  # else it may only follow from what was said already
-        _enough(done, problems)
+        _enough(done, {_label(treatment, factor): None for treatment in treatments.values()}, problems)
     refused = [problem for problem in problems if problem.kind not in allow]
     if refused:
         raise RunsError(path, refused)
@@ -172,7 +183,7 @@ def read(
         factor=factor or ", ".join(names_of),
         planned=planned,
         done=sorted(done, key=lambda run: run.row),
-        failed=failed,
+        failed=[line for _, line in failed.values()],
         lines=[line for _, line in good],
         versions=dict(first.get("versions", {})),
         notes=notes,
@@ -230,8 +241,9 @@ def _one_experiment(good: list[tuple[int, dict[str, Any]]], order: Order | None,
 
 
 def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | None, problems: list[Problem]) -> str:
-    treatment = {name: str(level) for name, level in line["treatment"].items()}
+    treatment = _told(line["treatment"])
     if order is not None:
+        before = len(problems)
         for name in dict.fromkeys([*order.factors, *treatment]):
             if name not in order.factors:
                 problems.append(Problem(row, f"treatment.{name}", "no such factor in the order"))
@@ -240,9 +252,26 @@ def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | No
             elif treatment[name] not in order.factors[name]:
                 known = ", ".join(order.factors[name])
                 problems.append(Problem(row, f"treatment.{name}", f"unknown level '{treatment[name]}'; known: {known}"))
+        if len(problems) == before and line["run"] in order.planned:
+            planned, block = order.planned[line["run"]]
+            for name in planned:
+                if treatment[name] != planned[name]:
+                    what = f"'{treatment[name]}'; the order has '{planned[name]}' for run {line['run']}"
+                    problems.append(Problem(row, f"treatment.{name}", what))
+            if line["block"] != block:
+                problems.append(Problem(row, "block", f"{line['block']}; the order has {block} for run {line['run']}"))
+    if factor is not None and factor not in treatment:
+        problems.append(Problem(row, f"treatment.{factor}", "is not there"))
+    return _label(treatment, factor)
+
+
+def _told(treatment: dict[str, Any]) -> dict[str, str]:
+    return {name: str(level) for name, level in treatment.items()}
+
+
+def _label(treatment: dict[str, str], factor: str | None) -> str:
+    """What a level is called: that of the factor, or of all factors."""
     if factor is not None:
-        if factor not in treatment:
-            problems.append(Problem(row, f"treatment.{factor}", "is not there"))
         return treatment.get(factor, "")
     if len(treatment) == 1:
         return next(iter(treatment.values()))
@@ -279,7 +308,7 @@ def _responses(row: int, line: dict[str, Any], names: list[str], problems: list[
             problems.append(Problem(row, column, "is not there"))
         elif isinstance(value, bool) or not isinstance(value, int | float):
             problems.append(Problem(row, column, f"{value!r} is not a number"))
-        elif not math.isfinite(value):
+        elif not finite(value):
             problems.append(Problem(row, column, f"{value} is not a finite number"))
         else:
             values[name] = float(value)
@@ -290,22 +319,29 @@ def _responses(row: int, line: dict[str, Any], names: list[str], problems: list[
 
 
 def _missing(
-    planned: int, attempts: dict[int, tuple[int, dict[str, Any]]], failed: list[dict[str, Any]], problems: list[Problem]
+    planned: int,
+    attempts: dict[int, tuple[int, dict[str, Any]]],
+    failed: dict[int, int],
+    treatments: dict[int, dict[str, str]],
+    problems: list[Problem],
 ) -> None:
-    why = {line["run"]: "failed" for line in failed}
+    """`failed`: the row of each run that failed."""
     for number in range(1, planned + 1):
         if number not in attempts:
-            what = f"run {number} of {planned} {why.get(number, 'is not there')}"
-            problems.append(Problem(None, "run", what, "missing"))
+            level = ", ".join(f"{name}={level}" for name, level in treatments.get(number, {}).items())
+            which = f"run {number} of {planned}" + (f" ({level})" if level else "")
+            what = f"{which} {'failed' if number in failed else 'is not there'}"
+            problems.append(Problem(failed.get(number), "run", what, "missing"))
     for number, (row, _) in attempts.items():
         if not 1 <= number <= planned:
             problems.append(Problem(row, "run", f"run {number} was not planned; there are 1 to {planned}"))
 
 
-def _enough(done: list[Run], problems: list[Problem]) -> None:
-    counts = Counter(run.level for run in done)
+def _enough(done: list[Run], levels: Iterable[str], problems: list[Problem]) -> None:
+    counts = dict.fromkeys(levels, 0) | Counter(run.level for run in done)
     if len(counts) == 1:
         problems.append(Problem(None, "treatment", f"only one level, '{next(iter(counts))}': nothing to compare"))
     for level, count in counts.items():
         if count < 2:
-            problems.append(Problem(None, "treatment", f"level '{level}' has {count} run; it needs at least 2"))
+            runs = "runs" if count == 0 else "run"
+            problems.append(Problem(None, "treatment", f"level '{level}' has {count} {runs}; it needs at least 2"))

@@ -94,7 +94,7 @@ def means(response: Response) -> Rows:
     """As "Means for one-way ANOVA" of tables 3, 5 and 11; the interval is with the error of all levels."""
     if response.anova is None:
         return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
-    intervals = pooled_intervals(list(response.groups.values()))
+    intervals = pooled_intervals(list(response.groups.values()), response.anova.error)
     return [
         {"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd, "95%CI-": low, "95%CI+": high}
         for (level, g), (low, high) in zip(response.groups.items(), intervals, strict=True)

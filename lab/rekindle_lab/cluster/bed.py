@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ class Bed:
     folder: Path
     """The bed's own."""
     environment: dict[str, str]
-    watchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    client: subprocess.Popen[bytes] | None = None
 
     @property
     def counter_file(self) -> Path:
@@ -71,6 +71,25 @@ class Bed:
         if check and done.returncode:
             raise BedError(f"cluster/bed {' '.join(words)}: exit status {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
+
+    def listen(self, patience_s: float = counter.PATIENCE) -> None:
+        """Start the client, or another one in the place of the one that there is: an answer may take it so long."""
+        self.deaf()
+        inside = [
+            str(self.root / "cluster" / "bed"),
+            "client",
+            sys.executable,
+            str(Path(__file__).parent / "counter.py"),
+        ]
+        command = [*inside, ADDRESS, str(self.counter_file), "20", str(patience_s)]
+        self.client = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
+
+    def deaf(self) -> None:
+        """End the client."""
+        if self.client is not None:
+            self.client.terminate()
+            self.client.wait()
+            self.client = None
 
     def where(self) -> str | None:
         """The node on which Pacemaker has the VM."""
@@ -181,13 +200,10 @@ def bed(root: Path, rekindle: Path, qemu: str, micro: Path, work: Path, every: s
         stack.callback(here.call, "down", check=False)
         here.call("up")
         here.call("vm", VM)
-        inside = [str(root / "cluster" / "bed"), "client"]
-        for command in (
-            [*inside, sys.executable, str(source / "counter.py"), ADDRESS, str(here.counter_file)],
-            [sys.executable, str(source / "running.py"), VM, str(here.running_file)],
-        ):
-            watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-            here.watchers.append(watcher)
-            stack.callback(watcher.wait)
-            stack.callback(watcher.terminate)
+        here.listen()
+        stack.callback(here.deaf)
+        command = [sys.executable, str(source / "running.py"), VM, str(here.running_file)]
+        watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        stack.callback(watcher.wait)
+        stack.callback(watcher.terminate)
         yield here

@@ -1,6 +1,8 @@
 """A client of the micro guest's counter, which grows with each of its ticks: how far a fail-over takes it back.
 
-    python3 counter.py ADDRESS OUT [EVERY_MS]     until it is ended; a JSON line an answer: {"host_us", "tick"}
+    python3 counter.py ADDRESS OUT [EVERY_MS [PATIENCE_S]]
+
+Until it is ended it writes a JSON line an answer: {"host_us", "tick"}.
 
 Needs nothing but Python itself. An answer that does not come within `PATIENCE` makes a new connection: the guest of a
 checkpoint does not know what came after it.
@@ -83,7 +85,7 @@ def _exchange(line: socket.socket) -> int:
     return int(tick)
 
 
-def watch(address: str, out: Path, every_s: float) -> None:
+def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE) -> None:
     """Ask again and again, and write what is answered."""
     line: socket.socket | None = None
     with out.open("a", buffering=1) as file:
@@ -91,7 +93,7 @@ def watch(address: str, out: Path, every_s: float) -> None:
             began = time.monotonic()
             try:
                 if line is None:
-                    line = socket.create_connection((address, PORT), PATIENCE)
+                    line = socket.create_connection((address, PORT), patience_s)
                 tick = _exchange(line)
                 file.write(json.dumps({"host_us": time.time_ns() // 1000, "tick": tick}) + "\n")
             except (OSError, ValueError):
@@ -105,7 +107,8 @@ def main() -> None:
     """As the command line says."""
     address, out, *rest = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    watch(address, Path(out), int(rest[0] if rest else "20") / 1000)
+    every, patience = (*rest, *("20", str(PATIENCE))[len(rest) :])
+    watch(address, Path(out), int(every) / 1000, float(patience))
 
 
 if __name__ == "__main__":

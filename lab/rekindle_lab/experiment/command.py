@@ -84,7 +84,10 @@ def command(
     if report and experiment.replications > 1:
         from rekindle_lab.report.command import write
 
-        print(write(folder / RUNS))
+        try:
+            print(write(folder / RUNS))
+        except ValueError as error:
+            raise fail("experiment", error, 1) from error
 
 
 def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:

@@ -4,13 +4,18 @@ import json
 import os
 import signal
 import subprocess
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Planned
+from rekindle_lab.experiment.sampling import processes_with
 from rekindle_lab.rekindle import last_json
+
+MARK = "REKINDLE_LAB_MARK"
 
 
 class RunError(Exception):
@@ -58,27 +63,29 @@ class CommandRunner:
         self.folder = folder
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Nothing that we know of."""
-        del planned, attempt
-        return {}
+        """A mark in the environment of all that it starts; what else it makes is its own business."""
+        return {"mark": f"{planned.run}-{attempt}-{uuid.uuid4()}"}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """Nothing to do."""
+        """End what goes on though nobody waits for it any more: it would run beside its second attempt."""
+        for pid in processes_with(f"{MARK}={leaves['mark']}") if "mark" in leaves else []:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
         """Run the program, in the folder of the definition."""
-        del leaves
         given = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
         argv = list(self.experiment.command.argv)
         try:
             process = subprocess.Popen(
                 argv,
                 cwd=self.folder,
-                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(given)},
+                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(given), MARK: leaves["mark"]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                errors="replace",
                 start_new_session=True,
             )
         except OSError as error:
@@ -86,7 +93,8 @@ class CommandRunner:
         try:
             out, err = process.communicate(timeout=self.experiment.command.deadline_s)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RunError(f"{argv[0]}: not done within {error.timeout:g} s", 124) from error
@@ -95,6 +103,14 @@ class CommandRunner:
             raise RunError(f"{argv[0]}: exit status {process.returncode}: {err.strip()[-2000:]}", process.returncode)
         try:
             document = last_json(out)
-            return Measured(document["responses"], document.get("samples", []), document.get("versions", {}))
-        except (ValueError, KeyError) as error:
+            measured = Measured(document["responses"], document.get("samples", []), document.get("versions", {}))
+            for name, value, kind in (
+                ("responses", measured.responses, dict),
+                ("samples", measured.samples, list),
+                ("versions", measured.versions, dict),
+            ):
+                if not isinstance(value, kind):
+                    raise ValueError(f"{name}: {value!r} is not of the kind {kind.__name__}")
+            return measured
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{argv[0]}: its last line is not a result ({error!r}): {out[-500:]}") from error

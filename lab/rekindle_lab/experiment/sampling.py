@@ -95,13 +95,17 @@ class Sampler:
         self.take()
 
     def share(self) -> dict[str, float]:
-        """What all processes together took, from the first to the last sample: responses by their names."""
+        """What all processes together took, from the first to the last sample: responses by their names.
+
+        Of one that ended in between it is what the last sample that saw it told.
+        """
         first, last = self.samples[0], self.samples[-1]
         seconds = max(last["t_s"] - first["t_s"], 1e-3)
 
         def grown(key: str) -> float:
             before = {one["pid"]: one[key] for one in first["processes"]}
-            return sum(one[key] - before.get(one["pid"], 0) for one in last["processes"])
+            seen = {one["pid"]: one[key] for sample in self.samples for one in sample["processes"]}
+            return sum(value - before.get(pid, 0) for pid, value in seen.items())
 
         resident = [sum(one["resident_kib"] for one in sample["processes"]) for sample in self.samples]
         return {

@@ -12,9 +12,10 @@ from typing import Any
 from rekindle_lab.analysis.runs import FORMAT
 from rekindle_lab.experiment import order as orders
 from rekindle_lab.experiment.definition import Experiment
-from rekindle_lab.experiment.ledger import Ledger
+from rekindle_lab.experiment.ledger import RUNS, Ledger
 from rekindle_lab.experiment.order import Order, Planned
 from rekindle_lab.experiment.runner import Measured, RunError, Runner
+from rekindle_lab.stats import finite
 
 ORDER = "order.json"
 MOST_FAILURES = 3
@@ -40,6 +41,13 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ledger(self.folder) as ledger:
             order = orders.commit(self.experiment, self.folder / ORDER)
+            for row, line in enumerate(ledger.runs, start=1):
+                if line.get("order") != order.digest:
+                    raise orders.OrderError(
+                        f"{self.folder / RUNS}, row {row}, column order: {line.get('order')!r} is not "
+                        f"{order.digest!r} of {ORDER}: these runs are of another order; give another --out, or the "
+                        "definition that they are of"
+                    )
             if ledger.cut_off:
                 self.say(f"{ledger.cut_off} line was cut off by a crash; that run is done again")
             self._clear(ledger)
@@ -120,7 +128,7 @@ def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
     """A run that lacks a response, or has none that is a number, has failed."""
     for name in wanted:
         value = measured.responses.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
             raise RunError(f"response {name}: {value!r} is not a finite number", measured=measured)
     measured.responses = {name: measured.responses[name] for name in wanted}
 

@@ -68,9 +68,7 @@ def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, h
     """Intervals of the OS, in seconds, at which the availabilities of two techniques cross (figure 9)."""
     a, b = parameters.technique(one), parameters.technique(other)
     vmm_s = parameters.timers.vmm_interval_s
-    breaks = [
-        edge for technique in (a, b) if technique.coupled for edge in _os_breaks(technique, vmm_s, low_s)
-    ]  # a floor steps there
+    breaks = [edge for technique in (a, b) for edge in os_breaks(technique, vmm_s, low_s)]
     return crossings(lambda os_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
 
 
@@ -78,16 +76,22 @@ def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, 
     """Intervals of the VMM, in seconds, at which the availabilities of two techniques cross (figure 10)."""
     a, b = parameters.technique(one), parameters.technique(other)
     os_s = parameters.timers.os_interval_s
-    breaks = [
-        technique.vmm_downtime_s + count * os_s
-        for technique in (a, b)
-        if technique.coupled
-        for count in range(1, math.ceil(high_s / os_s) + 1)
-    ]
+    breaks = [edge for technique in (a, b) for edge in vmm_breaks(technique, os_s, high_s)]
     return crossings(lambda vmm_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
 
 
-def _os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
+def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
+    """Intervals of the VMM up to `high_s` at which the floor of a coupled technique steps, in order."""
+    if not technique.coupled:
+        return []
+    edges = (technique.vmm_downtime_s + count * os_s for count in range(1, math.ceil(high_s / os_s) + 1))
+    return [edge for edge in edges if edge <= high_s]
+
+
+def os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
+    """Intervals of the OS from `low_s` on at which the floor of a coupled technique steps."""
+    if not technique.coupled:
+        return []
     room_s = vmm_s - technique.vmm_downtime_s
     return [room_s / count for count in range(1, math.floor(room_s / low_s) + 1)]
 

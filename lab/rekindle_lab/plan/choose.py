@@ -4,11 +4,12 @@ Failures are not in the model, so every renewal only costs: the longest interval
 shorter ones are possible down to where the target is missed. Those limits are told.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from rekindle_lab.models.availability import availability, nines
-from rekindle_lab.models.crossing import crossings
+from rekindle_lab.models.crossing import crossings, os_breaks, vmm_breaks
 from rekindle_lab.models.parameters import OsReboot, Technique, Timers
 from rekindle_lab.models.throughput import performance
 
@@ -55,11 +56,13 @@ def choose(
                 lambda s: availability(technique, reboot, Timers(s, longest.os_interval_s)) - target,
                 SHORTEST * max(technique.vmm_downtime_s, 1.0),
                 longest.vmm_interval_s,
+                vmm_breaks(technique, longest.os_interval_s, longest.vmm_interval_s),
             ),
             _shortest(
                 lambda s: availability(technique, reboot, Timers(longest.vmm_interval_s, s)) - target,
                 SHORTEST * max(reboot.downtime_s, 1.0),
                 longest.os_interval_s,
+                os_breaks(technique, longest.vmm_interval_s, SHORTEST * max(reboot.downtime_s, 1.0)),
             ),
         )
     return Choice(
@@ -75,9 +78,15 @@ def choose(
     )
 
 
-def _shortest(difference, low: float, high: float) -> float:  # noqa: ANN001
+def before_an_os_reboot(technique: Technique, choice: Choice) -> float | None:
+    """Of a coupled technique: the longest VMM interval, in s, into which one OS reboot less falls than chosen."""
+    edges = vmm_breaks(technique, choice.os_interval_s, choice.vmm_interval_s)
+    return math.nextafter(edges[-1], 0.0) if edges else None
+
+
+def _shortest(difference, low: float, high: float, breaks: list[float]) -> float:  # noqa: ANN001
     """From where on, up to `high`, a difference is at least 0 throughout."""
     if low >= high:
         return high
-    found = crossings(difference, low, high)
+    found = crossings(difference, low, high, breaks)
     return found[-1].at if found else low

@@ -1,6 +1,7 @@
 """`rekindle-lab plan`."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,11 +11,12 @@ import typer
 
 from rekindle_lab.bench.report import table
 from rekindle_lab.experiment.definition import DefinitionError
+from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
-from rekindle_lab.plan.choose import Choice, choose
+from rekindle_lab.plan.choose import Choice, before_an_os_reboot, choose
 from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
 from rekindle_lab.plan.rolling import Rolling, roll
-from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.say import fail
 
 SHOWN = 10
@@ -36,11 +38,23 @@ class Plan:
         """What of the target cannot be reached, in words."""
         missed = [
             f"{hosts}/{vms}: availability {choice.availability:.6f}, the target is {self.fleet.availability:g}; "
-            f"with {choice.vmm} and {choice.os} it needs longer intervals or shorter downtimes"
+            f"with {choice.vmm} and {choice.os} it needs {self._needs(choice)}"
             for (hosts, vms), choice in self.choices.items()
             if not choice.meets
         ]
         return [*missed, *self.rolling.conflicts]
+
+    def _needs(self, choice: Choice) -> str:
+        target = self.fleet.availability
+        before = before_an_os_reboot(self.fleet.vmm[choice.vmm], choice)
+        if before is not None and target is not None:
+            up = availability(
+                self.fleet.vmm[choice.vmm], self.fleet.os[choice.os], Timers(before, choice.os_interval_s)
+            )
+            if up >= target:
+                days = math.floor(before / DAY_S * 1e4) / 1e4
+                return f"an interval of the VMM of {days:g} days: one OS reboot less falls into it"
+        return "longer intervals or shorter downtimes"
 
 
 def make(fleet: Fleet) -> Plan:
@@ -59,7 +73,7 @@ def make(fleet: Fleet) -> Plan:
             served += count * choice.performance
             all_vms += count
     performance = served / all_vms * (fleet.size - spare) / fleet.size
-    return Plan(fleet, choices, roll(fleet, longest.vmm_interval_s, away_s), performance)
+    return Plan(fleet, choices, roll(fleet, longest.vmm_interval_s, away_s, TICK_S), performance)
 
 
 def _choice(fleet: Fleet, vms: Vms, longest: Timers) -> Choice:
@@ -143,7 +157,8 @@ def text(plan: Plan, start: datetime) -> str:
     more = f"\n  and {len(rolling.hosts) - SHOWN} more (--json has all)" if len(rolling.hosts) > SHOWN else ""
     size, spacing, away = plan.fleet.size, f"{rolling.spacing_s:.4g} s", f"{rolling.away_s:.4g} s"
     cluster = (
-        f"{size} hosts, one every {spacing}, each away or degraded for {away}: {rolling.at_once} at once at most; "
+        f"{size} hosts, one every {spacing}, each away or degraded for {away}, begun up to {TICK_S} s late: "
+        f"{rolling.at_once} at once at most; "
         f"capacity never below {rolling.capacity:.6f}, {plan.performance:.7f} on average"
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
@@ -175,7 +190,7 @@ def command(
             timers.mkdir(parents=True, exist_ok=True)
             for name, content in units(own, rekindle).items():
                 (timers / name).write_text(content)
-            (timers / "rekindle-due").chmod(0o755)
+            (timers / "rekindle-renew").chmod(0o755)
     except (DefinitionError, ParameterError, OSError) as error:
         raise fail("plan", error) from error
     print(json.dumps(as_json(plan, int(begin.timestamp()))) if json_out else text(plan, begin))

@@ -30,16 +30,17 @@ class Rolling:
         return 1 - self.at_once / len(self.hosts)
 
 
-def roll(fleet: Fleet, interval_s: float, away_s: float) -> Rolling:
-    """Lay out the order for an interval, if each host takes `away_s`."""
+def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) -> Rolling:
+    """Lay out the order for an interval, if each host takes `away_s` and begins up to `late_s` after its time."""
     size = fleet.size
     spacing = interval_s / size
-    at_once = min(size, max(1, math.ceil(away_s / spacing))) if away_s > 0 else 0
+    taken = away_s + late_s if away_s > 0 else 0.0
+    at_once = min(size, max(1, math.ceil(taken / spacing))) if taken else 0
     most = None if fleet.capacity is None else math.floor(size * (1 - fleet.capacity) + 1e-9)
     conflicts = []
     if most is not None and at_once > most:
         possible = (
-            f"an interval of {size * away_s / most / 86400:.3g} days would do"
+            f"an interval of {size * taken / most / 86400:.3g} days would do"
             if most
             else (f"with {size} hosts none may be away; {math.ceil(1 / (1 - fleet.capacity))} hosts would do")
         )
@@ -47,7 +48,7 @@ def roll(fleet: Fleet, interval_s: float, away_s: float) -> Rolling:
             f"capacity {fleet.capacity:g} allows {most} of {size} hosts at once, it needs {at_once}: {possible}"
         )
     names, groups = _interleave(fleet)
-    conflicts += _too_near(groups, at_once, away_s)
+    conflicts += _too_near(groups, at_once, taken)
     return Rolling(tuple(names), spacing, away_s, at_once, most, tuple(conflicts))
 
 
@@ -65,7 +66,7 @@ def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
     return [one[0] for _, _, one in placed], [one[1] for _, _, one in placed]
 
 
-def _too_near(groups: list[str | None], at_once: int, away_s: float) -> list[str]:
+def _too_near(groups: list[str | None], at_once: int, taken: float) -> list[str]:
     """Groups of which two would be away at the same time; the order goes round."""
     places: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -77,7 +78,7 @@ def _too_near(groups: list[str | None], at_once: int, away_s: float) -> list[str
             continue
         gaps = np.diff([*at, at[0] + len(groups)])
         if gaps.min() < at_once:
-            days = len(groups) * away_s / gaps.min() / 86400
+            days = len(groups) * taken / gaps.min() / 86400
             found.append(
                 f"group '{group}': two of its {len(at)} hosts are away at once; an interval of {days:.3g} days would do"
             )

@@ -1,42 +1,74 @@
 """systemd units that carry a host's part of a plan out.
 
-A timer fires often; `rekindle-due` decides by stamps of the last renewals, so that intervals of any length outlast a
+A timer fires often; `rekindle-renew` decides by stamps of the last renewals, so that intervals of any length outlast a
 reboot of the host, and lateness does not add up. The warm technique's timers are independent (the paper's figure 2): a
-VMM's renewal leaves the OS's stamps alone. The cold one's are coupled (figure 3): it sets them anew. A lock keeps a
-renewal of the VMM from beginning during one of an OS.
+VMM's renewal leaves the OS's stamps alone. The cold one's are coupled (figure 3): it sets them anew. A lock lets one
+renewal of a host begin at a time, and each looks whether it is due when its turn has come. Each VM has units of its
+own: one that cannot be renewed keeps no other from it.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
+
+from rekindle_lab.experiment.definition import DefinitionError
+from rekindle_lab.plan.measured import OS_WAYS, VMM_WAYS
 
 FOLDER = "/etc/rekindle/plan"
 STAMPS = "/var/lib/rekindle/renewed"
 LOCK = "/run/rekindle-renewal.lock"
-TICK = "*:0/5"
-"""Timers look every 5 minutes."""
+TICK_S = 300
+"""Timers look so often: a renewal may begin so much later than it is due."""
+RETRY_S = 3600
 
-DUE = f"""#!/bin/sh
-# rekindle-due NAME INTERVAL_S PHASE_S: exit status 0 if the renewal NAME is due, 1 if not.
+RENEW = f"""#!/bin/sh
+# rekindle-renew NAME INTERVAL_S PHASE_S [ALSO]... -- COMMAND...: run COMMAND if the renewal NAME is due.
 #
 # PHASE_S (seconds since 1970): it is due once in each interval that begins there: lateness does not add up.
 # PHASE_S of -: it is due INTERVAL_S seconds after its stamp, which a coupled renewal sets anew.
-# A renewal without a stamp is taken to have been done now.
+# A renewal without a stamp is taken to have been done now. One that succeeds sets the stamps of NAME and each ALSO.
+# One that fails, or is cut off, is tried again after {RETRY_S} s.
 set -eu
-stamp=${{REKINDLE_STAMPS:-{STAMPS}}}/$1
+stamps=${{REKINDLE_STAMPS:-{STAMPS}}}
+name=$1 interval=$2 phase=$3
+shift 3
+also=
+while [ "$1" != -- ]; do
+	also="$also $1"
+	shift
+done
+shift
+# One at a time. What COMMAND starts lives on, and must not keep the lock: it does not inherit it.
+exec 9>"${{REKINDLE_RENEWAL_LOCK:-{LOCK}}}"
+flock 9
+# A host that goes down begins nothing new.
+[ "$(systemctl is-system-running 2>/dev/null)" != stopping ] || exit 0
 now=$(date +%s)
+stamp=$stamps/$name
 if [ ! -e "$stamp" ]; then
-	mkdir -p "${{stamp%/*}}"
+	mkdir -p "$stamps"
 	touch -d "@$now" "$stamp"
-	exit 1
+	exit 0
 fi
 last=$(stat -c %Y "$stamp")
-if [ "$3" = - ]; then
-	[ $((now - last)) -ge "$2" ]
-else
-	[ "$now" -ge "$3" ] || exit 1
-	[ "$last" -ge "$3" ] || exit 0
-	[ $(((now - $3) / $2)) -gt $(((last - $3) / $2)) ]
+if [ "$last" -gt "$now" ]; then # the clock was wrong then
+	touch -d "@$now" "$stamp"
+	last=$now
 fi
+if [ "$phase" = - ]; then
+	[ $((now - last)) -ge "$interval" ] || exit 0
+else
+	[ "$now" -ge "$phase" ] || exit 0
+	[ "$last" -lt "$phase" ] || [ $(((now - phase) / interval)) -gt $(((last - phase) / interval)) ] || exit 0
+fi
+tried=$stamps/.$name.tried
+if [ -e "$tried" ]; then
+	age=$((now - $(stat -c %Y "$tried")))
+	if [ "$age" -ge 0 ] && [ "$age" -lt {RETRY_S} ]; then exit 0; fi
+fi
+# Where no stamp can be written nothing begins: it would begin again at each look.
+touch -d "@$now" "$tried"
+"$@" 9>&-
+for each in "$name" $also; do touch "$stamps/$each"; done
+rm "$tried"
 """
 
 
@@ -64,50 +96,67 @@ class HostPlan:
 
 
 def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
-    """The files of a host, by name. `rekindle`: the program's absolute path."""
-    files = {"rekindle-due": DUE}
-    stamps = ["vmm", *(f"os-{vm.name}" for vm in plan.vms if vm.coupled)]
-    files["rekindle-plan-vmm.service"] = _service(
-        f"Rekindle: renew the {'host' if plan.scope == 'host' else 'VMM'} of {plan.name}",
-        f"vmm {plan.vmm_interval_s} {plan.vmm_phase_s}",
-        _renewals(plan, rekindle),
-        stamps,
-        before=plan.scope == "host",
-    )
-    files["rekindle-plan-vmm.timer"] = _timer(f"Rekindle: the VMM of {plan.name}")
+    """The files of a host, by name. `rekindle`: the program's absolute path.
+
+    Raises `DefinitionError` where `rekindle` has no command for what was planned.
+    """
+    _check(plan)
+    files = {"rekindle-renew": RENEW}
+    every = f"{plan.vmm_interval_s} {plan.vmm_phase_s}"
+    if plan.scope == "host":
+        also = "".join(f" os-{vm.name}" for vm in plan.vms if vm.coupled)
+        command = f"host {every}{also} -- {rekindle} reboot host {_carried(plan)}"
+        files |= _pair("host", f"Rekindle: renew the host {plan.name}", command)
     for vm in plan.vms:
-        files[f"rekindle-plan-os-{vm.name}.service"] = _service(
-            f"Rekindle: reboot the OS of {vm.name}",
-            f"os-{vm.name} {vm.os_interval_s} {'-' if vm.coupled else vm.os_phase_s}",
-            [f"{rekindle} reboot os {vm.name} --how {vm.os}"],
-            [f"os-{vm.name}"],
-        )
-        files[f"rekindle-plan-os-{vm.name}.timer"] = _timer(f"Rekindle: the OS of {vm.name}")
+        if plan.scope == "vmm":
+            also = f" os-{vm.name}" if vm.coupled else ""
+            command = f"vmm-{vm.name} {every}{also} -- {rekindle} reboot vmm {vm.name} --how {vm.vmm}"
+            files |= _pair(f"vmm-{vm.name}", f"Rekindle: renew the VMM of {vm.name}", command)
+        phase = "-" if vm.coupled else vm.os_phase_s
+        command = f"os-{vm.name} {vm.os_interval_s} {phase} -- {rekindle} reboot os {vm.name} --how {vm.os}"
+        files |= _pair(f"os-{vm.name}", f"Rekindle: reboot the OS of {vm.name}", command)
     return files
 
 
-def _renewals(plan: HostPlan, rekindle: str) -> list[str]:
-    if plan.scope == "host":
-        # One reboot for all: VMs that cannot be kept are rebooted with it.
-        how = "warm" if any(vm.vmm == "warm" for vm in plan.vms) else plan.vms[0].vmm
-        return [f"{rekindle} reboot host --how {how}"]
-    by_how: dict[str, list[str]] = defaultdict(list)
+def _check(plan: HostPlan) -> None:
     for vm in plan.vms:
-        by_how[vm.vmm].append(vm.name)
-    return [f"{rekindle} reboot vmm {' '.join(names)} --how {how}" for how, names in by_how.items()]
+        for kind, way, ways in (("vmm", vm.vmm, VMM_WAYS), ("os", vm.os, OS_WAYS)):
+            if way not in ways:
+                there = ", ".join(ways)
+                raise DefinitionError(
+                    f"VM '{vm.name}': {kind}.{way} is nothing that `rekindle` can do by timers; {there}"
+                )
 
 
-def _service(what: str, due: str, commands: list[str], stamps: list[str], *, before: bool = False) -> str:
-    touch = f"ExecStart=/usr/bin/touch {' '.join(f'{STAMPS}/{stamp}' for stamp in stamps)}"
-    lines = [f"ExecStart=/usr/bin/flock {LOCK} {command}" for command in commands]
-    # A host that reboots does not come back to touch its stamps: they are set before, and only then.
-    lines = [touch, *lines] if before else [*lines, touch]
-    body = "\n".join(lines)
-    return f"[Unit]\nDescription={what}\n\n[Service]\nType=oneshot\nExecCondition={FOLDER}/rekindle-due {due}\n{body}\n"
+def _carried(plan: HostPlan) -> str:
+    """One reboot for all: how, and what becomes of those that cannot be carried so."""
+    ways = {vm.vmm for vm in plan.vms}
+    if len(ways) == len(VMM_WAYS):
+        raise DefinitionError(
+            f"host '{plan.name}': some VMs are to be kept, some saved and some shut down; `rekindle reboot host` does "
+            "one of the latter to all that cannot be kept: allow_vmm of one kind without the other"
+        )
+    first, *others = (way for way in VMM_WAYS if way in ways)
+    return f"--how {first} --others {others[0]}" if others else f"--how {first}"
 
 
-def _timer(what: str) -> str:
-    return (
-        f"[Unit]\nDescription={what}\n\n[Timer]\nOnCalendar={TICK}\nAccuracySec=1s\nPersistent=true\n\n"
-        f"[Install]\nWantedBy=timers.target\n"
-    )
+def _pair(name: str, what: str, command: str) -> dict[str, str]:
+    unit = f"[Unit]\nDescription={what}\n\n"
+    return {
+        f"rekindle-plan-{name}.service": f"{unit}{SERVICE}ExecStart={FOLDER}/rekindle-renew {command}\n",
+        f"rekindle-plan-{name}.timer": (
+            f"{unit}[Timer]\nOnCalendar=*:0/{TICK_S // 60}\nAccuracySec=1s\nPersistent=true\n\n"
+            f"[Install]\nWantedBy=timers.target\n"
+        ),
+    }
+
+
+SERVICE = """[Service]
+Type=oneshot
+# The new QEMU stays in this unit's control group: it must live when the command has ended.
+KillMode=process
+SendSIGKILL=no
+OOMPolicy=continue
+TasksMax=infinity
+TimeoutStartSec=infinity
+"""

@@ -24,7 +24,8 @@ def draw(runs: Runs, response: Response, path: Path) -> None:
     )
     levels = list(response.groups)
     spread = np.random.default_rng(1)
-    intervals = pooled_intervals(list(response.groups.values())) if response.anova else [None] * len(levels)
+    table = response.anova
+    intervals = pooled_intervals(list(response.groups.values()), table.error) if table else [None] * len(levels)
     for index, (level, interval) in enumerate(zip(levels, intervals, strict=True)):
         colour, marker = CYCLE[index % len(CYCLE)], MARKERS[index % len(MARKERS)]
         mine = [(number, run) for number, run in enumerate(runs.done, start=1) if run.level == level]

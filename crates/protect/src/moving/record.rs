@@ -26,6 +26,12 @@ pub(super) struct Record {
     pub vm: Vm,
     /// The owner epoch that has committed its last checkpoint. Who becomes the owner after it has the guest.
     pub epoch: u64,
+    /// The epoch with which the guest began to run here: an administrator's claim leaves it, as the guest is none of his.
+    #[serde(default)]
+    pub run: Option<u64>,
+    /// What this host's own claim has in its name, so that it is known again when nobody lived to write down that it was made.
+    #[serde(default)]
+    pub token: String,
     /// That checkpoint.
     pub checkpoint: u64,
 }
@@ -40,15 +46,16 @@ impl Record {
         store: StoreUrl,
         identity: Option<&Identity>,
         vm: Vm,
-        epoch: u64,
+        (epoch, run): (u64, Option<u64>),
         checkpoint: u64,
     ) -> Self {
-        Self { format: FORMAT, far, store, identity: identity.map(files), vm, epoch, checkpoint }
+        let token = uuid::Uuid::new_v4().simple().to_string();
+        Self { format: FORMAT, far, store, identity: identity.map(files), vm, epoch, run, token, checkpoint }
     }
 
-    /// The same after another owner epoch.
+    /// The same after another owner epoch, of one that had begun to run the guest.
     pub(super) fn at(self, epoch: u64) -> Self {
-        Self { epoch, ..self }
+        Self { epoch, run: Some(epoch), ..self }
     }
 
     /// Certificate, key and authority, for a store on a server.

@@ -13,6 +13,7 @@ use crate::owned::{OwnError, Owned};
 use rekindle_disk::control::Control;
 use rekindle_kernel::sched;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_store::StoreError;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
 use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
@@ -43,20 +44,26 @@ enum Whose {
 fn whose(record: &mut Record, rundir: &RunDir) -> Result<Whose, OwnError> {
     let (store, identity, vm) = (&record.store, record.identity(), &record.vm);
     // As one that begins here: the other host may have become the owner for it.
-    let owner = Owner::here(&format!("move {} back", vm.name)).with(Guest::Restored);
-    let only_if = Some(OnlyIf::Epoch(record.epoch));
-    match Owned::begin(rundir, store, identity.as_ref(), vm, &owner, only_if) {
-        Ok(fenced) => {
-            // Whoever asks again is told the same.
-            record.epoch = fenced.epoch;
-            if let Err(e) = record.write(rundir) {
-                tracing::debug!("move.json: {e}");
-            }
-            Ok(Whose::Ours)
+    let owner = Owner::here(&format!("move {} back {}", vm.name, record.token)).with(Guest::Restored);
+    let only_if = Some(record.run.map_or(OnlyIf::Epoch(record.epoch), |run| OnlyIf::Run { run }));
+    let epoch = match Owned::begin(rundir, store, identity.as_ref(), vm, &owner, only_if) {
+        Ok(fenced) => fenced.epoch,
+        // Our own, of which nobody has learnt: its answer was lost, or whoever asked was killed.
+        Err(OwnError::Store(StoreError::Superseded { epoch, owner: found, .. }))
+            if !record.token.is_empty() && (&found.operation, &found.host) == (&owner.operation, &owner.host) =>
+        {
+            Owned::new(store, identity.as_ref(), epoch).write(rundir)?;
+            epoch
         }
-        Err(OwnError::Store(e)) if e.kind() == "superseded" => Ok(Whose::Theirs),
-        Err(e) => Err(e),
+        Err(OwnError::Store(e)) if e.kind() == "superseded" => return Ok(Whose::Theirs),
+        Err(e) => return Err(e),
+    };
+    // Whoever asks again is told the same.
+    (record.epoch, record.run) = (epoch, Some(epoch));
+    if let Err(e) = record.write(rundir) {
+        tracing::debug!("move.json: {e}");
     }
+    Ok(Whose::Ours)
 }
 
 /// Let the guest go on here. The caller holds the run state, and knows that no other host can have it. `stopped`: it was stopped for the
@@ -176,4 +183,76 @@ fn gone(held: &Held) -> MoveError {
 pub(super) fn taken(record: &Record, status: String) -> MoveError {
     let (name, host, store) = (record.vm.name.clone(), record.far.host.clone(), record.store.to_string());
     MoveError::Taken { name, host, status, store }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use rekindle_store::StoreUrl;
+    use rekindle_store::admin;
+    use rekindle_store::types::Vm;
+
+    struct Place {
+        _root: tempfile::TempDir,
+        store: StoreUrl,
+        rundir: RunDir,
+        record: Record,
+    }
+
+    /// A guest that was stopped for a move, and of whose fate the other host has said nothing.
+    fn stopped() -> Place {
+        let root = tempfile::tempdir().unwrap();
+        let store = StoreUrl::Directory(root.path().join("store"));
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let vm = Vm { uuid: uuid::Uuid::from_u128(7), name: "web".into() };
+        let owner = Owner::here("start web").with(Guest::Booted);
+        let epoch = Owned::begin(&rundir, &store, None, &vm, &owner, None).unwrap().epoch;
+        let far: Far =
+            serde_json::from_value(serde_json::json!({"host": "b", "ssh": "ssh", "rekindle": "rekindle"})).unwrap();
+        let record = Record::new(far, store.clone(), None, vm, (epoch, Some(epoch)), 3);
+        record.write(&rundir).unwrap();
+        Place { _root: root, store, rundir, record }
+    }
+
+    fn claim(place: &Place, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64, StoreError> {
+        let owner = Owner { host: "b".into(), ..Owner::here(operation).with(guest) };
+        admin::fence(&place.store, &place.record.vm, &owner, only_if, None).map(|fenced| fenced.epoch)
+    }
+
+    #[test]
+    fn a_claim_of_which_nobody_has_learnt_is_known_again() {
+        let mut place = stopped();
+        let mut copy = place.record.clone();
+        assert_eq!(whose(&mut copy, &place.rundir).unwrap(), Whose::Ours);
+        // As if it had been killed before it wrote that down.
+        place.record.write(&place.rundir).unwrap();
+        let first = place.record.run.unwrap();
+        Owned::new(&place.store, None, first).write(&place.rundir).unwrap();
+        assert_eq!(whose(&mut place.record, &place.rundir).unwrap(), Whose::Ours);
+        assert_eq!(Owned::read(&place.rundir).unwrap().unwrap().run(), copy.epoch);
+        // The other host was told the epoch before it.
+        assert!(matches!(
+            claim(&place, "receive web", Guest::Restored, Some(OnlyIf::Epoch(first))),
+            Err(StoreError::Superseded { .. })
+        ));
+    }
+
+    #[test]
+    fn an_administrator_s_claim_takes_the_guest_from_nobody() {
+        let mut place = stopped();
+        claim(&place, "store compact", Guest::Same, None).unwrap();
+        assert_eq!(whose(&mut place.record, &place.rundir).unwrap(), Whose::Ours);
+    }
+
+    #[test]
+    fn what_the_other_host_has_begun_is_its() {
+        let mut place = stopped();
+        let epoch = claim(&place, "receive web", Guest::Restored, Some(OnlyIf::Epoch(place.record.epoch))).unwrap();
+        assert_eq!(whose(&mut place.record.clone(), &place.rundir).unwrap(), Whose::Theirs);
+        // It has said that it could not let it go on after all.
+        place.record = place.record.clone().at(epoch);
+        assert_eq!(whose(&mut place.record, &place.rundir).unwrap(), Whose::Ours);
+    }
 }

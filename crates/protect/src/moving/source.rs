@@ -8,6 +8,7 @@ use super::settle::{Settled, go_on, let_go, look, settle, taken};
 use super::{Event, Far, LineError, MoveError, Moved, Pause, Round, There};
 use crate::event::Done;
 use crate::moving::far::Line;
+use crate::owned::Owned;
 use crate::protector::{self, Disks, Failure, Loop, refuse_direct};
 use crate::session::Session;
 use crate::target::Target;
@@ -260,7 +261,10 @@ impl<'a> Prepared<'a> {
             if stop.load(Ordering::Relaxed) {
                 return Err(MoveError::Interrupted { name: name.to_string() });
             }
-            let done = taker.checkpoint(&mut session).map_err(failed)?;
+            let done = taker.checkpoint(&mut session).map_err(|e| match taker.given_up(target.rundir(), &e) {
+                Some(over) => MoveError::Protect(over),
+                None => failed(e),
+            })?;
             let before = rounds.last().map(|round| round.dirty_bytes);
             let round = Round {
                 checkpoint: done.number,
@@ -311,6 +315,12 @@ impl Going<'_> {
         let stopped = self.suspend(&mut taker, &mut session);
         let (done, record) = match stopped {
             Ok(stopped) => stopped,
+            // Another host has it by now: nothing runs of it here any more.
+            Err(e @ MoveError::Protect(_)) => {
+                let path = rundir.file("operation.json");
+                self.journal.close().map_err(|source| MoveError::File { path, source })?;
+                return Err(e);
+            }
             Err(e) => {
                 // The other host was told nothing.
                 go_on(rundir, &self.held.state, vmm, self.journal, true).map_err(|source| stuck(name, source))?;
@@ -365,13 +375,15 @@ impl Going<'_> {
         let journalled = |source| MoveError::File { path: rundir.file("operation.json"), source };
         self.journal.advance(Step::Suspend).map_err(journalled)?;
         fault::point("move.suspend.journalled", Some(vmm), None);
-        let (done, epoch) = taker
-            .last(session, &self.run_state)
-            .map_err(|e| MoveError::Checkpoint { name: rundir.name().into(), source: Box::new(e) })?;
+        let (done, epoch) = taker.last(session, &self.run_state).map_err(|e| match taker.given_up(rundir, &e) {
+            Some(over) => MoveError::Protect(over),
+            None => MoveError::Checkpoint { name: rundir.name().into(), source: Box::new(e) },
+        })?;
         fault::point("move.suspend.committed", Some(vmm), None);
         let Settings { far, store, identity, .. } = self.settings;
         let (far, store, vm) = (far.clone(), store.clone(), self.target.identity());
-        let record = Record::new(far, store, identity.as_ref(), vm, epoch, done.number);
+        let run = Owned::read(rundir)?.map(|owned| owned.run());
+        let record = Record::new(far, store, identity.as_ref(), vm, (epoch, run), done.number);
         record.write(rundir).map_err(|source| MoveError::File { path: rundir.file("move.json"), source })?;
         disks::end(rundir, &self.held.state.hardware)?;
         fault::point("move.suspend.let-go", Some(vmm), None);

@@ -7,8 +7,10 @@
 use super::{How, boot_unless, phase, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::{detach, disown};
+use rekindle_protect::owned::{Over, Owned};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
+use rekindle_store::StoreError;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{End, LifeError, SHUT_DOWN, run_state};
@@ -34,6 +36,8 @@ const LOOK: Duration = Duration::from_millis(50);
 const BUSY: Duration = Duration::from_secs(600);
 /// A guest that panics so soon after it has gone on from a phase may have its reason there: it is booted.
 const SOON: Duration = Duration::from_secs(60);
+/// How long until a store that could not be told something is told it again.
+const STORE: Duration = Duration::from_secs(1);
 /// How long a VM without a QEMU may be between two of them.
 const BETWEEN: Duration = Duration::from_secs(5);
 
@@ -98,7 +102,7 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let mut gone_on: Option<Instant> = None;
     loop {
         let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
-        match wait(&vmm, &definition) {
+        match wait(&rundir, &vmm, &definition) {
             Ok(Some(Happened::PoweredOff) | None) => {}
             Ok(Some(what @ (Happened::Rebooted | Happened::Panicked))) => {
                 tracing::info!(
@@ -158,7 +162,7 @@ pub(super) fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
 }
 
 /// Wait for what the guest does that is to be dealt with here. One that powers itself off has its QEMU ended.
-fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError> {
+fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError> {
     let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER)?;
     let mut actions = serde_json::Map::new();
     if definition.on_reboot != OnReboot::Reset {
@@ -189,9 +193,38 @@ fn wait(vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError
         }
     };
     if happened == Happened::PoweredOff {
+        tell_end(rundir, vmm);
         qmp.execute::<Value>("quit", json!({}))?;
     }
     Ok(Some(happened))
+}
+
+/// A guest of which a store has checkpoints has shut itself down in order: it is not to be gone back behind that. As long as the store
+/// cannot be told its QEMU stays, stopped, by which whoever looks sees that it has; unless somebody ends it meanwhile.
+fn tell_end(rundir: &RunDir, vmm: &Vmm) {
+    let mut said = false;
+    while vmm.is_alive() {
+        let told = match (Owned::read(rundir), State::read(rundir)) {
+            (Ok(Some(owned)), Ok(Some(state))) => owned.tell_end(rundir, &state),
+            (Ok(_), Ok(_)) => Ok(()),
+            (Err(e), _) => Err(e.into()),
+            (_, Err(e)) => Err(e.into()),
+        };
+        match told {
+            Ok(()) => return,
+            // Somebody else has the guest: its end here is of no concern to the store.
+            Err(e) if e.is::<Over>() || e.downcast_ref::<StoreError>().is_some_and(|e| e.kind() == "superseded") => {
+                return;
+            }
+            Err(e) => {
+                if !std::mem::replace(&mut said, true) {
+                    let name = rundir.name();
+                    tracing::warn!("{name} has shut down; its store cannot be told, and is asked again: {e}");
+                }
+                thread::sleep(STORE);
+            }
+        }
+    }
 }
 
 /// How a guest that has done that is rebooted. Where nothing can be kept it is booted all the same.

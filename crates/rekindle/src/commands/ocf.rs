@@ -3,7 +3,7 @@
 use super::moving;
 use super::store::identity;
 use crate::cli::{DiskRule, HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
-use crate::output::{Output, Usage};
+use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::config::{Utilization, lines};
 use rekindle_cluster::migrate::migrate_to as migrate;
@@ -121,7 +121,8 @@ fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let file = definition(arguments);
-    let definition = Definition::load(&file).map_err(|e| Usage(e.to_string()))?;
+    // No wrong usage: the agent takes that for one of the whole cluster, and files are a node's own.
+    let definition = Definition::load(&file)?;
     let path = |path: &PathBuf| path.display().to_string();
     let mut parameters = vec![("store", arguments.store.to_string())];
     let tls = [("cert", &arguments.tls.cert), ("key", &arguments.tls.key), ("ca", &arguments.tls.ca)];

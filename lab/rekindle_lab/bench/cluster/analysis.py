@@ -11,6 +11,7 @@ BARS = {
     "failover_restore_s": Bar(0.5),
     "split_brain": Bar(0.0, "=="),
     "counter_back": Bar(0.0, "=="),
+    "counter_back_held": Bar(0.0, "=="),
     "spare_memory": Bar(0.01),
 }
 
@@ -25,13 +26,17 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
     }
     for name, values in samples.items():
         _add(found, name, "s", [float(value) for value in values])
-    faults = frame[frame["case"] == "faults"]
-    for name, column in (("split_brain", "overlaps"), ("counter_back", "beyond")):
-        # What came of all of them together; those that were killed for the time count too.
-        values = pick(frame, column) if len(faults) else []
-        _add(found, name, "", values, together=True)
-    held = frame[frame["spare_bytes"].notna()]
-    _add(found, "spare_memory", "", [float(value) for value in held["spare_bytes"] / held["guest_bytes"]])
+    # What came of all of them together; those that were killed for the time count too.
+    several = frame if len(frame[frame["case"] == "faults"]) else frame.iloc[:0]
+    free, held = several[several["case"] != "held"], frame[frame["case"] == "held"]
+    for name, rows, column in (
+        ("split_brain", several, "overlaps"),
+        ("counter_back", free, "beyond"),
+        ("counter_back_held", held, "beyond"),
+    ):
+        _add(found, name, "", pick(rows, column) if len(rows) else [], together=True)
+    spare = frame[frame["spare_bytes"].notna()]
+    _add(found, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
     return found
 
 

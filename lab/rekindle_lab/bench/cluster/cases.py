@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from rekindle_lab.cluster import counter, running
-from rekindle_lab.cluster.bed import NODES, wait_for
+from rekindle_lab.cluster.bed import NODES, VM, wait_for
 from rekindle_lab.cluster.judge import PERIOD_S
 
 from .faults import PASSING, Fault, draw, words
@@ -14,6 +14,10 @@ from .stage import GUEST_BYTES, Stage
 
 STEADY = 5
 """Checkpoints in a row before the next fault."""
+HELD_EVERY = "100ms"
+HELD_PATIENCE_S = 3.0
+"""For an answer that waits for checkpoints."""
+HELD_SEED = 10_000
 HEARD_S = 1.0
 """So long the client is listened to after the first answer."""
 
@@ -33,7 +37,7 @@ def allowed(interval: float) -> int:
     return int(interval / PERIOD_S) + 2
 
 
-def _one(stage: Stage, case: str, number: int, fault: Fault, seed: int) -> None:
+def _one(stage: Stage, case: str, number: int, fault: Fault, seed: int, *, held: bool = False) -> None:
     """Wait until all is well, have the fault, wait until all is well, tell what was seen meanwhile."""
     bed = stage.bed
     told = bed.settle(STEADY)
@@ -70,7 +74,7 @@ def _one(stage: Stage, case: str, number: int, fault: Fault, seed: int) -> None:
     row.answer_us = next((answer.host_us for answer in answers if answer.host_us >= since), None)
     row.gap_s = max((drop.gap_s for drop in drops), default=0.0)
     row.back = sum(drop.back for drop in drops)
-    row.beyond = sum(max(0, drop.back - allowed(interval)) for drop in drops)
+    row.beyond = sum(max(0, drop.back - (0 if held else allowed(interval))) for drop in drops)
     row.overlaps = len(running.overlaps([span for span in spans if span.end_us >= at]))
     row.interval_s, row.spare_bytes, row.guest_bytes = interval, spare, GUEST_BYTES
     stage.rows.append(row)
@@ -100,4 +104,18 @@ def faults(stage: Stage, plan: Plan) -> None:
         _one(stage, "faults", number, draw(number), number)
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {"failover": failover, "faults": faults}
+def held(stage: Stage, plan: Plan) -> None:
+    """The same, what the guest sends being held until a checkpoint counts: nothing seen may be taken back."""
+    if _late(stage, plan, "faults with output commit"):
+        return
+    for key, value in (("every", HELD_EVERY), ("output_commit", "true")):
+        stage.bed.call("set", VM, key, value)
+    stage.bed.listen(HELD_PATIENCE_S)
+    for number in range(plan.held):
+        if _late(stage, plan, f"faults with output commit from {number + 1} on"):
+            return
+        seed = HELD_SEED + number
+        _one(stage, "held", number, draw(seed), seed, held=True)
+
+
+CASES: dict[str, Callable[[Stage, Plan], None]] = {"failover": failover, "faults": faults, "held": held}

@@ -11,17 +11,19 @@ class Plan:
     """Nodes killed, one after the other."""
     faults: int
     """Kills, stops, partitions and outages of the store at random."""
+    held: int
+    """The same with output commit."""
     budget_s: float | None = None
     """A case, or a fault, that would begin later than this is left out."""
 
 
-FULL = Plan(failovers=20, faults=100)
-QUICK = Plan(failovers=3, faults=3, budget_s=330.0)
+FULL = Plan(failovers=20, faults=100, held=20)
+QUICK = Plan(failovers=3, faults=3, held=2, budget_s=330.0)
 
 
 def left_out(plan: Plan) -> list[str]:
     """What of the full plan this one does not do, in words."""
-    pairs = (("fail-overs", "failovers"), ("faults at random", "faults"))
+    pairs = (("fail-overs", "failovers"), ("faults at random", "faults"), ("faults with output commit", "held"))
     return [
         f"{what}: {getattr(plan, name)} of {getattr(FULL, name)}"
         for what, name in pairs
