@@ -20,7 +20,7 @@ use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::LifeError;
+use rekindle_vm::life::{LifeError, run_state};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,8 @@ use std::time::{Duration, Instant};
 const AGAIN: Duration = Duration::from_millis(200);
 /// How long a reboot of the VM may take to put another QEMU in the place of the one that has gone.
 const REBOOT: Duration = Duration::from_secs(120);
+/// How long QEMU may take to answer.
+const ANSWER: Duration = Duration::from_secs(2);
 /// How often in a row tracking may fail before we give up.
 const TRIES: u32 = 3;
 
@@ -451,7 +453,7 @@ impl<'a> Loop<'a> {
             }
             SessionError::Store(e) => match e.guest_is_over(self.owned.run()) {
                 // Its last checkpoint is of no use any more, and it is about to be gone anyway.
-                Some(Owner { guest: Guest::Ended, .. }) if !target.vmm().is_alive() => Ok(Next::End(Ended::QemuEnded)),
+                Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => Ok(Next::End(Ended::QemuEnded)),
                 Some(owner) => Err(self.owned.give_up(target.rundir(), owner)?.into()),
                 None => Err(e.into()),
             },
@@ -553,6 +555,12 @@ impl From<ProtectError> for Failure {
     fn from(e: ProtectError) -> Self {
         Self::Fatal(e)
     }
+}
+
+/// Whether a guest has shut itself down.
+fn has_ended(vmm: &Vmm) -> bool {
+    let state = || vmm.watch(ANSWER).and_then(|mut qmp| run_state(&mut qmp));
+    !vmm.is_alive() || state().is_ok_and(|state| state == "shutdown")
 }
 
 /// Whether a store may be well again later.

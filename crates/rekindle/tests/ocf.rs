@@ -173,6 +173,14 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back
     let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
     web.start();
     web.wait_checkpoints(2);
+    // That its system is rebooted is no end of it.
+    let (boot, protector) = (web.guest.boot_id(), web.protector());
+    web.guest.rekindle(&["reboot", "os", "--how", "cold"]).ok();
+    web.guest.wait_ready();
+    assert_ne!(web.guest.boot_id(), boot);
+    web.monitor(0);
+    web.wait_checkpoints(2);
+    assert!(protector.is_alive(), "it has followed the guest");
     let boot = web.guest.boot_id();
     // Who waits for its reboots ends its QEMU, before the next monitor looks.
     web.guest.tell("poweroff");

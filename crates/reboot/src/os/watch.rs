@@ -193,7 +193,10 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
         }
     };
     if happened == Happened::PoweredOff {
-        tell_end(rundir, vmm);
+        // Whoever is at work on it has asked the guest for that, and knows what comes of it.
+        if lock::holder(rundir).is_none() {
+            tell_end(rundir, vmm);
+        }
         qmp.execute::<Value>("quit", json!({}))?;
     }
     Ok(Some(happened))
