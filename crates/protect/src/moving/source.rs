@@ -117,7 +117,13 @@ pub fn start(
     let journal = journal.map_err(failed)?;
     fault::point("move.prepare.journalled", Some(target.vmm()), None);
     let prepared = Prepared::make(host, &target, &wanted, only, stop, &mut line, tell);
-    let run_state = prepared.and_then(|prepared| Ok((target.hold_run_state()?, prepared)));
+    let run_state = prepared.and_then(|prepared| {
+        // The last moment: from here on the guest is stopped.
+        if stop.load(Ordering::Relaxed) {
+            return Err(MoveError::Interrupted { name: name.to_string() });
+        }
+        Ok((target.hold_run_state()?, prepared))
+    });
     let (run_state, prepared) = match run_state {
         Ok(both) => both,
         Err(e) => {

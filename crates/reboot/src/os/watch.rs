@@ -193,10 +193,7 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
         }
     };
     if happened == Happened::PoweredOff {
-        // Whoever is at work on it has asked the guest for that, and knows what comes of it.
-        if lock::holder(rundir).is_none() {
-            tell_end(rundir, vmm);
-        }
+        tell_end(rundir, vmm);
         qmp.execute::<Value>("quit", json!({}))?;
     }
     Ok(Some(happened))
@@ -206,7 +203,8 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
 /// cannot be told its QEMU stays, stopped, by which whoever looks sees that it has; unless somebody ends it meanwhile.
 fn tell_end(rundir: &RunDir, vmm: &Vmm) {
     let mut said = false;
-    while vmm.is_alive() {
+    // Whoever is at work on it has asked the guest for that, or knows what comes of it.
+    while vmm.is_alive() && lock::holder(rundir).is_none() {
         let told = match (Owned::read(rundir), State::read(rundir)) {
             (Ok(Some(owned)), Ok(Some(state))) => owned.tell_end(rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
