@@ -63,7 +63,7 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     if held_back && !has_shut_down(&rundir) {
         ask_to_shut_down(&rundir, guest);
     }
-    if let Err(e) = loops::end(&rundir, Instant::now() + all * GUEST / 100 * LOOP / 100) {
+    if let Err(e) = loops::end(&rundir, guest.min(Instant::now() + all * GUEST / 100 * LOOP / 100)) {
         tracing::warn!("{}: its protector does not end: {e}", resource.name);
     }
     if has_shut_down(&rundir) {
