@@ -161,9 +161,19 @@ class GuestRunner:
                 raise RunError(f"{NAME}: no checkpoint in the window: it was not protected then", measured=measured)
 
     def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
-        """The action, with a leak before it if there is to be one, and the load afterwards."""
+        """The action, with a leak before it if there is to be one, and the load afterwards.
+
+        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest of a
+        leak has been rebooted in the same way before it."""
         about = self.experiment.guest
-        leak = _Leak(guest, self.root, about.leak_mib) if about.leak_mib else None
+        leak = None
+        if about.leak_mib:
+            first = Measured()
+            try:
+                action.reboot(rekindle, guest, about, settings, first)
+            finally:
+                measured.samples.append({"before_leak": first.samples})
+            leak = _Leak(guest, self.root, about.leak_mib)
         action.reboot(rekindle, guest, about, settings, measured)
         if leak is not None:
             leak.judge(measured)
