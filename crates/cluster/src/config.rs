@@ -30,6 +30,9 @@ const OPERATIONS: [(&str, u32, u32, u32); 6] = [
     ("monitor", 60, 30, 10),
 ];
 
+/// After so many failures on a node it is another one's turn; after a minute they are forgotten.
+const META: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
+
 /// A word of a shell command.
 fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
@@ -62,15 +65,17 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
         "# A node is told once what it has for guests, in MiB and processors, e.g. 60 GiB and 16:\n\
          #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
          #   pcs node utilization NODE memory=61440 vcpus=16\n\
-         # and the cluster to go by that, and not to move what runs:\n\
-         #   crm configure property placement-strategy=balanced && crm configure rsc_defaults resource-stickiness=100\n\
-         #   pcs property set placement-strategy=balanced && pcs resource defaults update resource-stickiness=100\n\
+         # and the cluster to go by that, not to move what runs, and to try a start that has failed again, since a store may be away:\n\
+         #   crm configure property placement-strategy=balanced start-failure-is-fatal=false\n\
+         #   crm configure rsc_defaults resource-stickiness=100\n\
+         #   pcs property set placement-strategy=balanced start-failure-is-fatal=false\n\
+         #   pcs resource defaults update resource-stickiness=100\n\
          \n# crmsh\n\
          crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
-         utilization memory={memory} vcpus={vcpus} \\\n    meta allow-migrate=true\n\
+         utilization memory={memory} vcpus={vcpus} \\\n    meta {META}\n\
          \n# pcs\n\
          pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs} \\\n    \
-         meta allow-migrate=true\n\
+         meta {META}\n\
          pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
     )
 }

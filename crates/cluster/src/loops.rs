@@ -6,6 +6,7 @@
 use crate::resource::Resource;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
+use rekindle_vm::attach::protector;
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -29,9 +30,13 @@ struct Noted {
     started: u64,
 }
 
-/// The one that was started last, if it lives.
+/// The one that takes checkpoints, whoever has started it; else the one that was started here last, if it lives.
 #[must_use]
 pub fn running(rundir: &RunDir) -> Option<Process> {
+    protector(rundir).or_else(|| noted(rundir))
+}
+
+fn noted(rundir: &RunDir) -> Option<Process> {
     let text = fs::read(rundir.file("protector.json")).ok()?;
     // Torn or unknown: another one is started, and the store lets one of them commit.
     let Noted { pid, started } = serde_json::from_slice(&text).ok()?;
@@ -102,10 +107,15 @@ pub fn attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
 /// When it can neither be told nor killed.
 pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
     let Some(process) = running(rundir) else { return Ok(()) };
+    if noted(rundir) != Some(process) {
+        tracing::warn!("{}: process {}, which takes checkpoints of it, is ended", rundir.name(), process.pid);
+    }
     process.terminate()?;
     if !process.wait_end(deadline.saturating_duration_since(Instant::now()))? {
         process.kill()?;
-        process.wait_end(Duration::from_secs(5))?;
+        if !process.wait_end(Duration::from_secs(5))? {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "it was killed, and does not end"));
+        }
     }
     Ok(())
 }

@@ -2,13 +2,17 @@
 
 use crate::loops;
 use crate::resource::Resource;
+use rekindle_kernel::file::flock_holder;
 use rekindle_probe::{Target, check};
 use rekindle_protect::owned::Owned;
-use rekindle_protect::progress::committed;
+use rekindle_protect::progress::{age, committed};
+use rekindle_protect::protector::Settings;
+use rekindle_qemu::agent;
 use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, SHUT_DOWN, Status};
+use rekindle_vm::life::{self, OFF, SHUT_DOWN, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;
@@ -31,12 +35,22 @@ const SERVICE: Duration = Duration::from_secs(5);
 /// under way.
 const HELD: u32 = 4;
 
+/// How long a guest that has reset itself or has panicked may be without its reboot, before it counts as one that has ended: whoever
+/// waits for that takes the VM's lock at once, and is seen by that.
+const REBOOT: Duration = Duration::from_secs(3);
+/// So many intervals without a checkpoint, and [`LATE`] at least, and the guest counts as not protected.
+const LATE_INTERVALS: u32 = 10;
+/// Whatever the interval is: a store may be away for so long without being told of here.
+const LATE: Duration = Duration::from_secs(60);
+
 /// What is to be said of the VM on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "verdict", content = "why", rename_all = "kebab-case")]
 pub enum Verdict {
     /// Its guest runs.
     Running,
+    /// Its guest runs, and a fail-over would take it back by more than it should.
+    Degraded(String),
     /// Nothing of it runs that could harm a guest elsewhere.
     NotRunning,
     /// It is there, and its guest does not run, or not well.
@@ -51,6 +65,7 @@ impl Verdict {
             Self::Running => 0,
             Self::Failed(_) => 1,
             Self::NotRunning => 7,
+            Self::Degraded(_) => 190,
         }
     }
 }
@@ -60,7 +75,7 @@ impl fmt::Display for Verdict {
         match self {
             Self::Running => f.write_str("running"),
             Self::NotRunning => f.write_str("not running"),
-            Self::Failed(why) => f.write_str(why),
+            Self::Degraded(why) | Self::Failed(why) => f.write_str(why),
         }
     }
 }
@@ -77,7 +92,24 @@ pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) 
     if let Some(verdict) = protect_again(&rundir, resource) {
         return verdict;
     }
-    if deep { service(&rundir, resource, deadline) } else { Verdict::Running }
+    match if deep { service(&rundir, resource, deadline) } else { Verdict::Running } {
+        Verdict::Running => late(&rundir, resource).map_or(Verdict::Running, Verdict::Degraded),
+        other => other,
+    }
+}
+
+/// Why the guest counts as not protected, if it does: a protector that ends each time, that is stopped, that writes elsewhere, or whose
+/// store is away.
+fn late(rundir: &RunDir, resource: &Resource) -> Option<String> {
+    let vmm = qemu(rundir)?;
+    let Settings { store, every, .. } = &resource.protect;
+    let age = age(rundir, store, &vmm)?;
+    (age > LATE.max(*every * LATE_INTERVALS)).then(|| {
+        let (age, said) = (age.as_secs(), loops::last_words(rundir));
+        format!(
+            "its guest runs, and no checkpoint of it was committed to {store} for {age} s; its protector says: {said}"
+        )
+    })
 }
 
 /// Start a protector where there is none. A verdict where the guest may not run, or nobody can take checkpoints of it.
@@ -124,6 +156,7 @@ fn look(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
         Err(e) => return Verdict::Failed(e.to_string()),
     }
     let mut tried = false;
+    let mut reboot_until = None;
     loop {
         let status = match life::status(rundir) {
             Ok(status) => status,
@@ -137,7 +170,13 @@ fn look(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
         {
             return verdict;
         }
-        let verdict = judge(rundir, &status);
+        let verdict = match judge(rundir, &status) {
+            Some(Verdict::NotRunning | Verdict::Failed(_)) if may_reboot(rundir, &status) => {
+                let until = *reboot_until.get_or_insert_with(|| deadline.min(Instant::now() + REBOOT));
+                if Instant::now() < until { None } else { judge(rundir, &status) }
+            }
+            verdict => verdict,
+        };
         match verdict {
             // A checkpoint stops it for milliseconds; a reboot is under way; its QEMU is slow.
             None if Instant::now() < deadline => thread::sleep(LOOK),
@@ -145,6 +184,12 @@ fn look(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
             Some(verdict) => return verdict,
         }
     }
+}
+
+/// Whether a guest that has come to its end may be one that is about to be booted again, by `rekindle watch`.
+fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
+    let ended = matches!(status, Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()));
+    ended && matches!(flock_holder(&rundir.watch_lock()), Ok(Some(_)))
 }
 
 /// `None`: to be looked at again.
@@ -157,7 +202,7 @@ fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
             Err(_) => None,
         },
         // It was in order, and is not to be gone back behind.
-        Status::Stopped(why) if why == "shutdown" => Some(Verdict::NotRunning),
+        Status::Stopped(why) if why == OFF => Some(Verdict::NotRunning),
         Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()) => {
             Some(Verdict::Failed(format!("its guest is {why}")))
         }
@@ -172,18 +217,23 @@ fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
 
 /// Have QEMU stay when its guest powers itself off, so that this can be told from a crash.
 pub(crate) fn stays_when_shut_down(rundir: &RunDir) -> Result<(), QmpError> {
-    tell_qemu(rundir, "set-action", json!({"shutdown": "pause"}))
-}
-
-/// Ask the guest to shut itself down, and do not wait for it.
-pub(crate) fn press_power_button(rundir: &RunDir) -> Result<(), QmpError> {
-    tell_qemu(rundir, "system_powerdown", json!({}))
-}
-
-fn tell_qemu(rundir: &RunDir, command: &'static str, arguments: Value) -> Result<(), QmpError> {
-    let Some(vmm) = State::read(rundir).ok().flatten().and_then(|state| state.vmm) else { return Ok(()) };
+    let Some(vmm) = qemu(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.watch(ANSWER)?;
-    qmp.execute::<Value>(command, arguments).map(drop)
+    qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
+}
+
+/// Ask the guest to shut itself down, through its agent if it has one, and do not wait for it.
+pub(crate) fn tell_to_shut_down(rundir: &RunDir) -> Result<(), QmpError> {
+    let Some(vmm) = qemu(rundir) else { return Ok(()) };
+    let mut qmp: Qmp = vmm.watch(ANSWER)?;
+    if agent::listens(&mut qmp).unwrap_or(false) && agent::shut_down(&vmm.directory().agent(), ANSWER).is_ok() {
+        return Ok(());
+    }
+    qmp.execute::<Value>("system_powerdown", json!({})).map(drop)
+}
+
+fn qemu(rundir: &RunDir) -> Option<Vmm> {
+    State::read(rundir).ok().flatten().and_then(|state| state.vmm)
 }
 
 /// Ask the store whether another node has the guest, and end it here if so.
@@ -191,10 +241,12 @@ fn tell_qemu(rundir: &RunDir, command: &'static str, arguments: Value) -> Result
 /// A store that cannot be reached says nothing: the guest runs on, as it does while its protector waits for the store.
 fn taken_over(rundir: &RunDir) -> Result<Option<String>, String> {
     let Some(owned) = Owned::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
+    let state = State::read(rundir).map_err(|e| e.to_string())?;
+    let Some(uuid) = state.and_then(|state| state.hardware.uuid) else { return Ok(None) };
     let (answer, waits) = mpsc::channel();
     let asks = owned.clone();
     // Not longer than this, whatever the store's line is patient with: a look that takes too long counts as a guest that has failed.
-    thread::spawn(move || drop(answer.send(asks.ask())));
+    thread::spawn(move || drop(answer.send(asks.ask(uuid))));
     let Ok(asked) = waits.recv_timeout(STORE) else {
         tracing::warn!("{}: its store does not answer", rundir.name());
         return Ok(None);
@@ -253,5 +305,5 @@ fn namespace(definition: &Definition) -> Option<&str> {
 
 /// Whether its guest has shut itself down in order, and its QEMU waits to be told what then.
 pub(crate) fn has_shut_down(rundir: &RunDir) -> bool {
-    matches!(life::status(rundir), Ok(Status::Stopped(why)) if why == "shutdown")
+    matches!(life::status(rundir), Ok(Status::Stopped(why)) if why == OFF)
 }

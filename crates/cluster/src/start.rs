@@ -16,8 +16,17 @@ use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Status};
 use rekindle_vm::rundir::RunDir;
 use serde::Serialize;
+use std::error::Error;
 use std::io;
+use std::thread;
 use std::time::{Duration, Instant};
+
+/// How long a guest may be stopped by a checkpoint.
+const PAUSE: Duration = Duration::from_secs(2);
+/// What is left of the time for a store that cannot be asked: the rest is for the guest.
+const STORE: u32 = 60;
+/// Between two attempts at that.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Why the VM does not run here.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +53,15 @@ pub enum StartError {
         /// The store.
         store: String,
     },
+    /// There is no store, and it cannot be booted either.
+    #[error("{store} has no checkpoint of it (is the storage that it is on mounted?), and it cannot be booted")]
+    NoStore {
+        /// The store.
+        store: String,
+        /// Why.
+        #[source]
+        source: LifeError,
+    },
     /// The guest cannot go on.
     #[error(transparent)]
     Restore(#[from] RestoreError),
@@ -65,6 +83,17 @@ pub enum StartError {
     /// The guest runs, and nobody takes checkpoints of it.
     #[error("its guest runs, and its protector cannot be started")]
     Protector(#[source] io::Error),
+}
+
+impl StartError {
+    /// Whether the store may be there later.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Store(e) => e.may_pass(),
+            Self::NotMounted { .. } => true,
+            _ => false,
+        }
+    }
 }
 
 /// How its guest came to run here.
@@ -93,14 +122,17 @@ pub enum Started {
 pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Started, StartError> {
     let name = resource.name.as_str();
     let rundir = RunDir::new(&host.root, name);
-    if monitor(host, resource, Instant::now(), false) == Verdict::Running {
+    // A guest that a checkpoint has just stopped runs.
+    let verdict = monitor(host, resource, deadline.min(Instant::now() + PAUSE), false);
+    if matches!(verdict, Verdict::Running | Verdict::Degraded(_)) {
         return Ok(Started::Already);
     }
     if has_shut_down(&rundir) {
         // Before the store is asked what there is.
         tell_end(&rundir);
     }
-    let found = find(resource)?;
+    let found =
+        find_until(resource, Instant::now() + deadline.saturating_duration_since(Instant::now()) * STORE / 100)?;
     let restorable = found.as_ref().and_then(Listing::restorable);
     clear(host, &rundir, restorable.is_some(), deadline)?;
     let started = match (&found, restorable) {
@@ -128,6 +160,23 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
         return Err(StartError::Unprotected { said });
     }
     Ok(started)
+}
+
+/// What its store has, as soon as that can be asked: it may be on its way to another node itself. `None`: there is none yet.
+fn find_until(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
+    let mut told = false;
+    loop {
+        match find(resource) {
+            Err(e) if e.may_pass() && Instant::now() < deadline => {
+                if !std::mem::replace(&mut told, true) {
+                    let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
+                    tracing::warn!("{}: {why}; it is asked again", resource.name);
+                }
+                thread::sleep(LOOK);
+            }
+            other => return other,
+        }
+    }
 }
 
 /// What its store has. `None`: there is none yet.
@@ -176,11 +225,18 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
     let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
     // A store is of one VM, however often that is booted.
     let uuid = found.map(|found| found.vm.uuid);
-    life::run_as(host, definition, None, true, uuid, |rundir, hardware| {
+    // The redo logs of its disks are merged only if the store is known to want no checkpoint's: one that is not mounted has none either.
+    let newest_disk = found.is_some();
+    let booted = life::run_as(host, definition, None, newest_disk, uuid, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
         let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
         Owned::begin(rundir, store, identity, &vm, &owner, None)?;
         Ok::<_, StartError>(())
-    })?;
-    Ok(())
+    });
+    match booted {
+        Err(StartError::Life(source @ LifeError::Unfit { .. })) if found.is_none() => {
+            Err(StartError::NoStore { store: store.to_string(), source })
+        }
+        other => other.map(drop),
+    }
 }

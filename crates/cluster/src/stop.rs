@@ -1,7 +1,7 @@
 //! A node gives the VM up: a last checkpoint, then off, so that the guest goes on from there; or shut down in order.
 
 use crate::loops;
-use crate::monitor::{has_shut_down, press_power_button, stays_when_shut_down};
+use crate::monitor::{has_shut_down, stays_when_shut_down, tell_to_shut_down};
 use crate::resource::Resource;
 use rekindle_protect::owned::Owned;
 use rekindle_qemu::vmm::Vmm;
@@ -9,7 +9,7 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
 use rekindle_vm::life::{self, Ended, LifeError, Status};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::pull_the_plug;
+use rekindle_vm::shutdown::{end_operation, pull_the_plug};
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::thread;
@@ -17,9 +17,14 @@ use std::time::{Duration, Instant};
 
 /// What is left of the time for the guest, its checkpoint or its shutdown: the rest is for what must not be left behind.
 const GUEST: u32 = 60;
-/// What is left of that for a protector to end by itself: a checkpoint that it is at is finished first. One that is killed leaves all of
+/// What is left of that for a guest to shut down: the rest is for the last checkpoint of one that does not.
+const SHUTDOWN: u32 = 80;
+/// What is left of the guest's time for a protector to end by itself: a checkpoint that it is at is finished first. One that is killed leaves all of
 /// the guest's memory to be read anew.
 const LOOP: u32 = 50;
+
+/// How long a QEMU may take to say that its guest has shut down.
+const ANSWER: Duration = Duration::from_secs(1);
 
 /// Between two looks at a guest that shuts itself down.
 const LOOK: Duration = Duration::from_millis(50);
@@ -38,6 +43,8 @@ pub enum How {
 /// What became of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stopped {
+    /// What the next start finds: a guest that does not shut down is suspended.
+    pub how: How,
     /// How its QEMU came to its end.
     pub ended: Ended,
     /// Why there is no last checkpoint: the guest goes on from the one before.
@@ -54,21 +61,19 @@ pub struct Stopped {
 pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Result<Stopped, LifeError> {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
     if !rundir.exists() {
-        return Ok(Stopped { ended: Ended::Before, lost: None });
+        return Ok(Stopped { how, ended: Ended::Before, lost: None });
     }
     let all = deadline.saturating_duration_since(Instant::now());
     let guest = Instant::now() + all * GUEST / 100;
-    // Who holds what the guest sends has to let it out: its shutdown may need its network.
-    let held_back = how == How::ShutDown && resource.protect.output_commit && loops::running(&rundir).is_some();
-    if held_back && !has_shut_down(&rundir) {
-        ask_to_shut_down(&rundir, guest);
+    if how == How::ShutDown && !has_shut_down(&rundir) {
+        // Its protector goes on meanwhile: a guest that does not obey serves its clients, and what it sends may be held.
+        ask_to_shut_down(&rundir, Instant::now() + all * GUEST / 100 * SHUTDOWN / 100);
     }
-    if let Err(e) = loops::end(&rundir, guest.min(Instant::now() + all * GUEST / 100 * LOOP / 100)) {
+    let now = Instant::now();
+    if let Err(e) = loops::end(&rundir, now + guest.saturating_duration_since(now) * LOOP / 100) {
         tracing::warn!("{}: its protector does not end: {e}", resource.name);
     }
-    if has_shut_down(&rundir) {
-        tell_end(&rundir);
-    }
+    let mut told = has_shut_down(&rundir) && tell_end(&rundir);
     // Of a guest that is still this node's there is to be a last checkpoint.
     if was_moving(&rundir)
         && let Err(why) = loops::recover(&rundir, guest)
@@ -76,41 +81,58 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
         tracing::warn!("{}: its move was cut off, and that cannot be mended: {why}", resource.name);
     }
     if !rundir.exists() {
-        return Ok(Stopped { ended: Ended::Before, lost: None });
+        return Ok(Stopped { how, ended: Ended::Before, lost: None });
     }
     let status = life::status(&rundir);
     let runs = matches!(status, Ok(Status::Running | Status::Stopped(_) | Status::Protected));
-    let (lost, patience) = match how {
-        How::Suspend if runs => (loops::last(&rundir, resource, guest).err(), Duration::ZERO),
-        How::ShutDown if runs => (None, guest.saturating_duration_since(Instant::now())),
-        _ if matches!(status, Ok(Status::Silent)) => (Some("its QEMU does not answer".into()), Duration::ZERO),
-        How::Suspend | How::ShutDown => (None, Duration::ZERO),
+    let shut_down = has_shut_down(&rundir);
+    let lost = match status {
+        Ok(Status::Silent) => Some("its QEMU does not answer".into()),
+        _ if runs && !shut_down => loops::last(&rundir, resource, guest).err(),
+        _ => None,
     };
+    let how = if runs && !shut_down { How::Suspend } else { how };
     if let Some(why) = &lost {
         tracing::error!("{}: there is no last checkpoint, it goes on from the one before: {why}", resource.name);
     }
-    if how == How::Suspend {
+    if !shut_down {
         // What it would still do, if there is no last one, is in no checkpoint.
-        pull_the_plug(&rundir)?;
+        pull_the_plug_anyhow(&rundir)?;
     }
-    // Whatever has the lock, and whatever it waits for.
-    let stopped =
-        life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| tell_end(rundir)).or_else(|e| {
-            tracing::warn!("{}: {e}; the plug is pulled", resource.name);
-            pull_the_plug(&rundir)?;
-            life::stop(host, resource.name.as_str(), Some(Duration::ZERO))
-        });
+    // Whatever has the lock, and whatever it waits for. Of one that has shut itself down QEMU has still to be asked whether it has.
+    let patience = if shut_down { ANSWER } else { Duration::ZERO };
+    let stopped = life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| {
+        // Once: it is another claim's then.
+        told = told || tell_end(rundir);
+        told
+    })
+    .or_else(|e| {
+        tracing::warn!("{}: {e}; the plug is pulled", resource.name);
+        pull_the_plug_anyhow(&rundir)?;
+        life::stop(host, resource.name.as_str(), Some(Duration::ZERO))
+    });
     match stopped {
-        Ok(ended) => Ok(Stopped { ended, lost }),
-        Err(LifeError::Unknown { .. }) => Ok(Stopped { ended: Ended::Before, lost }),
+        Ok(ended) => Ok(Stopped { how, ended, lost }),
+        Err(LifeError::Unknown { .. }) => Ok(Stopped { how, ended: Ended::Before, lost }),
         Err(e) => Err(e),
     }
 }
 
-/// Press the power button of a guest whose protector goes on meanwhile, and wait until it has shut itself down.
+/// End what of it runs; an operation that does not end for that is killed.
+fn pull_the_plug_anyhow(rundir: &RunDir) -> Result<(), LifeError> {
+    match pull_the_plug(rundir) {
+        Err(LifeError::Lock(e)) => {
+            tracing::warn!("{}: {e}", rundir.name());
+            end_operation(rundir)?;
+            pull_the_plug(rundir)
+        }
+        other => other,
+    }
+}
+
+/// Ask a guest to shut itself down, and wait until it has.
 fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
-    let asked = stays_when_shut_down(rundir).and_then(|()| press_power_button(rundir));
-    if let Err(e) = asked {
+    if let Err(e) = stays_when_shut_down(rundir).and_then(|()| tell_to_shut_down(rundir)) {
         tracing::warn!("{}: it cannot be asked to shut down: {e}", rundir.name());
         return;
     }

@@ -1,7 +1,9 @@
 //! What files can do beyond reading and writing: hints, locks of single bytes, what `O_DIRECT` needs.
 
 use rustix::fd::{AsFd, AsRawFd};
+use std::fs;
 use std::io;
+use std::path::Path;
 
 /// Let the kernel begin to write `len` bytes of a file from `offset` on to its disk, without waiting for it, so that a
 /// later sync has less to do. It makes nothing durable.
@@ -24,6 +26,28 @@ pub fn start_writeback(file: impl AsFd, offset: u64, len: u64) -> io::Result<()>
 pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
+}
+
+/// The process that has taken the `flock` of a file, as `/proc/locks` says: looking is in nobody's way, where an attempt to take it
+/// would be. `None` if nobody has, or a process that cannot be seen from here.
+///
+/// # Errors
+/// The system's; of a file that is not there, too.
+pub fn flock_holder(path: &Path) -> io::Result<Option<u32>> {
+    let file = rustix::fs::stat(path)?;
+    let device = (rustix::fs::major(file.st_dev), rustix::fs::minor(file.st_dev));
+    Ok(holder_in(&fs::read_to_string("/proc/locks")?, device, file.st_ino))
+}
+
+/// `1: FLOCK  ADVISORY  WRITE 4711 00:1b:1234 0 EOF`; `1: -> FLOCK ...` waits for it.
+fn holder_in(locks: &str, (major, minor): (u32, u32), inode: u64) -> Option<u32> {
+    let file = format!("{major:02x}:{minor:02x}:{inode}");
+    locks.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace().skip(1);
+        (words.next()? == "FLOCK").then_some(())?;
+        let pid = words.nth(2)?.parse().ok()?;
+        (words.next()? == file).then_some(pid)
+    })
 }
 
 /// A lock of a byte.
@@ -119,6 +143,19 @@ mod tests {
         assert!(!lock_byte(&other, 100, Lock::Exclusive).unwrap());
         drop(file);
         assert!(lock_byte(&other, 100, Lock::Exclusive).unwrap());
+    }
+
+    #[test]
+    fn the_holder_of_a_flock_is_found_and_who_waits_for_it_is_not() {
+        let locks = "1: FLOCK  ADVISORY  WRITE 4711 00:1b:99 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 4712 00:1b:98 0 EOF\n\
+                     2: POSIX  ADVISORY  WRITE 4713 00:1b:98 0 EOF\n3: FLOCK  ADVISORY  READ  4714 08:1b:98 0 EOF\n\
+                     4: FLOCK  ADVISORY  READ  4715 00:1b:98 0 EOF\n";
+        assert_eq!(holder_in(locks, (0, 0x1b), 98), Some(4715));
+        assert_eq!(holder_in(locks, (0, 0x1b), 97), None);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(flock_holder(file.path()).unwrap(), None);
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        assert_eq!(flock_holder(file.path()).unwrap(), Some(std::process::id()));
     }
 
     #[test]

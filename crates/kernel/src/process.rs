@@ -75,6 +75,14 @@ impl Process {
         self.signal(Signal::KILL)
     }
 
+    /// Send `SIGSTOP`: it goes on at a `SIGCONT`.
+    ///
+    /// # Errors
+    /// When the kernel refuses, e.g. because the process is somebody else's.
+    pub fn stop(&self) -> io::Result<()> {
+        self.signal(Signal::STOP)
+    }
+
     fn signal(&self, signal: Signal) -> io::Result<()> {
         match self.pidfd() {
             Ok(fd) => match pidfd_send_signal(fd, signal) {

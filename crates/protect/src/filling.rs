@@ -146,7 +146,17 @@ mod tests {
 
     fn progress(collected: u64, committed: u64, epoch: u64, base: Option<Commit>) -> Progress {
         let (pid, started, policy) = (5, 11, Policy::Precopy);
-        Progress { store: store("/srv/a"), pid, started, policy, collected, committed, epoch, base }
+        Progress {
+            store: store("/srv/a"),
+            pid,
+            started,
+            policy,
+            collected,
+            committed,
+            committed_at_ms: None,
+            epoch,
+            base,
+        }
     }
 
     fn judged(before: Option<&Progress>, newest: Commit) -> Worth {

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::PathBuf;
+use uuid::Uuid;
 
 /// `owner.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,12 +133,16 @@ impl Owned {
         self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca })
     }
 
-    /// Ask the store who has the guest, if somebody else has.
+    /// Ask the store who has the guest `uuid`, if somebody else has.
     ///
     /// # Errors
-    /// The store's: nothing is known then.
-    pub fn ask(&self) -> Result<Option<Owner>, StoreError> {
+    /// The store's: nothing is known then. [`StoreError::OtherVm`] too: what was there before is not, and what is has other epochs.
+    pub fn ask(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
         let found = admin::listing(&self.store, self.identity().as_ref())?;
+        if found.vm.uuid != uuid {
+            let store = self.store.to_string();
+            return Err(StoreError::OtherVm { store, found: found.vm, expected: uuid, name: None });
+        }
         Ok(found.owner.filter(|owner| owner.run > self.run))
     }
 
@@ -196,7 +201,7 @@ mod tests {
     use super::*;
 
     fn vm() -> Vm {
-        Vm { uuid: uuid::Uuid::from_u128(7), name: "web".into() }
+        Vm { uuid: Uuid::from_u128(7), name: "web".into() }
     }
 
     #[test]
@@ -213,18 +218,20 @@ mod tests {
             Owned::read(rundir).unwrap().unwrap()
         };
         let first = begin(&here, Guest::Booted);
-        assert!(first.is_of(&store) && first.ask().unwrap().is_none());
+        assert!(first.is_of(&store) && first.ask(vm().uuid).unwrap().is_none());
         let second = begin(&there, Guest::Restored);
-        let owner = first.ask().unwrap().unwrap();
+        let owner = first.ask(vm().uuid).unwrap().unwrap();
         assert_eq!((owner.run, owner.boot), (2, 1));
         assert!(matches!(first.ended(&vm()), Err(StoreError::Superseded { .. })));
         // The run directory has no state: there is nothing to be ended.
         let over = first.give_up(&here, &owner).unwrap();
         assert!(over.to_string().contains("rekindle stop web"), "{over}");
         assert!(Owned::read(&here).unwrap().unwrap().may_run(&here).is_err());
-        assert!(second.may_run(&there).is_ok() && second.ask().unwrap().is_none());
+        assert!(second.may_run(&there).is_ok() && second.ask(vm().uuid).unwrap().is_none());
         second.ended(&vm()).unwrap();
-        assert_eq!(second.ask().unwrap().unwrap().guest, Guest::Ended);
+        assert_eq!(second.ask(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
+        // A store that was made where that of this VM is not mounted says nothing of it.
+        assert!(matches!(first.ask(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::rundir::{RunDir, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::time::Duration;
 
 /// A checkpoint of a store and the owner epoch that committed it: together they name one checkpoint, whoever else may have
 /// written the store.
@@ -21,6 +22,23 @@ pub fn committed(rundir: &RunDir) -> u64 {
     Progress::read(rundir).map_or(0, |progress| progress.committed)
 }
 
+/// How long the newest checkpoint of the guest in `vmm` has been there, as who takes them has noted; without any, how long its QEMU. In
+/// `store`: one elsewhere is of no use.
+#[must_use]
+pub fn age(rundir: &RunDir, store: &StoreUrl, vmm: &Vmm) -> Option<Duration> {
+    let of_it = Progress::read(rundir).filter(|progress| progress.is_of(vmm) && progress.store == *store);
+    let since_boot = uptime();
+    let began = Duration::from_millis(vmm.started * 1000 / rustix::param::clock_ticks_per_second());
+    let committed = of_it.and_then(|progress| progress.committed_at_ms).map_or(began, Duration::from_millis);
+    since_boot.checked_sub(committed)
+}
+
+/// Since this host was booted: what the start times of processes are counted from.
+pub(crate) fn uptime() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::try_from(now).unwrap_or_default()
+}
+
 /// How far a loop has got.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
@@ -34,6 +52,9 @@ pub(crate) struct Progress {
     pub(crate) collected: u64,
     /// The checkpoint that was committed last.
     pub(crate) committed: u64,
+    /// When that was, since this host was booted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) committed_at_ms: Option<u64>,
     /// The owner epoch in which `collected` is going to be committed, or was.
     #[serde(default)]
     pub(crate) epoch: u64,

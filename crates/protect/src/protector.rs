@@ -9,7 +9,7 @@ use crate::filling::{Held, Worth, judge};
 use crate::owned::Owned;
 use crate::pause::PauseError;
 use crate::policy::Policy;
-use crate::progress::{Commit, Progress};
+use crate::progress::{Commit, Progress, uptime};
 use crate::session::{Begin, Plan, Session, SessionError};
 use crate::target::{Target, TargetError};
 use rekindle_memory::directory::is_direct;
@@ -20,7 +20,7 @@ use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{LifeError, run_state};
+use rekindle_vm::life::{LifeError, OFF, run_state};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -176,6 +176,8 @@ pub(crate) struct Loop<'a> {
     taken: u64,
     newest: Option<u64>,
     newest_at: Instant,
+    /// When a checkpoint of this guest was committed last, by this loop or one before, since this host was booted.
+    committed_at_ms: Option<u64>,
     away: bool,
     /// What the guest sends is held.
     held: bool,
@@ -209,6 +211,8 @@ impl<'a> Loop<'a> {
         options.only_if = Some(OnlyIf::Run { run: owned.run() });
         let now = Instant::now();
         let (writer, base) = (Some(writer), None);
+        let before = Progress::read(target.rundir());
+        let before = before.filter(|it| it.is_of(target.vmm()) && it.store == settings.store);
         Ok(Self {
             host,
             settings,
@@ -220,6 +224,7 @@ impl<'a> Loop<'a> {
             taken: 0,
             newest: None,
             newest_at: now,
+            committed_at_ms: before.and_then(|it| it.committed_at_ms),
             away: false,
             held: false,
             _only: only,
@@ -412,6 +417,8 @@ impl<'a> Loop<'a> {
         let done = take(session, writer, self.settings.every)?;
         progress.epoch = writer.epoch();
         (progress.collected, progress.committed) = (done.number, done.number);
+        progress.committed_at_ms = u64::try_from(uptime().as_millis()).ok();
+        self.committed_at_ms = progress.committed_at_ms;
         self.base = Some(Commit { number: done.number, epoch: progress.epoch });
         progress.base = self.base;
         progress.write(&rundir);
@@ -422,7 +429,17 @@ impl<'a> Loop<'a> {
     fn progress(&self, session: &Session) -> Progress {
         let Vmm { pid, started, .. } = *session.target.vmm();
         let (store, policy) = (self.settings.store.clone(), session.policy());
-        Progress { store, pid, started, policy, collected: 0, committed: 0, epoch: 0, base: self.base }
+        Progress {
+            store,
+            pid,
+            started,
+            policy,
+            collected: 0,
+            committed: 0,
+            committed_at_ms: self.committed_at_ms,
+            epoch: 0,
+            base: self.base,
+        }
     }
 
     fn compare(&mut self, session: &mut Session) -> Result<Compared, SessionError> {
@@ -442,7 +459,7 @@ impl<'a> Loop<'a> {
         tell: &mut dyn FnMut(&Event),
     ) -> Result<Next, ProtectError> {
         match error {
-            SessionError::Store(e) if is_passing(&e) => {
+            SessionError::Store(e) if e.may_pass() => {
                 if !std::mem::replace(&mut self.away, true) {
                     tell(&Event::StoreAway { error: chain(&e) });
                 }
@@ -560,15 +577,7 @@ impl From<ProtectError> for Failure {
 /// Whether a guest has shut itself down.
 fn has_ended(vmm: &Vmm) -> bool {
     let state = || vmm.watch(ANSWER).and_then(|mut qmp| run_state(&mut qmp));
-    !vmm.is_alive() || state().is_ok_and(|state| state == "shutdown")
-}
-
-/// Whether a store may be well again later.
-fn is_passing(e: &StoreError) -> bool {
-    matches!(
-        e,
-        StoreError::NoSpace { .. } | StoreError::Io { .. } | StoreError::Line { .. } | StoreError::Closed { .. }
-    )
+    !vmm.is_alive() || state().is_ok_and(|state| state == OFF)
 }
 
 /// An error with all its causes.

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::protector::store;
+use common::protector::{Protector, store};
 use common::served::{image, section};
 use common::vm::Vm;
 use common::{DEADLINE, Done, Guest, Lab, wait_for};
@@ -14,7 +14,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 struct Resource<'a> {
     lab: &'a Lab,
@@ -37,6 +39,13 @@ impl<'a> Resource<'a> {
         let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
         let first = ["--json", "ocf", action, "web", "--definition", definition, "--store", store, "--every", "200ms"];
         self.lab.command(first.iter().chain(self.settings).chain(arguments))
+    }
+
+    /// Told for people.
+    fn plain(&self, action: &str, arguments: &[&str]) -> Command {
+        let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
+        let first = ["ocf", action, "web", "--definition", definition, "--store", store];
+        self.lab.command(first.iter().chain(arguments))
     }
 
     fn ocf(&self, action: &str, arguments: &[&str]) -> Done {
@@ -116,7 +125,7 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     web.wait_checkpoints(1);
 
     // It is shut down: no checkpoint is of it any more.
-    web.ocf("stop", &["--how", "shutdown"]).ok().says(&["by-acpi"]);
+    assert_eq!(web.ocf("stop", &["--how", "shutdown"]).ok().json()["how"], "shut-down");
     let started = web.start();
     assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
     let second = web.guest.boot_id();
@@ -256,6 +265,139 @@ fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
 }
 
 #[test]
+fn a_guest_that_does_not_shut_down_is_protected_meanwhile_and_goes_on_from_a_last_checkpoint() {
+    let lab = Lab::new();
+    let web = Resource::of(&lab, lab.vm("web").memory("96M").append("rekindle.ignore_power=1"), &[]);
+    web.start();
+    web.wait_checkpoints(1);
+    let (boot, before, protector) = (web.guest.boot_id(), web.newest(), web.protector());
+    let stop = web.command("stop", &["--how", "shutdown", "--within", "20s"]).stdout(Stdio::piped()).spawn().unwrap();
+    web.wait_checkpoints(3);
+    let tick = web.guest.tick();
+    assert!(protector.is_alive(), "its clients are served still");
+    let stopped = web.lab.wait(stop, "stop".into()).ok().json();
+    assert_eq!((&stopped["how"], &stopped["lost"]), (&"suspend".into(), &Value::Null));
+    assert!(web.newest() > before + 3);
+    assert_eq!(web.start()["started"], "restored");
+    assert_eq!(web.guest.boot_id(), boot);
+    assert!(web.guest.tick() > tick, "nothing that a client has seen is taken back");
+    web.ocf("stop", &[]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn an_operation_that_does_not_end_is_ended_by_a_stop_and_starts_nothing_later() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.start();
+    web.wait_checkpoints(1);
+    let mut reboot = lab.command(["reboot", "os", "web", "--how", "cold"]);
+    let mut reboot = reboot.env("REKINDLE_FAULT", "cold.suspend.off:stop").spawn().unwrap();
+    wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
+    web.ocf("stop", &["--within", "60s"]).ok().says(&["is killed"]);
+    assert!(!reboot.wait().unwrap().success());
+    web.monitor(7);
+    lab.assert_empty();
+    assert_eq!(web.start()["started"], "restored");
+    web.ocf("stop", &[]).ok();
+}
+
+#[test]
+fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_place() {
+    let lab = Lab::new();
+    let mut web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
+    let share = lab.path("share");
+    fs::create_dir(&share).unwrap();
+    web.store = share.join("web");
+    web.start();
+    web.wait_checkpoints(2);
+    let boot = web.guest.boot_id();
+    web.guest.only_qemu().process.kill().unwrap();
+    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    web.ocf("stop", &[]).ok();
+
+    // Its file system is not mounted, and its mount point is there.
+    let away = lab.path("away");
+    fs::rename(&web.store, &away).unwrap();
+    web.ocf("start", &[]).status(1).says(&["is the storage that it is on mounted?", "redo log"]);
+    assert!(!web.store.exists(), "no other store is made");
+
+    // Its mount point is not there, for a while.
+    fs::remove_dir(&share).unwrap();
+    let start =
+        web.command("start", &["--within", "60s"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    fs::create_dir(lab.path("share2")).unwrap();
+    fs::rename(&away, lab.path("share2").join("web")).unwrap();
+    fs::rename(lab.path("share2"), &share).unwrap();
+    let started = web.lab.wait(start, "start".into()).ok().says(&["it is asked again"]).json();
+    assert_eq!(started["started"], "restored");
+    web.guest.wait_ready();
+    assert_eq!(web.guest.boot_id(), boot);
+    web.ocf("stop", &[]).ok();
+}
+
+#[test]
+fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.start();
+    web.wait_checkpoints(1);
+    let protector = web.protector();
+    let stopped = Pid::from_raw(i32::try_from(protector.pid).unwrap()).unwrap();
+    kill_process(stopped, Signal::STOP).unwrap();
+    let path = web.guest.file("protect.json");
+    let mut progress: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let at = progress["committed_at_ms"].as_u64().unwrap();
+    web.monitor(0);
+    // As if that had been longer ago.
+    progress["committed_at_ms"] = at.saturating_sub(3_600_000).into();
+    fs::write(&path, progress.to_string()).unwrap();
+    web.monitor(190).says(&["no checkpoint of it was committed"]);
+    kill_process(stopped, Signal::CONT).unwrap();
+    web.wait_checkpoints(1);
+    web.monitor(0);
+    web.ocf("stop", &[]).ok();
+}
+
+#[test]
+fn checkpoints_that_another_protector_takes_are_enough_and_it_is_ended_by_a_stop() {
+    let lab = Lab::new();
+    let web = Resource::new(&lab);
+    web.start();
+    web.wait_checkpoints(1);
+    let first = web.protector();
+    first.terminate().unwrap();
+    first.wait_end(DEADLINE).unwrap();
+    let mut other = Protector::start(&web.guest, &lab, &web.store, &["--every", "100ms"]);
+    other.next_checkpoint();
+    web.monitor(0);
+    assert_eq!(web.protector(), first, "no other one is started");
+    let before = web.newest();
+    assert_eq!(web.ocf("stop", &[]).ok().json()["lost"], Value::Null);
+    assert!(web.newest() > before);
+    other.end();
+    lab.assert_empty();
+}
+
+#[test]
+fn a_guest_that_reboots_itself_runs_for_whoever_looks_meanwhile() {
+    let lab = Lab::new();
+    let vm = lab.vm("web").memory("96M").key("on_reboot = \"warm-cache\"");
+    let web = Resource::of(&lab, vm.section(&section(&image(&lab, "disk"), "")), &[]);
+    web.start();
+    web.wait_checkpoints(1);
+    let boot = web.guest.boot_id();
+    web.guest.tell("reboot");
+    // Until another boot answers: nobody who looks is told that it does not run.
+    wait_for("it to be up again", DEADLINE, || {
+        web.ocf("monitor", &["--within", "60s"]).ok();
+        web.guest.try_ask("boot_id").is_ok_and(|id| !id.is_empty() && id.trim() != boot).then_some(())
+    });
+    web.ocf("stop", &[]).ok();
+}
+
+#[test]
 fn lines_for_the_cluster_come_from_the_definition() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
@@ -275,6 +417,16 @@ fn lines_for_the_cluster_come_from_the_definition() {
         "/ca.pem",
     ]);
     text.ok().says(&["ocf:rekindle:vm", "utilization memory=96 vcpus=1", "cert=/c.pem key=/k.pem ca=/ca.pem every=2s"]);
+    // What was asked for is not left out of what is pasted.
+    let all = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
+    web.lab.finish(web.plain("show-config", &all)).ok().says(&[
+        "keep=3",
+        "policy=basic",
+        "disk=crash-consistent",
+        "output_commit=true",
+        "failure-timeout=60s",
+        "start-failure-is-fatal=false",
+    ]);
     let utilization = web.ocf("show-config", &[]).ok().json();
     assert_eq!((&utilization["memory"], &utilization["vcpus"]), (&96.into(), &1.into()));
 }

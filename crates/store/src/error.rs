@@ -253,6 +253,12 @@ impl StoreError {
         }
     }
 
+    /// Whether the store may be well again later.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::NoSpace { .. } | Self::Io { .. } | Self::Line { .. } | Self::Closed { .. })
+    }
+
     /// Who runs the guest now, or has shut it down, where one that began with epoch `run` has to be stopped because of that. `None` if
     /// it is about something else: an administrator, or another protector of the same guest, may have taken the store over.
     #[must_use]

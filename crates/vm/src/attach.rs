@@ -12,6 +12,7 @@ use crate::life::{Held, LifeError, clean_up, run_state};
 use crate::lock::{Lock, RunState};
 use crate::rundir::RunDir;
 use crate::state::{Attached, State, format_of};
+use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::RemoteError;
@@ -140,11 +141,10 @@ fn lock_path(rundir: &RunDir) -> PathBuf {
     rundir.file("protection.lock")
 }
 
-/// Whether somebody takes checkpoints of an attached VM.
+/// Who takes checkpoints of a VM.
 #[must_use]
-pub fn is_protected(rundir: &RunDir) -> bool {
-    let Ok(file) = File::open(lock_path(rundir)) else { return false };
-    flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
+pub fn protector(rundir: &RunDir) -> Option<Process> {
+    flock_holder(&lock_path(rundir)).ok().flatten().and_then(|pid| Process::of(pid).ok())
 }
 
 /// Attach to the QEMU behind `monitor` as VM `name`.

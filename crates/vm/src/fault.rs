@@ -100,6 +100,8 @@ pub const POINTS: &[&str] = &[
 enum Action {
     /// Kill this process.
     Kill,
+    /// Stop this process, as a terminal's Ctrl-Z does.
+    Stop,
     /// Kill the QEMU that ran the guest.
     KillOld,
     /// Kill the QEMU that shall run it.
@@ -114,6 +116,7 @@ fn wanted() -> Option<&'static (String, Action)> {
             let (point, action) = value.split_once(':')?;
             let action = match action {
                 "kill" => Action::Kill,
+                "stop" => Action::Stop,
                 "kill-old" => Action::KillOld,
                 "kill-new" => Action::KillNew,
                 _ => return None,
@@ -134,9 +137,9 @@ pub fn point(name: &'static str, old: Option<&Vmm>, new: Option<&Vmm>) {
         }
     };
     match action {
-        Action::Kill => {
+        Action::Kill | Action::Stop => {
             if let Ok(me) = rekindle_kernel::process::Process::current() {
-                let _ = me.kill();
+                let _ = if *action == Action::Kill { me.kill() } else { me.stop() };
             }
         }
         Action::KillOld => end(old),

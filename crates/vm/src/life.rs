@@ -28,8 +28,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-use crate::shutdown::end_qemus;
-pub use crate::shutdown::{End, Ended, PANICKED, SHUT_DOWN, end, shut_down};
+pub use crate::shutdown::{End, Ended, OFF, PANICKED, SHUT_DOWN, end, shut_down};
+use crate::shutdown::{end_qemus, has_shut_down};
 
 /// How long saving a phase may be in the way of an operation: all of the guest's memory that is in use is written.
 const SAVED: Duration = Duration::from_secs(120);
@@ -122,6 +122,18 @@ pub enum LifeError {
         name: String,
         /// What is missing.
         problems: Vec<String>,
+    },
+    /// A process of it was killed, and does not end: what it does goes on, or waits in the kernel.
+    #[error(
+        "VM {name}: {what} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
+    )]
+    Stuck {
+        /// Its name.
+        name: String,
+        /// Which program.
+        what: &'static str,
+        /// Which process.
+        pid: u32,
     },
     /// Somebody else is at work.
     #[error(transparent)]
@@ -244,7 +256,7 @@ fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
         // Between the end of an old QEMU and the record of the new one there is none.
         return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
-    if vmm.monitor.is_some() && attach::is_protected(rundir) {
+    if vmm.monitor.is_some() && attach::protector(rundir).is_some() {
         return Status::Protected;
     }
     let answer = vmm.watch(Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
@@ -451,14 +463,19 @@ pub fn stop_with(
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
     let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
+    let mut in_order = false;
     let ended = match held.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-        Some(vmm) => shut_down(vmm, patience)?,
+        Some(vmm) => {
+            in_order = !patience.is_zero() && has_shut_down(vmm);
+            shut_down(vmm, patience)?
+        }
         None if held.vmm().is_err_and(|e| matches!(e, LifeError::Prepared { .. })) => Ended::Prepared,
         None => Ended::Before,
     };
     drop(journal);
     // It has come to its end in order: its disks are what they are. Otherwise the last checkpoint's may be wanted.
-    if matches!(ended, Ended::ByAgent | Ended::ByAcpi) && may_merge(&held.rundir, &held.state) {
+    in_order |= matches!(ended, Ended::ByAgent | Ended::ByAcpi);
+    if in_order && may_merge(&held.rundir, &held.state) {
         disks::end_epochs(&held.rundir, &held.state.hardware);
     }
     clean_up(host, &held.rundir, &held.state)?;

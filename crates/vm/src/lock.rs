@@ -1,6 +1,7 @@
 //! One operation on a VM at a time, and who has it.
 
 use crate::rundir::RunDir;
+use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::process::Process;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -57,6 +58,13 @@ struct Holder {
 pub fn holder(rundir: &RunDir) -> Option<String> {
     let holder: Holder = serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()?;
     Process { pid: holder.pid, started: holder.started }.is_alive().then_some(holder.operation)
+}
+
+/// The process that is at work on the VM, if that is not this one.
+#[must_use]
+pub fn other(rundir: &RunDir) -> Option<Process> {
+    let found = flock_holder(&rundir.file("lock")).ok().flatten().and_then(|pid| Process::of(pid).ok());
+    found.filter(|found| Process::current().ok().as_ref() != Some(found))
 }
 
 /// Whether it is this very process that works on a VM.

@@ -104,6 +104,12 @@ impl RunDir {
         self.file("paused")
     }
 
+    /// Locked by who waits for the guest to reboot itself, to do that.
+    #[must_use]
+    pub fn watch_lock(&self) -> PathBuf {
+        self.file("watch.lock")
+    }
+
     /// What a restore that has not brought all of the guest's memory yet leaves to its pager.
     #[must_use]
     pub fn fill(&self) -> PathBuf {

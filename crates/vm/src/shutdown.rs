@@ -68,7 +68,9 @@ impl Ended {
 }
 
 /// QEMU's run states of a guest that has come to its end by itself: there is nothing to be asked.
-pub const SHUT_DOWN: &[&str] = &["shutdown", PANICKED];
+pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
+/// That of one that has powered itself off, or has reset itself where that is no reset in place.
+pub const OFF: &str = "shutdown";
 /// That of one whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
 
@@ -143,6 +145,11 @@ fn has_ended(vmm: &Vmm) -> bool {
     matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
 }
 
+/// Whether its guest has shut itself down, and its QEMU has stayed.
+pub(crate) fn has_shut_down(vmm: &Vmm) -> bool {
+    vmm.connect(vmm::START).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
+}
+
 /// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.
 fn is_shut_down(vmm: &Vmm) -> bool {
     let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
@@ -185,13 +192,32 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     Ok(())
 }
 
+/// End the process that is at work on a VM, if that is another one: it may be stopped, or wait for something that does not come. What it
+/// was at is cut off, as by a kill of any operation.
+///
+/// # Errors
+/// [`LifeError`]: it goes on regardless.
+pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
+    let Some(process) = lock::other(rundir) else { return Ok(()) };
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    tracing::warn!("{}: process {}, which is at work on it, is killed", rundir.name(), process.pid);
+    process.kill().map_err(failed)?;
+    if process.wait_end(END).map_err(failed)? {
+        Ok(())
+    } else {
+        Err(LifeError::Stuck { name: rundir.name().into(), what: "rekindle", pid: process.pid })
+    }
+}
+
 /// End every QEMU of a VM at once.
 pub(crate) fn end_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     for generation in 1..=state.generation + 1 {
         for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
             process.kill().map_err(failed)?;
-            process.wait_end(END).map_err(failed)?;
+            if !process.wait_end(END).map_err(failed)? {
+                return Err(LifeError::Stuck { name: rundir.name().into(), what: "QEMU", pid: process.pid });
+            }
         }
     }
     Ok(())

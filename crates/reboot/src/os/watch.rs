@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -98,7 +99,7 @@ pub enum WatchError {
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = lock_file(&rundir, "watch.lock").map_err(failed)? else { return Ok(()) };
+    let Some(_lock) = lock_file(&rundir.watch_lock()).map_err(failed)? else { return Ok(()) };
     let mut gone_on: Option<Instant> = None;
     loop {
         let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
@@ -133,8 +134,8 @@ fn is_done(vmm: &Vmm) -> bool {
 }
 
 /// One at a time.
-pub(super) fn lock_file(rundir: &RunDir, name: &str) -> io::Result<Option<File>> {
-    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(rundir.file(name))?;
+pub(super) fn lock_file(path: &Path) -> io::Result<Option<File>> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Some(file)),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),

@@ -92,6 +92,9 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
     let stopped = end(&Host::open()?, &resource, how, deadline(&arguments.resource))?;
     let text = match &stopped.lost {
+        None if how != stopped.how => {
+            format!("{} is off; it did not shut down in time, and goes on from its last checkpoint", resource.name)
+        }
         None => format!("{} is off", resource.name),
         Some(why) => format!("{} is off, without a last checkpoint: {why}", resource.name),
     };
@@ -128,6 +131,11 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let tls = [("cert", &arguments.tls.cert), ("key", &arguments.tls.key), ("ca", &arguments.tls.ca)];
     parameters.extend(tls.into_iter().filter_map(|(key, value)| Some((key, path(value.as_ref()?)))));
     parameters.push(("every", arguments.every.to_string()));
+    parameters.push(("keep", arguments.keep.to_string()));
+    parameters.extend(arguments.policy.map(|policy| ("policy", policy.to_string())));
+    parameters.extend(arguments.disk.map(|DiskRule::CrashConsistent| ("disk", "crash-consistent".to_owned())));
+    parameters.extend(arguments.disk_hook.clone().map(|command| ("disk_hook", command)));
+    parameters.extend(arguments.output_commit.then(|| ("output_commit", "true".to_owned())));
     let utilization = Utilization::of(&definition);
     output.result(&utilization, lines(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters))?;
     Ok(ExitCode::SUCCESS)

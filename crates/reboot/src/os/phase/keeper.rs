@@ -39,7 +39,7 @@ pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = watch::lock_file(&rundir, "phases.lock").map_err(failed)? else { return Ok(()) };
+    let Some(_lock) = watch::lock_file(&rundir.file("phases.lock")).map_err(failed)? else { return Ok(()) };
     let mut expected = false;
     while let Some((vmm, definition)) = watch::next(&rundir).map_err(failed)? {
         let health = Health::of(&definition).unwrap_or_else(|e| {
