@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from rekindle_lab.cli import app
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make, of_host
 from rekindle_lab.plan.fleet import load, parse
 from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.toml import DefinitionError
 
 TEXT = """
 vmm_interval_max_d = 28

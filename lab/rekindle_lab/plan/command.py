@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan.choose import Choice, before_an_os_reboot, choose
@@ -18,6 +17,7 @@ from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
 from rekindle_lab.plan.rolling import Rolling, roll
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.say import fail
+from rekindle_lab.toml import DefinitionError
 
 SHOWN = 10
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab.experiment.definition import DefinitionError, known, tables, text, whole
 from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
 from rekindle_lab.plan.measured import techniques
+from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
 SCOPES = ("vmm", "host")
 TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")

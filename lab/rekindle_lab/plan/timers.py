@@ -9,8 +9,8 @@ own: one that cannot be renewed keeps no other from it.
 
 from dataclasses import dataclass
 
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.plan.measured import OS_WAYS, VMM_WAYS
+from rekindle_lab.toml import DefinitionError
 
 FOLDER = "/etc/rekindle/plan"
 STAMPS = "/var/lib/rekindle/renewed"
