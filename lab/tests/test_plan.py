@@ -308,6 +308,38 @@ def test_a_renewal_that_fails_is_tried_again_an_hour_later_and_not_at_each_look(
     assert renewals.look(12_000, 10_000, 2000) == (True, 0)
 
 
+def test_a_renewal_that_takes_the_host_down_has_its_stamps(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does when `rekindle reboot host` has told it to reboot
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert {name: int((tmp_path / "stamps" / name).stat().st_mtime) for name in ("x", "os")} == {"x": 2000, "os": 2000}
+    assert not (tmp_path / "stamps" / ".x.tried").exists()
+    assert renewals.look(2999, 1000, 2000, "os") == (False, 0)
+
+
+@pytest.mark.parametrize("does", ["kill -TERM $PPID; exit 1", "kill -TERM $$; sleep 60; exit 0"])
+def test_a_renewal_that_was_cut_off_has_none(tmp_path, does):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 10_000, 2000, "os")
+    renewals.does(does)
+    ran, status = renewals.look(2000, 10_000, 2000, "os")
+    assert ran and status != 0
+    assert (tmp_path / "stamps" / "x").stat().st_mtime == 1000
+    assert not (tmp_path / "stamps" / "os").exists()
+    renewals.does("exit 0")
+    assert renewals.look(5600, 10_000, 2000, "os") == (True, 0)
+
+
+def test_stamps_are_on_disk_before_a_trial_is_forgotten(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does(f"echo renewed >> {tmp_path}/synced")
+    renewals.tool("sync", f'[ -e {tmp_path}/stamps/.x.tried ] && basename "$1" >> {tmp_path}/synced')
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert (tmp_path / "synced").read_text().split() == [".x.tried", "renewed", "x", "os"]
+
+
 def test_nothing_begins_while_the_host_goes_down_or_where_no_stamp_can_be_written(tmp_path):
     renewals = Renewals(tmp_path)
     renewals.look(1000, 100, 2000)
