@@ -20,7 +20,7 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make, of_host
 from rekindle_lab.plan.fleet import load, parse
-from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.toml import DefinitionError
 
 TEXT = """
@@ -100,20 +100,46 @@ def test_the_order_has_every_host_once_and_keeps_groups_apart():
     assert rolling.capacity == pytest.approx(0.9)
 
 
-def overlapping(rolling, interval_s):
-    """How many hosts are away at once, found by walking through two intervals."""
-    size = len(rolling.hosts)
-    starts = [i * rolling.spacing_s + lap * interval_s for lap in range(2) for i in range(size)]
-    return max(sum(start <= at < start + rolling.away_s for start in starts) for at in starts)
+def overlapping(plan):
+    """How many hosts have a VM away at once, found by walking through two intervals, VM by VM."""
+    fleet, rolling = plan.fleet, plan.rolling
+    spans = []
+    for host, name in enumerate(rolling.hosts):
+        hosts = next(one for one in fleet.hosts if name in one.names)
+        begin = 0
+        for vms in hosts.vms:
+            away_s = fleet.vmm[plan.choices[hosts.name, vms.name].vmm].away_s
+            for _ in range(vms.count):
+                for lap in range(2):
+                    at = host * rolling.spacing_s + lap * fleet.vmm_interval_max_s + begin
+                    spans.append((at, at + away_s + TICK_S, host))  # at once, or as late as may be
+                begin += away_s if fleet.scope == "vmm" else 0
+    return max(len({host for start, end, host in spans if start <= at < end}) for at, _, _ in spans)
 
 
-@pytest.mark.parametrize("degraded_s", [0, 100_000, 241_000, 400_000, 1_000_000])
-def test_so_many_are_away_at_once_as_it_says(degraded_s):
-    document = tomllib.loads(TEXT)
+@pytest.mark.parametrize("scope", ["vmm", "host"])
+@pytest.mark.parametrize("degraded_s", [0, 80_000, 80_500, 100_000, 130_000, 241_000, 330_000, 1_000_000])
+def test_so_many_are_away_at_once_as_it_says(degraded_s, scope):
+    document = tomllib.loads(TEXT) | {"scope": scope}
     document["vmm"] = {"warm": {"vmm_downtime_s": 43, "degraded_rate": 0.1, "degraded_s": degraded_s}}
     document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
-    rolling = make(parse(document)).rolling
-    assert overlapping(rolling, 28 * DAY_S) == rolling.at_once
+    document["hosts"][1]["vms"][0]["count"] = 3
+    plan = make(parse(document))
+    assert overlapping(plan) == plan.rolling.at_once
+
+
+@pytest.mark.parametrize(("scope", "away_s"), [("vmm", 2 * 43 + 243), ("host", 243)])
+def test_vms_of_a_host_are_disturbed_one_after_the_other_or_all_by_its_reboot(scope, away_s):
+    assert make(fleet(scope=scope)).rolling.away_s == away_s
+
+
+def test_a_group_is_kept_apart_for_all_vms_of_a_host():
+    document = tomllib.loads(TEXT)
+    document["vmm"]["warm"] |= {"degraded_s": 60_000}
+    assert not make(parse(document)).rolling.conflicts
+    document["hosts"][1]["vms"][0]["count"] = 9
+    text = "\n".join(make(parse(document)).rolling.conflicts)
+    assert "it needs 3" in text and "group 'db': two of its 4 hosts are away at once" in text
 
 
 def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():

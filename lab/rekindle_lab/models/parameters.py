@@ -73,6 +73,11 @@ class Technique:
         _check(f"technique.{self.name}.degraded_s", self.degraded_s, 0)
         _check(f"technique.{self.name}.spare_hosts", self.spare_hosts, 0)
 
+    @property
+    def away_s(self) -> float:
+        """For how long one renewal has a VM down or degraded."""
+        return self.vmm_downtime_s + self.degraded_s
+
 
 @dataclass(frozen=True)
 class Parameters:

@@ -14,7 +14,7 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan.choose import Choice, before_an_os_reboot, choose
 from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
-from rekindle_lab.plan.rolling import Rolling, roll
+from rekindle_lab.plan.rolling import Rolling, roll, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.say import fail
 from rekindle_lab.toml import DefinitionError
@@ -63,15 +63,17 @@ def make(fleet: Fleet) -> Plan:
     choices: dict[tuple[str, str], Choice] = {}
     away_s, spare, served, all_vms = 0.0, 0, 0.0, 0
     for hosts in fleet.hosts:
+        host_s = 0.0
         for vms in hosts.vms:
             choice = _choice(fleet, vms, longest)
             choices[hosts.name, vms.name] = choice
             technique = fleet.vmm[choice.vmm]
-            away_s = max(away_s, technique.vmm_downtime_s + technique.degraded_s)
+            host_s = with_vms(fleet.scope, host_s, technique.away_s, vms.count)
             spare = max(spare, technique.spare_hosts)
             count = hosts.count * vms.count
             served += count * choice.performance
             all_vms += count
+        away_s = max(away_s, host_s)
     performance = served / all_vms * (fleet.size - spare) / fleet.size
     return Plan(fleet, choices, roll(fleet, longest.vmm_interval_s, away_s, TICK_S), performance)
 

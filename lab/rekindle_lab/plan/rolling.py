@@ -16,7 +16,7 @@ class Rolling:
     hosts: tuple[str, ...]
     spacing_s: float
     away_s: float
-    """How long a host is away or degraded, at most."""
+    """How long a host is away or degraded, at most, all its VMs together."""
     at_once: int
     """So many are at the same time, at most."""
     most_at_once: int | None
@@ -30,8 +30,16 @@ class Rolling:
         return 1 - self.at_once / len(self.hosts)
 
 
+def with_vms(scope: str, away_s: float, vm_s: float, count: int) -> float:
+    """How long a host is away or degraded at most that was so for `away_s`, with `count` VMs more of `vm_s` each.
+
+    A host's reboot takes all its VMs at the same time. VMMs of one host are renewed one after the other, in any order.
+    """
+    return max(away_s, vm_s) if scope == "host" else away_s + count * vm_s
+
+
 def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) -> Rolling:
-    """Lay out the order for an interval, if each host takes `away_s` and begins up to `late_s` after its time."""
+    """Lay out the order for an interval, if each host takes `away_s` and waits `late_s` at most for its timers."""
     size = fleet.size
     spacing = interval_s / size
     taken = away_s + late_s if away_s > 0 else 0.0
