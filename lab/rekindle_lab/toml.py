@@ -32,7 +32,9 @@ def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
     """A text."""
     value = table.get(key, default)
     if not isinstance(value, str):
-        raise DefinitionError(f"{key}: {'is not there' if value is None else f'{json.dumps(value)} is not a text'}")
+        raise DefinitionError(
+            f"{key}: {'is not there' if value is None else f'{json.dumps(value, default=repr)} is not a text'}"
+        )
     return value
 
 
