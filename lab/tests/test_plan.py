@@ -1,5 +1,6 @@
 """Plans: the best technique for each VM, an order that keeps capacity and groups, and timers that keep time."""
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make, of_host
 from rekindle_lab.plan.fleet import load, parse
+from rekindle_lab.plan.rolling import room
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.toml import DefinitionError
 
@@ -144,6 +146,7 @@ def test_a_group_is_kept_apart_for_all_vms_of_a_host():
 
 def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
     document = tomllib.loads(TEXT)
+    document["hosts"][0]["vms"][1]["allow_vmm"] = ["cold"]
     document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
     plan = make(parse(document))
     assert plan.rolling.at_once == 3
@@ -154,10 +157,91 @@ def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
     assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
 
 
+CAPACITY = """
+vmm_interval_max_d = 28
+os_interval_max_d = 7
+[target]
+availability = 0.9999
+capacity = 0.9
+[vmm.slow]
+vmm_downtime_s = 1
+degraded_rate = 0.1
+degraded_s = 300_000
+[vmm.quick]
+vmm_downtime_s = 50
+[vmm.poor]
+vmm_downtime_s = 5000
+[os.kexec]
+downtime_s = 20
+[[hosts]]
+name = "web"
+count = 10
+[[hosts.vms]]
+name = "vm"
+"""
+
+
+def ways(plan):
+    return {vms: choice.vmm for (_, vms), choice in plan.choices.items()}
+
+
+@pytest.mark.parametrize("scope", ["vmm", "host"])
+def test_a_technique_that_keeps_the_capacity_goes_before_one_with_more_availability(scope):
+    plan = make(fleet(CAPACITY, scope=scope))
+    assert ways(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts away at once
+    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", "capacity = 0.8"), scope=scope))) == {"vm": "slow"}
+    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", ""), scope=scope))) == {"vm": "slow"}
+
+
+def test_capacity_does_not_take_what_misses_availability():
+    plan = make(fleet(CAPACITY.replace("[vmm.quick]\nvmm_downtime_s = 50\n", "")))
+    assert ways(plan) == {"vm": "slow"}  # poor would keep the capacity
+    assert plan.problems[0] == (
+        "hosts 'web': no techniques that are allowed and meet availability 0.9999 keep capacity 0.9: "
+        "with the best (vm by slow) a host is away or degraded for 3e+05 s, 2.416e+05 s at most would do"
+    )
+    assert "capacity 0.9 allows 1 of 10 hosts at once, it needs 2" in plan.problems[1]
+
+
+def test_where_availability_is_missed_anyhow_the_capacity_is_kept():
+    plan = make(fleet(CAPACITY.replace("availability = 0.9999", "availability = 0.99999")))
+    assert ways(plan) == {"vm": "quick"}
+    (problem,) = plan.problems
+    assert "web/vm: availability 0.99994" in problem
+
+
+def test_vms_of_a_host_share_what_its_capacity_leaves():
+    text = CAPACITY.replace("degraded_s = 300_000", "degraded_s = 100_000")
+    text += "count = 2\n" + '[[hosts.vms]]\nname = "other"\n[[hosts.vms]]\nname = "fixed"\nallow_vmm = ["slow"]\n'
+    assert ways(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}
+    plan = make(fleet(text))  # two of the four VMs may be slow: the one that has to, and one more
+    assert ways(plan) == {"vm": "quick", "other": "slow", "fixed": "slow"} and not plan.problems
+
+
+def test_it_is_the_best_of_all_ways_that_keep_the_capacity():
+    document = tomllib.loads(CAPACITY)
+    document["target"]["availability"] = 0.997
+    document["vmm"]["middle"] = {"vmm_downtime_s": 20, "degraded_rate": 0.1, "degraded_s": 60_000}
+    document["hosts"][0]["vms"] = [{"name": f"vm{n}", "count": n} for n in (1, 2, 3, 5)]
+    document["vmm"]["slow"]["degraded_s"] = 70_000
+    plan = make(parse(document))
+    up = {name: availability(one, plan.fleet.os["kexec"], Timers()) for name, one in plan.fleet.vmm.items()}
+    there = room(plan.fleet, 28 * DAY_S, TICK_S)
+    sums = [
+        sum(n * up[name] for n, name in zip((1, 2, 3, 5), names, strict=True))
+        for names in itertools.product(up, repeat=4)
+        if there.keeps(sum(n * plan.fleet.vmm[name].away_s for n, name in zip((1, 2, 3, 5), names, strict=True)))
+    ]
+    assert not plan.problems
+    assert sum(n * plan.choices["web", f"vm{n}"].availability for n in (1, 2, 3, 5)) == pytest.approx(max(sums), 1e-15)
+
+
 def test_ten_thousand_hosts_within_a_second():
     document = tomllib.loads(TEXT)
     document["hosts"][0] |= {"count": 6000}
     document["hosts"][1] |= {"count": 4000}
+    document["target"]["capacity"] = 0.9
+    document["vmm"]["slow"] = {"vmm_downtime_s": 1, "degraded_rate": 0.1, "degraded_s": 300_000}  # the best, too long
     big = parse(document)
     began = time.process_time()
     plan = make(big)
