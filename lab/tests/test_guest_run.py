@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from rekindle_lab.experiment import leftover, load, settings, subject
-from rekindle_lab.experiment.definition import DefinitionError, parse
 from rekindle_lab.experiment.definition import load as load_definition
+from rekindle_lab.experiment.definition import parse
 from rekindle_lab.experiment.guest import GuestRunner
 from rekindle_lab.experiment.inside import END, GuestStatus
 from rekindle_lab.experiment.inside import parse as parse_status
 from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.guests import Image
+from rekindle_lab.toml import DefinitionError
 
 CAMPAIGNS = sorted((Path(__file__).parents[1] / "campaigns").glob("*.toml"))
 COLD = {"reboot": "os", "how": "cold"}

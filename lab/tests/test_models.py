@@ -208,6 +208,21 @@ def test_parameters_by_hand(tmp_path):
         by_hand(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('coupled = "false"', r"technique\.cold\.coupled: 'false'; it must be true or false"),
+        ("coupled = 1", r"technique\.cold\.coupled: 1; it must be true or false"),
+        ("spare_hosts = 0.5", r"technique\.cold\.spare_hosts: 0\.5; it must be a whole number"),
+    ],
+)
+def test_switches_by_hand_are_switches(tmp_path, line, said):
+    path = tmp_path / "figures.toml"
+    path.write_text(BY_HAND.replace("coupled = true", line))
+    with pytest.raises(ParameterError, match=rf"figures\.toml: {said}"):
+        by_hand(path)
+
+
 def bench_json(path, rows):
     path.write_text(json.dumps({"tables": {"Guest-stopped time and service gap": rows}}))
     return path

@@ -1,5 +1,6 @@
 """Plans: the best technique for each VM, an order that keeps capacity and groups, and timers that keep time."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,12 +17,13 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from rekindle_lab.cli import app
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make, of_host
 from rekindle_lab.plan.fleet import load, parse
-from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.plan.rolling import room
+from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
+from rekindle_lab.toml import DefinitionError
 
 TEXT = """
 vmm_interval_max_d = 28
@@ -100,24 +102,51 @@ def test_the_order_has_every_host_once_and_keeps_groups_apart():
     assert rolling.capacity == pytest.approx(0.9)
 
 
-def overlapping(rolling, interval_s):
-    """How many hosts are away at once, found by walking through two intervals."""
-    size = len(rolling.hosts)
-    starts = [i * rolling.spacing_s + lap * interval_s for lap in range(2) for i in range(size)]
-    return max(sum(start <= at < start + rolling.away_s for start in starts) for at in starts)
+def overlapping(plan):
+    """How many hosts have a VM away at once, found by walking through two intervals, VM by VM."""
+    fleet, rolling = plan.fleet, plan.rolling
+    spans = []
+    for host, name in enumerate(rolling.hosts):
+        hosts = next(one for one in fleet.hosts if name in one.names)
+        begin = 0
+        for vms in hosts.vms:
+            away_s = fleet.vmm[plan.choices[hosts.name, vms.name].vmm].away_s
+            for _ in range(vms.count):
+                for lap in range(2):
+                    at = host * rolling.spacing_s + lap * fleet.vmm_interval_max_s + begin
+                    spans.append((at, at + away_s + TICK_S, host))  # at once, or as late as may be
+                begin += away_s if fleet.scope == "vmm" else 0
+    return max(len({host for start, end, host in spans if start <= at < end}) for at, _, _ in spans)
 
 
-@pytest.mark.parametrize("degraded_s", [0, 100_000, 241_000, 400_000, 1_000_000])
-def test_so_many_are_away_at_once_as_it_says(degraded_s):
-    document = tomllib.loads(TEXT)
+@pytest.mark.parametrize("scope", ["vmm", "host"])
+@pytest.mark.parametrize("degraded_s", [0, 80_000, 80_500, 100_000, 130_000, 241_000, 330_000, 1_000_000])
+def test_so_many_are_away_at_once_as_it_says(degraded_s, scope):
+    document = tomllib.loads(TEXT) | {"scope": scope}
     document["vmm"] = {"warm": {"vmm_downtime_s": 43, "degraded_rate": 0.1, "degraded_s": degraded_s}}
     document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
-    rolling = make(parse(document)).rolling
-    assert overlapping(rolling, 28 * DAY_S) == rolling.at_once
+    document["hosts"][1]["vms"][0]["count"] = 3
+    plan = make(parse(document))
+    assert overlapping(plan) == plan.rolling.at_once
+
+
+@pytest.mark.parametrize(("scope", "away_s"), [("vmm", 2 * 43 + 243), ("host", 243)])
+def test_vms_of_a_host_are_disturbed_one_after_the_other_or_all_by_its_reboot(scope, away_s):
+    assert make(fleet(scope=scope)).rolling.away_s == away_s
+
+
+def test_a_group_is_kept_apart_for_all_vms_of_a_host():
+    document = tomllib.loads(TEXT)
+    document["vmm"]["warm"] |= {"degraded_s": 60_000}
+    assert not make(parse(document)).rolling.conflicts
+    document["hosts"][1]["vms"][0]["count"] = 9
+    text = "\n".join(make(parse(document)).rolling.conflicts)
+    assert "it needs 3" in text and "group 'db': two of its 4 hosts are away at once" in text
 
 
 def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
     document = tomllib.loads(TEXT)
+    document["hosts"][0]["vms"][1]["allow_vmm"] = ["cold"]
     document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
     plan = make(parse(document))
     assert plan.rolling.at_once == 3
@@ -128,10 +157,91 @@ def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
     assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
 
 
+CAPACITY = """
+vmm_interval_max_d = 28
+os_interval_max_d = 7
+[target]
+availability = 0.9999
+capacity = 0.9
+[vmm.slow]
+vmm_downtime_s = 1
+degraded_rate = 0.1
+degraded_s = 300_000
+[vmm.quick]
+vmm_downtime_s = 50
+[vmm.poor]
+vmm_downtime_s = 5000
+[os.kexec]
+downtime_s = 20
+[[hosts]]
+name = "web"
+count = 10
+[[hosts.vms]]
+name = "vm"
+"""
+
+
+def ways(plan):
+    return {vms: choice.vmm for (_, vms), choice in plan.choices.items()}
+
+
+@pytest.mark.parametrize("scope", ["vmm", "host"])
+def test_a_technique_that_keeps_the_capacity_goes_before_one_with_more_availability(scope):
+    plan = make(fleet(CAPACITY, scope=scope))
+    assert ways(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts away at once
+    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", "capacity = 0.8"), scope=scope))) == {"vm": "slow"}
+    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", ""), scope=scope))) == {"vm": "slow"}
+
+
+def test_capacity_does_not_take_what_misses_availability():
+    plan = make(fleet(CAPACITY.replace("[vmm.quick]\nvmm_downtime_s = 50\n", "")))
+    assert ways(plan) == {"vm": "slow"}  # poor would keep the capacity
+    assert plan.problems[0] == (
+        "hosts 'web': no techniques that are allowed and meet availability 0.9999 keep capacity 0.9: "
+        "with the best (vm by slow) a host is away or degraded for 3e+05 s, 2.416e+05 s at most would do"
+    )
+    assert "capacity 0.9 allows 1 of 10 hosts at once, it needs 2" in plan.problems[1]
+
+
+def test_where_availability_is_missed_anyhow_the_capacity_is_kept():
+    plan = make(fleet(CAPACITY.replace("availability = 0.9999", "availability = 0.99999")))
+    assert ways(plan) == {"vm": "quick"}
+    (problem,) = plan.problems
+    assert "web/vm: availability 0.99994" in problem
+
+
+def test_vms_of_a_host_share_what_its_capacity_leaves():
+    text = CAPACITY.replace("degraded_s = 300_000", "degraded_s = 100_000")
+    text += "count = 2\n" + '[[hosts.vms]]\nname = "other"\n[[hosts.vms]]\nname = "fixed"\nallow_vmm = ["slow"]\n'
+    assert ways(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}
+    plan = make(fleet(text))  # two of the four VMs may be slow: the one that has to, and one more
+    assert ways(plan) == {"vm": "quick", "other": "slow", "fixed": "slow"} and not plan.problems
+
+
+def test_it_is_the_best_of_all_ways_that_keep_the_capacity():
+    document = tomllib.loads(CAPACITY)
+    document["target"]["availability"] = 0.997
+    document["vmm"]["middle"] = {"vmm_downtime_s": 20, "degraded_rate": 0.1, "degraded_s": 60_000}
+    document["hosts"][0]["vms"] = [{"name": f"vm{n}", "count": n} for n in (1, 2, 3, 5)]
+    document["vmm"]["slow"]["degraded_s"] = 70_000
+    plan = make(parse(document))
+    up = {name: availability(one, plan.fleet.os["kexec"], Timers()) for name, one in plan.fleet.vmm.items()}
+    there = room(plan.fleet, 28 * DAY_S, TICK_S)
+    sums = [
+        sum(n * up[name] for n, name in zip((1, 2, 3, 5), names, strict=True))
+        for names in itertools.product(up, repeat=4)
+        if there.keeps(sum(n * plan.fleet.vmm[name].away_s for n, name in zip((1, 2, 3, 5), names, strict=True)))
+    ]
+    assert not plan.problems
+    assert sum(n * plan.choices["web", f"vm{n}"].availability for n in (1, 2, 3, 5)) == pytest.approx(max(sums), 1e-15)
+
+
 def test_ten_thousand_hosts_within_a_second():
     document = tomllib.loads(TEXT)
     document["hosts"][0] |= {"count": 6000}
     document["hosts"][1] |= {"count": 4000}
+    document["target"]["capacity"] = 0.9
+    document["vmm"]["slow"] = {"vmm_downtime_s": 1, "degraded_rate": 0.1, "degraded_s": 300_000}  # the best, too long
     big = parse(document)
     began = time.process_time()
     plan = make(big)
@@ -146,7 +256,7 @@ def test_ten_thousand_hosts_within_a_second():
         ("os_interval_max_d = 7", "os_interval_max_d = 0", "os_interval_max_d: 0; it must be more than 0"),
         ("availability = 0.9999", "availability = 99.99", "target.availability: 99.99; it must be between 0 and 1"),
         ("downtime_s = 34", "downtime = 34", "os.cold: unknown key 'downtime'; did you mean downtime_s?"),
-        ("vmm_downtime_s = 43\n", "", "vmm.warm: "),
+        ("vmm_downtime_s = 43\n", "", "vmm.warm.vmm_downtime_s: is not there"),
         ('["saved", "cold"]', '["savd"]', "hosts 'web', vms: allow_vmm: 'savd' was not measured; there are: warm"),
         ('allow_vmm = ["saved", "cold"]', "allow_vmm = []", "allow_vmm: is empty"),
         ('name = "db"', 'name = "web"', "hosts: 'web-1' is there twice"),
@@ -158,6 +268,50 @@ def test_bad_input_is_named(old, new, said):
     with pytest.raises((DefinitionError, ValueError)) as caught:
         fleet(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[target]\navailability = 0.9999\ncapacity = 0.9", "target = 0.9999", "target: must be a table: [target]"),
+        ("[target]", "measured = 1\n[target]", "measured: must be a table: [measured]"),
+        ('group = "web"', 'group = ["web"]', 'group: ["web"] is not a text'),
+        ('group = "web"', "group = 2027-01-04", 'group: "datetime.date(2027, 1, 4)" is not a text'),
+        ('allow_vmm = ["saved", "cold"]', "allow_vmm = 1", 'allow_vmm: 1; it must be a list of names, as ["warm"]'),
+        ('allow_vmm = ["saved", "cold"]', 'allow_vmm = "cold"', "allow_vmm: 'cold'; it must be a list of names"),
+        (
+            'allow_os = ["cold"]',
+            'allow_os = [["cold"]]',
+            "allow_os: [['cold']]; it must be a list of names, as [\"cold\"]",
+        ),
+        ("coupled = true", 'coupled = "false"', "vmm.cold.coupled: 'false'; it must be true or false"),
+        ("coupled = true", "spare_hosts = 0.5", "vmm.cold.spare_hosts: 0.5; it must be a whole number"),
+        ("vmm_downtime_s = 434", "vmm_downtime_s = -1", "vmm.saved.vmm_downtime_s: -1; it must be 0 or more"),
+        ("vmm_downtime_s = 434", "", "vmm.saved.vmm_downtime_s: is not there"),
+        ("downtime_s = 34\n", 'downtime_s = "34"\n', "os.cold.downtime_s: '34' is not a finite number"),
+        ('name = "db"', 'name = "db%i"', "hosts: name: 'db%i'; it must be of a-z, A-Z, 0-9, `.`, `_` and `-`"),
+        ('name = "front"', 'name = "front end"', "name: 'front end': ` ` is not allowed in a name; use only a-z, 0-9"),
+        ('name = "front"', 'name = "front%n"', "name: 'front%n': `%` is not allowed in a name"),
+        ('name = "front"', 'name = "a/b"', "name: 'a/b': `/` is not allowed in a name"),
+        ('name = "front"', 'name = "Front"', "name: 'Front': `F` is not allowed in a name"),
+        ('name = "gpu"', 'name = ""', "name: '': empty; write 1 to 63 characters"),
+        ('name = "front"', 'name = ""', "name: '': empty; write 1 to 63 characters"),
+        ('name = "gpu"', 'name = "-rf"', "name: '-rf': starts with `-`; start it with a-z or 0-9"),
+        ('name = "front"', f'name = "{"a" * 62}"', f"{'a' * 62}-2 is 64 characters long; shorten it to at most 63"),
+    ],
+)
+def test_what_a_file_cannot_mean_is_told_with_the_file_the_key_and_the_mend(tmp_path, old, new, said):
+    assert old in TEXT
+    path = tmp_path / "fleet.toml"
+    path.write_text(TEXT.replace(old, new, 1))
+    result = CliRunner().invoke(app, ["plan", str(path)])
+    assert result.exit_code == 2, result.output
+    assert str(path) in result.output and said in result.output
+
+
+@pytest.mark.parametrize("name", ["web", "0", "a.b_c-d", "10.77.0.1", "a" * 63])
+def test_names_that_a_vm_can_have(name):
+    assert fleet(TEXT.replace('"gpu"', f'"{name}"')).hosts[0].vms[1].name == name
 
 
 def host_plan(name="web-2"):
@@ -306,6 +460,38 @@ def test_a_renewal_that_fails_is_tried_again_an_hour_later_and_not_at_each_look(
     assert renewals.look(5700, 10_000, 2000) == (True, 0)
     assert renewals.look(11_900, 10_000, 2000) == (False, 0)
     assert renewals.look(12_000, 10_000, 2000) == (True, 0)
+
+
+def test_a_renewal_that_takes_the_host_down_has_its_stamps(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does when `rekindle reboot host` has told it to reboot
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert {name: int((tmp_path / "stamps" / name).stat().st_mtime) for name in ("x", "os")} == {"x": 2000, "os": 2000}
+    assert not (tmp_path / "stamps" / ".x.tried").exists()
+    assert renewals.look(2999, 1000, 2000, "os") == (False, 0)
+
+
+@pytest.mark.parametrize("does", ["kill -TERM $PPID; exit 1", "kill -TERM $$; sleep 60; exit 0"])
+def test_a_renewal_that_was_cut_off_has_none(tmp_path, does):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 10_000, 2000, "os")
+    renewals.does(does)
+    ran, status = renewals.look(2000, 10_000, 2000, "os")
+    assert ran and status != 0
+    assert (tmp_path / "stamps" / "x").stat().st_mtime == 1000
+    assert not (tmp_path / "stamps" / "os").exists()
+    renewals.does("exit 0")
+    assert renewals.look(5600, 10_000, 2000, "os") == (True, 0)
+
+
+def test_stamps_are_on_disk_before_a_trial_is_forgotten(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does(f"echo renewed >> {tmp_path}/synced")
+    renewals.tool("sync", f'[ -e {tmp_path}/stamps/.x.tried ] && basename "$1" >> {tmp_path}/synced')
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert (tmp_path / "synced").read_text().split() == [".x.tried", "renewed", "x", "os"]
 
 
 def test_nothing_begins_while_the_host_goes_down_or_where_no_stamp_can_be_written(tmp_path):

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability, nines
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan.command import Plan, make
 from rekindle_lab.plan.fleet import load as load_fleet
 from rekindle_lab.records import Record, load
+from rekindle_lab.toml import DefinitionError
 
 HEAD = """\
 # Written by the demo: what it measured, once each, and what is wanted. Change it, then: rekindle-lab plan plan.toml

@@ -40,12 +40,13 @@ def command(
     are done; 1: some failed or are left; 2: the definition or the machine is not as it must be.
     """
     from rekindle_lab.experiment import order as orders
-    from rekindle_lab.experiment.definition import DefinitionError, load
+    from rekindle_lab.experiment.definition import load
     from rekindle_lab.experiment.guest import GuestRunner
     from rekindle_lab.experiment.ledger import RUNS, LedgerError
     from rekindle_lab.experiment.runner import CommandRunner, RunError
     from rekindle_lab.experiment.session import ORDER, Session, SessionError
     from rekindle_lab.experiment.settings import check
+    from rekindle_lab.toml import DefinitionError
 
     try:
         experiment = load(file, trial)

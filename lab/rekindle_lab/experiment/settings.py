@@ -8,7 +8,8 @@ that the guest fills), `definition` (lines of TOML for the VM's definition).
 import shutil
 from typing import Any
 
-from rekindle_lab.experiment.definition import DefinitionError, Experiment
+from rekindle_lab.experiment.definition import Experiment
+from rekindle_lab.toml import DefinitionError
 
 SETTINGS = {
     "reboot": str,

@@ -72,6 +72,15 @@ class Technique:
         _check(f"technique.{self.name}.degraded_rate", self.degraded_rate, 0, 1)
         _check(f"technique.{self.name}.degraded_s", self.degraded_s, 0)
         _check(f"technique.{self.name}.spare_hosts", self.spare_hosts, 0)
+        if isinstance(self.spare_hosts, float):
+            raise ParameterError(f"technique.{self.name}.spare_hosts: {self.spare_hosts:g}; it must be a whole number")
+        if not isinstance(self.coupled, bool):
+            raise ParameterError(f"technique.{self.name}.coupled: {self.coupled!r}; it must be true or false")
+
+    @property
+    def away_s(self) -> float:
+        """For how long one renewal has a VM down or degraded."""
+        return self.vmm_downtime_s + self.degraded_s
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Technique and intervals of a VM: the pair of techniques with the highest availability, as seldom as aging allows.
+"""Techniques and intervals of a host's VMs: the pairs with the highest availability that keep the capacity too.
 
 Failures are not in the model, so every renewal only costs: the longest intervals that aging allows are the best, and
 shorter ones are possible down to where the target is missed. Those limits are told.
 """
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from rekindle_lab.models.availability import availability, nines
 from rekindle_lab.models.crossing import crossings, os_breaks, vmm_breaks
@@ -39,15 +39,84 @@ class Choice:
         return nines(self.availability)
 
 
-@cache
-def choose(
-    vmm: tuple[Technique, ...], os: tuple[tuple[str, OsReboot], ...], longest: Timers, target: float | None
-) -> Choice:
-    """The best of the techniques given, in their order where several are equal."""
-    pairs = [
-        (availability(technique, reboot, longest), technique, name, reboot) for technique in vmm for name, reboot in os
-    ]
-    up, technique, name, reboot = max(pairs, key=lambda pair: pair[0])
+@dataclass(frozen=True)
+class Pair:
+    """What may renew a VM: a technique for its VMM, and the best one for its OS beside it."""
+
+    technique: Technique
+    os: str
+    reboot: OsReboot
+    availability: float
+
+
+def pairs(
+    vmm: Iterable[Technique], os: Sequence[tuple[str, OsReboot]], longest: Timers, target: float | None
+) -> tuple[Pair, ...]:
+    """One for each technique that meets the target, or for each if none does: the best first, equal ones in order."""
+    found = []
+    for technique in vmm:
+        ways = (Pair(technique, name, reboot, availability(technique, reboot, longest)) for name, reboot in os)
+        found.append(max(ways, key=lambda pair: pair.availability))
+    found.sort(key=lambda pair: -pair.availability)
+    return tuple(pair for pair in found if target is None or pair.availability >= target) or tuple(found)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Pairs for a host's first kinds of VMs, for how long it is away by them, and all their availabilities' sum."""
+
+    away_s: float
+    up: float
+    taken: tuple[Pair, ...]
+
+
+def best(
+    kinds: Sequence[tuple[Sequence[Pair], int]],
+    with_vms: Callable[[float, float, int], float],
+    keeps: Callable[[float], bool],
+) -> tuple[tuple[Pair, ...], float]:
+    """A pair for each kind of a host's VMs, and for how long the host is away by them.
+
+    Those whose availabilities have the largest sum among the ones by which a host is away so long that it `keeps` the
+    capacity; where there are none, the best of each kind. `kinds`: its pairs, the best first, and how many such VMs the
+    host has. `with_vms`: for how long a host is away that was so for the first, with VMs more that are so for the
+    second each, as many as the third. `keeps` must hold for all shorter times too.
+    """
+    away_s = 0.0
+    for choices, count in kinds:
+        away_s = with_vms(away_s, choices[0].technique.away_s, count)
+    wanted = _Part(away_s, 0.0, tuple(choices[0] for choices, _ in kinds))
+    found = wanted if keeps(away_s) else _best_that_keeps(kinds, with_vms, keeps) or wanted
+    return found.taken, found.away_s
+
+
+def _best_that_keeps(
+    kinds: Sequence[tuple[Sequence[Pair], int]],
+    with_vms: Callable[[float, float, int], float],
+    keeps: Callable[[float], bool],
+) -> _Part | None:
+    parts = [_Part(0.0, 0.0, ())]
+    for choices, count in kinds:
+        longer = (
+            _Part(
+                with_vms(part.away_s, pair.technique.away_s, count),
+                part.up + count * pair.availability,
+                (*part.taken, pair),
+            )
+            for part in parts
+            for pair in choices
+        )
+        # Only those go on that no other one beats in both.
+        parts = []
+        for part in sorted((one for one in longer if keeps(one.away_s)), key=lambda one: (one.away_s, -one.up)):
+            if not parts or part.up > parts[-1].up:
+                parts.append(part)
+    return parts[-1] if parts else None
+
+
+def choice(pair: Pair, longest: Timers, target: float | None) -> Choice:
+    """All that is to be said of a pair."""
+    technique, reboot, up = pair.technique, pair.reboot, pair.availability
     meets = target is None or up >= target
     limits: tuple[float | None, float | None] = (None, None)
     if target is not None and meets:
@@ -67,7 +136,7 @@ def choose(
         )
     return Choice(
         technique.name,
-        name,
+        pair.os,
         technique.coupled,
         longest.vmm_interval_s,
         longest.os_interval_s,

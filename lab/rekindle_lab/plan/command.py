@@ -4,20 +4,22 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rekindle_lab.bench.report import table
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
-from rekindle_lab.plan.choose import Choice, before_an_os_reboot, choose
-from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
-from rekindle_lab.plan.rolling import Rolling, roll
+from rekindle_lab.plan import choose
+from rekindle_lab.plan.choose import Choice, Pair, before_an_os_reboot
+from rekindle_lab.plan.fleet import Fleet, Hosts, load
+from rekindle_lab.plan.rolling import Rolling, Room, roll, room, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.say import fail
+from rekindle_lab.toml import DefinitionError
 
 SHOWN = 10
 
@@ -30,6 +32,8 @@ class Plan:
     choices: dict[tuple[str, str], Choice]
     """By hosts' and VMs' name in the file."""
     rolling: Rolling
+    crowded: tuple[str, ...]
+    """In words: hosts that no techniques renew so that the capacity is kept."""
     performance: float
     """Average throughput of all hosts, as a share (to 1) of what it is without renewals."""
 
@@ -42,7 +46,7 @@ class Plan:
             for (hosts, vms), choice in self.choices.items()
             if not choice.meets
         ]
-        return [*missed, *self.rolling.conflicts]
+        return [*missed, *self.crowded, *self.rolling.conflicts]
 
     def _needs(self, choice: Choice) -> str:
         target = self.fleet.availability
@@ -58,28 +62,52 @@ class Plan:
 
 
 def make(fleet: Fleet) -> Plan:
-    """Plan: technique and intervals of each kind of VM, then the order of the hosts."""
+    """Plan: techniques and intervals of each kind of host, then the order of the hosts."""
     longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
+    there = room(fleet, longest.vmm_interval_s, TICK_S)
+    taken = cache(lambda vms: _taken(fleet, vms, longest, there))
+    of_pair = cache(lambda pair: choose.choice(pair, longest, fleet.availability))
     choices: dict[tuple[str, str], Choice] = {}
+    crowded = []
     away_s, spare, served, all_vms = 0.0, 0, 0.0, 0
     for hosts in fleet.hosts:
-        for vms in hosts.vms:
-            choice = _choice(fleet, vms, longest)
+        pairs, host_s = taken(tuple((vms.allow_vmm, vms.allow_os, vms.count) for vms in hosts.vms))
+        away_s = max(away_s, host_s)
+        if not there.keeps(host_s):
+            crowded.append(_crowded(fleet, hosts, pairs, host_s, there))
+        for vms, pair in zip(hosts.vms, pairs, strict=True):
+            choice = of_pair(pair)
             choices[hosts.name, vms.name] = choice
-            technique = fleet.vmm[choice.vmm]
-            away_s = max(away_s, technique.vmm_downtime_s + technique.degraded_s)
-            spare = max(spare, technique.spare_hosts)
+            spare = max(spare, pair.technique.spare_hosts)
             count = hosts.count * vms.count
             served += count * choice.performance
             all_vms += count
     performance = served / all_vms * (fleet.size - spare) / fleet.size
-    return Plan(fleet, choices, roll(fleet, longest.vmm_interval_s, away_s, TICK_S), performance)
+    rolling = roll(fleet, longest.vmm_interval_s, away_s, TICK_S)
+    return Plan(fleet, choices, rolling, tuple(crowded), performance)
 
 
-def _choice(fleet: Fleet, vms: Vms, longest: Timers) -> Choice:
-    techniques = tuple(fleet.vmm[name] for name in vms.allow_vmm)
-    reboots = tuple((name, fleet.os[name]) for name in vms.allow_os)
-    return choose(techniques, reboots, longest, fleet.availability)
+def _taken(
+    fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, there: Room
+) -> tuple[tuple[Pair, ...], float]:
+    """The pairs for a host whose VMs allow these (VMM, OS, how many), and for how long it is away by them."""
+    kinds = []
+    for allow_vmm, allow_os, count in vms:
+        techniques = [fleet.vmm[name] for name in allow_vmm]
+        reboots = [(name, fleet.os[name]) for name in allow_os]
+        kinds.append((choose.pairs(techniques, reboots, longest, fleet.availability), count))
+    return choose.best(kinds, partial(with_vms, fleet.scope), there.keeps)
+
+
+def _crowded(fleet: Fleet, hosts: Hosts, pairs: tuple[Pair, ...], host_s: float, there: Room) -> str:
+    target = fleet.availability
+    meet = target is not None and all(pair.availability >= target for pair in pairs)
+    by = ", ".join(f"{vms.name} by {pair.technique.name}" for vms, pair in zip(hosts.vms, pairs, strict=True))
+    return (
+        f"hosts '{hosts.name}': no techniques that are allowed{f' and meet availability {target:g}' if meet else ''} "
+        f"keep capacity {fleet.capacity:g}: with the best ({by}) a host is away or degraded for {host_s:.4g} s, "
+        f"{there.most_s:.4g} s at most would do"
+    )
 
 
 def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:

@@ -1,15 +1,19 @@
 """What a plan starts from: hosts and their VMs, what was measured, what is wanted, and how long things may go on."""
 
+import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab.experiment.definition import DefinitionError, known, tables, text, whole
 from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
 from rekindle_lab.plan.measured import techniques
+from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
 SCOPES = ("vmm", "host")
+VM_NAME_MAX = 63
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""It stands in the units' descriptions."""
 TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
 
 
@@ -81,11 +85,9 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     scope = text(document, "scope", "vmm")
     if scope not in SCOPES:
         raise DefinitionError(f"scope: '{scope}'; there are: {', '.join(SCOPES)}")
-    target = document.get("target", {})
+    target = _table(document, "target", "availability = 0.9999")
     known(target, ("availability", "capacity"), "target")
-    files = document.get("measured", {})
-    if not isinstance(files, dict):
-        raise DefinitionError("measured: must be a table")
+    files = _table(document, "measured", 'vmm = "vmm.json"')
     from_vmm, from_os, notes = techniques(files, folder)
     vmm = from_vmm | _by_hand(document, "vmm", Technique, named=True, needed=not from_vmm)
     os = from_os | _by_hand(document, "os", OsReboot, named=False, needed=not from_os)
@@ -109,6 +111,13 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     )
 
 
+def _table(document: dict[str, Any], key: str, like: str) -> dict[str, Any]:
+    table = document.get(key, {})
+    if not isinstance(table, dict):
+        raise DefinitionError(f"{key}: must be a table: [{key}], and below it {like}")
+    return table
+
+
 def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, needed: bool) -> dict[str, Any]:
     given = document.get(key, {})
     if not isinstance(given, dict) or (needed and not given):
@@ -118,11 +127,16 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
         where = f"{key}.{name}"
         if not isinstance(table, dict):
             raise DefinitionError(f"{where}: must be a table")
-        known(table, [field for field in kind.__dataclass_fields__ if field != "name"], where)
+        fields = {key: field for key, field in kind.__dataclass_fields__.items() if key != "name"}
+        known(table, fields, where)
+        missing = next((key for key, field in fields.items() if field.default is MISSING and key not in table), None)
+        if missing is not None:
+            raise DefinitionError(f"{where}.{missing}: is not there; it is what was measured")
         try:
             made[name] = kind(name=name, **table) if named else kind(**table)
-        except TypeError as error:
-            raise DefinitionError(f"{where}: {error}") from error
+        except ParameterError as error:
+            own = f"technique.{name}." if named else "os."
+            raise DefinitionError(f"{where}.{str(error).removeprefix(own)}") from error
     return made
 
 
@@ -144,13 +158,16 @@ def _share(target: dict[str, Any], key: str) -> float | None:
 def _hosts(table: dict[str, Any], vmm: tuple[str, ...], os: tuple[str, ...]) -> Hosts:
     known(table, ("name", "count", "group", "vms"), "hosts")
     name = text(table, "name")
+    if not HOST_NAME.fullmatch(name):
+        raise DefinitionError(f"hosts: name: '{name}'; it must be of a-z, A-Z, 0-9, `.`, `_` and `-`")
+    group = None if "group" not in table else text(table, "group")
     vms = tuple(_vms(one, name, vmm, os) for one in tables(table, "vms"))
     if not vms:
         raise DefinitionError(f"hosts '{name}': no [[hosts.vms]]; at least one is needed")
     names = [one for group in vms for one in group.names]
     if len(set(names)) != len(names):
         raise DefinitionError(f"hosts '{name}': two VMs have the same name")
-    return Hosts(name, whole(table, "count", 1, low=1), table.get("group"), vms)
+    return Hosts(name, whole(table, "count", 1, low=1), group, vms)
 
 
 def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, ...]) -> Vms:
@@ -159,9 +176,29 @@ def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, 
     allowed = {}
     for key, there in (("allow_vmm", vmm), ("allow_os", os)):
         given = table.get(key, list(there))
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            raise DefinitionError(f'{where}: {key}: {given!r}; it must be a list of names, as ["{there[0]}"]')
         unknown = [name for name in given if name not in there]
         if unknown or not given:
             what = f"'{unknown[0]}' was not measured" if unknown else "is empty"
             raise DefinitionError(f"{where}: {key}: {what}; there are: {', '.join(there)}")
         allowed[key] = tuple(given)
-    return Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)
+    made = Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)
+    wrong = _not_a_name(made.name) or _not_a_name(made.names[-1])
+    if wrong is not None:
+        raise DefinitionError(f"{where}: name: '{made.name}': {wrong}")
+    return made
+
+
+def _not_a_name(name: str) -> str | None:
+    """What keeps it from being the name of a VM: Rekindle's own rule, crates/vm/src/definition/names.rs."""
+    bad = re.search(r"[^a-z0-9._-]", name)
+    if bad:
+        return f"`{bad[0]}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"
+    if not name:
+        return f"empty; write 1 to {VM_NAME_MAX} characters out of a-z, 0-9, `.`, `_` and `-`"
+    if name[0] in "._-":
+        return f"starts with `{name[0]}`; start it with a-z or 0-9"
+    if len(name) > VM_NAME_MAX:
+        return f"{name} is {len(name)} characters long; shorten it to at most {VM_NAME_MAX}"
+    return None

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from rekindle_lab.analysis.command import load
-from rekindle_lab.experiment.definition import DefinitionError, known, text
 from rekindle_lab.models.parameters import OsReboot, Technique, measured
+from rekindle_lab.toml import DefinitionError, known, text
 
 KEYS = ("vmm", "vmm_guests", "os", "os_guests")
 VMM_WAYS = ("warm", "saved", "cold")

@@ -9,8 +9,8 @@ own: one that cannot be renewed keeps no other from it.
 
 from dataclasses import dataclass
 
-from rekindle_lab.experiment.definition import DefinitionError
 from rekindle_lab.plan.measured import OS_WAYS, VMM_WAYS
+from rekindle_lab.toml import DefinitionError
 
 FOLDER = "/etc/rekindle/plan"
 STAMPS = "/var/lib/rekindle/renewed"
@@ -39,6 +39,9 @@ shift
 # One at a time. What COMMAND starts lives on, and must not keep the lock: it does not inherit it.
 exec 9>"${{REKINDLE_RENEWAL_LOCK:-{LOCK}}}"
 flock 9
+# The reboot of a host has systemd end this script too, perhaps before the stamps are set: it goes on to its end.
+# COMMAND and all that it starts are ended as ever: a trap is not inherited.
+trap : TERM
 # A host that goes down begins nothing new.
 [ "$(systemctl is-system-running 2>/dev/null)" != stopping ] || exit 0
 now=$(date +%s)
@@ -66,8 +69,14 @@ if [ -e "$tried" ]; then
 fi
 # Where no stamp can be written nothing begins: it would begin again at each look.
 touch -d "@$now" "$tried"
+sync "$tried"
+# The stamps come after COMMAND: cut off in between it is done once more, and not left out for an interval.
 "$@" 9>&-
-for each in "$name" $also; do touch "$stamps/$each"; done
+# A host that was told to reboot may be gone at any moment from here on: on disk before the trial is forgotten.
+for each in "$name" $also; do
+	touch "$stamps/$each"
+	sync "$stamps/$each"
+done
 rm "$tried"
 """
 
@@ -155,6 +164,7 @@ SERVICE = """[Service]
 Type=oneshot
 # The new QEMU stays in this unit's control group: it must live when the command has ended.
 KillMode=process
+# A stop waits for the renewal, which goes on at SIGTERM, and does not kill it when that takes long.
 SendSIGKILL=no
 OOMPolicy=continue
 TasksMax=infinity

@@ -1,0 +1,48 @@
+"""TOML files that their owner writes, checked: what every definition's loader takes its values with."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+
+class DefinitionError(ValueError):
+    """The file says something that cannot be. The text names file, place and mend."""
+
+
+def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise unless all keys of a table are among `names`; the text names the nearest."""
+    names = list(names)
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            mean = f"did you mean {near[0]}? " if near else ""
+            raise DefinitionError(f"{where}: unknown key '{key}'; {mean}there are: {', '.join(names)}")
+
+
+def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """An array of tables."""
+    value = document.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise DefinitionError(f"{key}: must be [[{key}]]")
+    return value
+
+
+def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
+    """A text."""
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise DefinitionError(
+            f"{key}: {'is not there' if value is None else f'{json.dumps(value, default=repr)} is not a text'}"
+        )
+    return value
+
+
+def whole(table: dict[str, Any], key: str, default: int | None = None, *, low: int) -> int:
+    """A whole number of at least `low`."""
+    value = table.get(key, default)
+    if value is None:
+        raise DefinitionError(f"{key}: is not there")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise DefinitionError(f"{key}: {value!r}; it must be a whole number of at least {low}")
+    return value
