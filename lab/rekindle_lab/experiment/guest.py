@@ -163,8 +163,9 @@ class GuestRunner:
     def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
         """The action, with a leak before it if there is to be one, and the load afterwards.
 
-        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest of a
-        leak has been rebooted in the same way before it."""
+        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest
+        of a leak has been rebooted in the same way before it.
+        """
         about = self.experiment.guest
         leak = None
         if about.leak_mib:
