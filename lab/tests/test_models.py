@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle_lab.cli import app
-from rekindle_lab.models import crossing, figures, throughput
+from rekindle_lab.models import crossing, figures, simulation, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
 from rekindle_lab.models.parameters import (
     DAY_S,
@@ -149,6 +149,23 @@ def test_the_rules_matter_without_a_reset_there_is_no_floor():
     assert not kept.availability.holds(availability(cold, HARSH_OS, HARSH))
     independent = Technique("cold", 1_000)
     assert kept.availability.mean == pytest.approx(availability(independent, HARSH_OS, HARSH), abs=0.002)
+
+
+def test_a_renewal_that_waits_begins_though_a_piece_of_degraded_time_is_left_that_no_clock_can_tell(monkeypatch):
+    steps, step = [], simulation._Vm.step
+
+    def counted(vm):
+        steps.append(vm.now)
+        assert len(steps) < 100_000, f"it stands still at {vm.now} s"
+        step(vm)
+
+    monkeypatch.setattr(simulation._Vm, "step", counted)
+    cold, os, timers = Technique("cold", 1_000, coupled=True), OsReboot(100, 0.3, 12.3), Timers(10_000, 2_990)
+    result = simulate(cold, os, timers)
+    # The third OS reboot falls together with the renewal: it comes first, or is spared.
+    most = downtime_s(cold, os, timers)
+    assert os_reboots(cold, timers) == 3
+    assert 1 - most / 10_000 < result.availability.mean < 1 - (most - 100) / 10_000
 
 
 def test_an_evaluation_takes_less_than_a_millisecond():
