@@ -405,6 +405,10 @@ def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
         ("echo '{}'", "its last line is not a result"),
         ("echo '{\"responses\": [1]}'", "responses: [1] is not of the kind dict"),
         ('echo \'{"responses": {"downtime_s": 1}, "versions": []}\'', "versions: [] is not of the kind dict"),
+        (
+            'echo \'{"responses": {"downtime_s": 1}, "versions": {"lib": {"numpy": "2.4"}}}\'',
+            "versions.lib: {'numpy': '2.4'} is not a text",
+        ),
         ("printf '\\377\\n'", "its last line is not a result"),
     ],
 )

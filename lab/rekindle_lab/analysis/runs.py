@@ -227,6 +227,10 @@ def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
             problems.append(Problem(row, key, "is not there"))
         elif not isinstance(line[key], kind) or isinstance(line[key], bool):
             problems.append(Problem(row, key, f"{line[key]!r} is not of the kind {kind.__name__}"))
+    versions = line.get("versions")
+    for name, value in versions.items() if isinstance(versions, dict) else ():
+        if not isinstance(value, str):
+            problems.append(Problem(row, f"versions.{name}", f"{value!r} is not a text"))
     if len(problems) == before and line["format"] != FORMAT:
         problems.append(Problem(row, "format", f"{line['format']}; this program reads {FORMAT}"))
     return len(problems) == before

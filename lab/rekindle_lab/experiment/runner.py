@@ -111,6 +111,9 @@ class CommandRunner:
             ):
                 if not isinstance(value, kind):
                     raise ValueError(f"{name}: {value!r} is not of the kind {kind.__name__}")
+            for name, value in measured.versions.items():
+                if not isinstance(value, str):
+                    raise ValueError(f"versions.{name}: {value!r} is not a text")
             return measured
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{argv[0]}: its last line is not a result ({error!r}): {out[-500:]}") from error
