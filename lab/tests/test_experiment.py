@@ -272,6 +272,10 @@ def test_replications_from_a_power_analysis_fill_blocks():
         ({"factor": []}, r"no \[\[factor\]\]"),
         ({"factor": [{"name": "a", "levels": {"x": {}}}]}, "factor 'a': needs at least two"),
         ({"factor": [{"name": "a", "levels": {"x": {}, "y": 3}}]}, "level 'y': must be a table"),
+        (
+            {"factor": [{"name": n, "levels": {"x": {"how": n}, "y": {}}} for n in ("a", "b")]},
+            "factor 'b': 'how' is set by factor 'a' too; make them one factor",
+        ),
         ({"response": [{"name": "Down Time"}]}, "names are like downtime_s"),
         ({"response": [{"name": "a_s"}, {"name": "a_s"}]}, "response: 'a_s' is there twice"),
         ({"runner": "vm"}, "runner: 'vm'; there are: guest, command"),

@@ -42,6 +42,16 @@ def experiment(level, response, **guest):
         ({"reboot": "os", "haw": "cold"}, "downtime_s", {}, "level 'b': unknown setting 'haw'"),
         ({"reboot": 1}, "downtime_s", {}, "level 'b': reboot: 1 is not of the kind str"),
         ({"reboot": "host"}, "downtime_s", {}, "reboot: 'host'; there are: os, vmm"),
+        (
+            {"reboot": "os", "how": "kexek"},
+            "downtime_s",
+            {},
+            "how of the reboot of os: 'kexek'; there are: cold, kexec",
+        ),
+        ({"reboot": "vmm", "how": "kexec"}, "downtime_s", {}, "how of the reboot of vmm: 'kexec'; there are: warm, "),
+        ({"how": "kexec"}, "throughput_per_s", {}, "how: 'kexec' of what reboot\\? Set reboot, or leave how out"),
+        ({"options": ["--end", "freeze"]}, "throughput_per_s", {}, "options of what reboot\\? Set reboot, or leave"),
+        ({"how": "phase", "disk_server": False}, "throughput_per_s", {}, "phase needs disks with servers"),
         ({}, "downtime_s", {}, "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
         ({}, "throughput_after_per_s", {}, "'throughput_after_per_s', but treatment {'f': 'b'} reboots nothing"),
         (COLD, "downtime_ms", {}, "unknown 'downtime_ms'; a guest has: throughput_per_s"),
@@ -64,6 +74,17 @@ def experiment(level, response, **guest):
 def test_what_a_guest_does_not_know_is_named_before_anything_runs(level, response, guest, said):
     with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
         settings.check(experiment(level, response, **guest))
+
+
+def test_phases_may_be_kept_for_no_reboot():
+    settings.check(experiment({"how": "phase"}, "throughput_per_s"))
+
+
+def test_each_way_of_a_reboot_is_known():
+    for reboot, ways in settings.WAYS.items():
+        for how in ways:
+            settings.check(experiment({"reboot": reboot, "how": how}, "downtime_s", image="immutable"))
+    settings.check(experiment({"reboot": "vmm"}, "downtime_s"))
 
 
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
