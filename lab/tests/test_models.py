@@ -83,6 +83,20 @@ def test_warm_does_not_depend_on_the_number_of_hosts():
     assert share(CLUSTER, "warm", 2) == pytest.approx(share(CLUSTER, "warm", 1e6), rel=1e-12)
 
 
+def test_crossings_are_looked_for_only_where_both_techniques_are_possible():
+    kept = CLUSTER.techniques | {"pair": Technique("pair", 0, 0.57, 181, spare_hosts=2)}
+    own = Parameters("x", CLUSTER.os, kept)
+    (place,) = crossing.in_hosts(own, "cold", "pair")
+    (single,) = crossing.in_hosts(own, "cold", "live")
+    assert place.at == pytest.approx(2 * single.at, rel=1e-6)
+    assert figures.figure_16(own)["hosts"].min() == 3
+    # A quarter of a day is less than this renewal takes, and a 28th of its interval is.
+    slow = Parameters("y", OsReboot(34), {"a": Technique("a", 40_000), "b": Technique("b", 30_000, coupled=True)})
+    low, high = DAY_S / 28, 4 * DAY_S
+    assert all(40_000 < place.at < high for place in crossing.in_vmm_interval(slow, "a", "b", low, high))
+    assert figures.figure_10(slow)["vmm_interval_d"].min() * DAY_S > 40_000
+
+
 def test_crossings_are_where_the_difference_is_nothing():
     # Saved beside cold: with rare OS reboots cold is better; with frequent ones its reset timer saves reboots.
     saved = Parameters(
@@ -259,6 +273,34 @@ def test_command_line(tmp_path):
         assert (tmp_path / "f" / f"figure-{number}.png").read_bytes().startswith(b"\x89PNG")
     header = (tmp_path / "f" / "figure-16-paper.csv").read_text().splitlines()[0]
     assert header.startswith("hosts,warm_index,cold_index")
+
+
+SPARES = (
+    BY_HAND
+    + """
+[technique.pair]
+vmm_downtime_s = 0
+degraded_rate = 0.5
+degraded_s = 200
+spare_hosts = 2
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parameters", "figures.toml"],
+        ["--paper", "jboss", "--vmm-interval-d", "0.1"],
+        ["--paper", "jboss", "--os-interval-d", "10000"],
+    ],
+)
+def test_what_nobody_has_given_is_no_error(tmp_path, monkeypatch, options):
+    (tmp_path / "figures.toml").write_text(SPARES)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["model", *options, "--json", "--figures", "f"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["techniques"]
 
 
 def test_command_line_prints_tables():
