@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
-from rekindle_lab.experiment import ledger, order, sampling, session
+from rekindle_lab.experiment import ledger, order, processes, sampling, session
 from rekindle_lab.experiment.definition import DefinitionError, load, parse
 from rekindle_lab.experiment.ledger import Ledger, LedgerError
 from rekindle_lab.experiment.runner import Measured, RunError
@@ -319,8 +319,8 @@ def test_the_samplers_share_is_that_of_the_processes(tmp_path):
     mark = str(tmp_path / "mark")
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
     try:
-        wait_until(lambda: sampling.processes_with(mark))
-        with sampling.Sampler(0.05, lambda: sampling.processes_with(mark)) as sampler:
+        wait_until(lambda: processes.mentioning(mark))
+        with sampling.Sampler(0.05, lambda: processes.mentioning(mark)) as sampler:
             while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
                 assert busy.poll() is None
     finally:

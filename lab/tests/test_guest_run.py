@@ -4,13 +4,15 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
-from rekindle_lab.experiment import leftover, load, settings, subject
+from rekindle_lab.experiment import leftover, load, processes, settings, subject
 from rekindle_lab.experiment.definition import DefinitionError, parse
 from rekindle_lab.experiment.definition import load as load_definition
 from rekindle_lab.experiment.guest import GuestRunner
@@ -287,6 +289,17 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
     (tmp_path / "work").mkdir()
     runner.clear(leaves)
     assert not (tmp_path / "work").exists()
+
+
+def test_who_only_speaks_of_a_run_directory_is_left_alone(tmp_path):
+    variable = f"REKINDLE_RUN_DIR={tmp_path / 'run'}"
+    speaks = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", variable])
+    try:
+        wait_until(lambda: speaks.pid in processes.mentioning(variable))
+        assert processes.with_variable(*variable.split("=")) == []
+    finally:
+        speaks.kill()
+        speaks.wait()
 
 
 def test_what_a_kill_has_left_is_ended_and_nobody_else(tmp_path):

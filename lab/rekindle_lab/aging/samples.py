@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_lab.stats import finite
+from rekindle_lab.numbers import finite
 
 FORMAT = 1
 METRICS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab.stats import finite
+from rekindle_lab.numbers import finite
 
 FORMAT = 1
 SHOWN = 20
@@ -133,6 +133,14 @@ class Order:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
+
+
+def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> Runs:
+    """Read runs with the order beside them, if it is there."""
+    beside = path.parent / "order.json"
+    order = Order.load(beside) if beside.exists() else None
+    allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
+    return read(path, order=order, factor=factor, allow=allow)
 
 
 def read(

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rekindle_lab.analysis.command import load
+from rekindle_lab.analysis.runs import load
 from rekindle_lab.experiment.definition import DefinitionError, known, text
 from rekindle_lab.models.parameters import OsReboot, Technique, measured
 

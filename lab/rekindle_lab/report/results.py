@@ -7,9 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rekindle_lab.analysis import tables
-from rekindle_lab.analysis.command import load
 from rekindle_lab.analysis.judge import Verdict, judge
-from rekindle_lab.analysis.runs import Order, Runs, content
+from rekindle_lab.analysis.runs import Order, Runs, content, load
 from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
 from rekindle_lab.report.page import may_replace, put
