@@ -47,6 +47,23 @@ def test_the_slopes_interval_is_that_of_scipy_where_nothing_hangs_together():
     )
 
 
+def test_the_slopes_interval_has_scipys_ranks():
+    n, same = 30, 0
+    seconds = np.arange(float(n))
+    variance = n * (n - 1) * (2 * n + 5) / 18
+    pairs = n * (n - 1) / 2
+    for seed in range(20):
+        values = np.random.default_rng(seed).normal(size=n)
+        found = trend(seconds, values)
+        half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
+        if (pairs + half) / 2 % 1 < 0.5:
+            continue  # scipy rounds such a rank down, and we never
+        same += 1
+        other = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half / np.sqrt(variance)))
+        assert (found.slope_low, found.slope_high) == pytest.approx((other.low_slope, other.high_slope), rel=1e-12)
+    assert same >= 5
+
+
 @pytest.mark.parametrize(("kind", "most"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)])
 def test_no_trend_is_seen_about_as_rarely_as_it_says_and_far_more_rarely_than_uncorrected(kind, most):
     generator = np.random.default_rng(6)
