@@ -39,12 +39,17 @@ def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
     from rekindle_lab.analysis import tables
 
     head = f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts"
-    parts = [head, table(tables.verdicts_table(verdicts), "Responses"), table(tables.summary(verdicts), "Averages")]
+    parts = [
+        head,
+        table(tables.for_people(tables.verdicts_table(verdicts)), "Responses"),
+        table(tables.summary(verdicts), "Averages"),
+    ]
     for verdict in verdicts:
         response = verdict.response
         title = tables.heading(response.name)
         parts += [
-            table(rows, f"{title}: {name}") for name, rows in tables.of_response(response, runs.factor, alpha).items()
+            table(tables.for_people(rows), f"{title}: {name}")
+            for name, rows in tables.of_response(response, runs.factor, alpha).items()
         ]
         parts += [f"{title}: {note}" for note in response.notes]
     parts += [f"note: {note}" for note in runs.notes]
