@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+VMM_WAYS = ("warm", "saved", "cold")
+OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
+"""What `rekindle reboot vmm` and `rekindle reboot os` know as `--how`."""
 COMMAND_DEADLINE_S = 900.0
 MARGIN_S = 0.4
 """How long a probe runs undisturbed before and after what it watches, so that its gap stands alone."""

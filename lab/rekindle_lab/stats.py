@@ -1,6 +1,5 @@
 """Statistics for timings: few samples, long tails, shared machines. So medians, resampling and no normal curves."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,6 @@ from scipy import stats
 SEED = 20100401
 """Resampling starts from here, so that one raw file always gives one result."""
 RESAMPLES = 9999
-
-
-def finite(value: float) -> bool:
-    """Whether it is a number to reckon with; a whole number may be too large to be one."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _sample(values: Sequence[float]) -> np.ndarray:

@@ -47,6 +47,23 @@ def test_the_slopes_interval_is_that_of_scipy_where_nothing_hangs_together():
     )
 
 
+def test_the_slopes_interval_has_scipys_ranks():
+    n, same = 30, 0
+    seconds = np.arange(float(n))
+    variance = n * (n - 1) * (2 * n + 5) / 18
+    pairs = n * (n - 1) / 2
+    for seed in range(20):
+        values = np.random.default_rng(seed).normal(size=n)
+        found = trend(seconds, values)
+        half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
+        if (pairs + half) / 2 % 1 < 0.5:
+            continue  # scipy rounds such a rank down, and we never
+        same += 1
+        other = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half / np.sqrt(variance)))
+        assert (found.slope_low, found.slope_high) == pytest.approx((other.low_slope, other.high_slope), rel=1e-12)
+    assert same >= 5
+
+
 @pytest.mark.parametrize(("kind", "most"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)])
 def test_no_trend_is_seen_about_as_rarely_as_it_says_and_far_more_rarely_than_uncorrected(kind, most):
     generator = np.random.default_rng(6)
@@ -138,6 +155,7 @@ def test_series_begin_at_the_last_boot(tmp_path):
     found = {one.name: one for one in read(write(tmp_path / "s", rows))}
     assert list(found) == ["h free_memory_kib", "h/web free_memory_kib", "h/web open_files"]
     assert list(found["h free_memory_kib"].values) == [0, 1, 2]
+    assert [one.before for one in found.values()] == [5, 0, 0]
     assert found["h free_memory_kib"].limit == 0
     assert found["h/web open_files"].limit == 99
     (given,) = [one for one in read(tmp_path / "s", {"open_files": 50}) if one.metric == "open_files"]
@@ -154,6 +172,9 @@ def test_series_begin_at_the_last_boot(tmp_path):
         ({"guest": ["a"]}, "row 2, column guest: ['a'] is not what it must be"),
         ({"free_memory_kib": 10**310}, "is not a finite number"),
         ({"format": 2}, "row 2, column format: 2; this program reads 1"),
+        ({"free_memory_kb": 5}, "row 2, column free_memory_kb: unknown; did you mean free_memory_kib?"),
+        ({"open_file_limit": None}, "row 2, column open_file_limit: unknown; did you mean open_files_limit?"),
+        ({"temperature": 5}, "row 2, column temperature: unknown; metrics are: free_memory_kib, slab_kib"),
         ({"unix_s": 1}, "h  has two samples of free_memory_kib at 1"),
     ],
 )
@@ -202,6 +223,31 @@ def test_command_line(tmp_path):
     assert result.exit_code == 0 and "clear, but far off" in result.output
     result = CliRunner().invoke(app, ["aging", "trend", str(path), "--limit", "memory=1"])
     assert result.exit_code == 2 and "no metric 'memory'" in result.output
+
+
+def test_an_unknown_key_is_told_once(tmp_path):
+    with pytest.raises(SamplesError) as caught:
+        read(write(tmp_path / "s", [sample(n, slab_kb=n) for n in range(50)]))
+    assert str(caught.value).endswith("1 problem\n  row 1, column slab_kb: unknown; did you mean slab_kib?")
+
+
+def test_what_lies_before_the_last_boot_is_counted(tmp_path):
+    rows = [sample(n) for n in range(7)] + [sample(10 + n, boot="b2") for n in range(3)]
+    path = write(tmp_path / "s", rows)
+    result = CliRunner().invoke(app, ["aging", "trend", str(path), "--json"])
+    (found,) = json.loads(result.output)["findings"]
+    assert (found["samples"], found["samples_of_earlier_boots"]) == (3, 7)
+    told = CliRunner().invoke(app, ["aging", "trend", str(path)]).output
+    assert "of earlier boots" in told and told.splitlines()[-1].split()[2:5] == ["0", "3", "7"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--alpha", "5"), ("--alpha", "0"), ("--alpha", "nan"), ("--horizon-d", "0"), ("--horizon-d", "inf")],
+)
+def test_an_alarm_that_cannot_be_is_refused(tmp_path, option, value):
+    result = CliRunner().invoke(app, ["aging", "trend", str(write(tmp_path / "s", [sample(1)])), option, value])
+    assert result.exit_code == 2 and f"{option} {value}: it must be" in result.output
 
 
 def test_the_command_line_states_false_alarms():

@@ -166,6 +166,17 @@ def test_effect_sizes_are_the_textbooks():
         assert interval.low < interval.value < interval.high
 
 
+def test_a_resample_without_variance_takes_the_interval_and_not_the_value():
+    samples = {"a": np.array([5.0] * 15 + [6]), "b": np.array([7.0] * 15 + [9])}
+    (pair,) = effects.effects(samples).pairs
+    pooled = np.sqrt((samples["a"].var(ddof=1) + samples["b"].var(ddof=1)) / 2)
+    assert pair.hedges_g.value == pytest.approx((samples["a"].mean() - samples["b"].mean()) / pooled * (1 - 3 / 119))
+    assert (pair.hedges_g.low, pair.hedges_g.high) == (None, None)
+    found = judge_response("x_s", [*samples["a"], *samples["b"]], ["a"] * 16 + ["b"] * 16)
+    assert "Hedges' g of a - b: no interval, since some resamples do not vary" in found.notes
+    assert tables.for_people(tables.pairs(found))[0]["Hedges' g"] == f"{pair.hedges_g.value:.4g}"
+
+
 def test_bootstrap_intervals_cover():
     generator = np.random.default_rng(11)
     hits = 0

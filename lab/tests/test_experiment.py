@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
-from rekindle_lab.experiment import ledger, order, sampling, session
+from rekindle_lab.experiment import ledger, order, processes, sampling, session
 from rekindle_lab.experiment.definition import load, parse
 from rekindle_lab.experiment.ledger import Ledger, LedgerError
 from rekindle_lab.experiment.runner import Measured, RunError
@@ -273,6 +273,10 @@ def test_replications_from_a_power_analysis_fill_blocks():
         ({"factor": []}, r"no \[\[factor\]\]"),
         ({"factor": [{"name": "a", "levels": {"x": {}}}]}, "factor 'a': needs at least two"),
         ({"factor": [{"name": "a", "levels": {"x": {}, "y": 3}}]}, "level 'y': must be a table"),
+        (
+            {"factor": [{"name": n, "levels": {"x": {"how": n}, "y": {}}} for n in ("a", "b")]},
+            "factor 'b': 'how' is set by factor 'a' too; make them one factor",
+        ),
         ({"response": [{"name": "Down Time"}]}, "names are like downtime_s"),
         ({"response": [{"name": "a_s"}, {"name": "a_s"}]}, "response: 'a_s' is there twice"),
         ({"runner": "vm"}, "runner: 'vm'; there are: guest, command"),
@@ -316,8 +320,8 @@ def test_the_samplers_share_is_that_of_the_processes(tmp_path):
     mark = str(tmp_path / "mark")
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
     try:
-        wait_until(lambda: sampling.processes_with(mark))
-        with sampling.Sampler(0.05, lambda: sampling.processes_with(mark)) as sampler:
+        wait_until(lambda: processes.mentioning(mark))
+        with sampling.Sampler(0.05, lambda: processes.mentioning(mark)) as sampler:
             while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
                 assert busy.poll() is None
     finally:
@@ -406,6 +410,10 @@ def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
         ("echo '{}'", "its last line is not a result"),
         ("echo '{\"responses\": [1]}'", "responses: [1] is not of the kind dict"),
         ('echo \'{"responses": {"downtime_s": 1}, "versions": []}\'', "versions: [] is not of the kind dict"),
+        (
+            'echo \'{"responses": {"downtime_s": 1}, "versions": {"lib": {"numpy": "2.4"}}}\'',
+            "versions.lib: {'numpy': '2.4'} is not a text",
+        ),
         ("printf '\\377\\n'", "its last line is not a result"),
     ],
 )

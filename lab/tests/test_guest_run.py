@@ -4,13 +4,15 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
-from rekindle_lab.experiment import leftover, load, settings, subject
+from rekindle_lab.experiment import leftover, load, processes, settings, subject
 from rekindle_lab.experiment.definition import load as load_definition
 from rekindle_lab.experiment.definition import parse
 from rekindle_lab.experiment.guest import GuestRunner
@@ -43,6 +45,16 @@ def experiment(level, response, **guest):
         ({"reboot": "os", "haw": "cold"}, "downtime_s", {}, "level 'b': unknown setting 'haw'"),
         ({"reboot": 1}, "downtime_s", {}, "level 'b': reboot: 1 is not of the kind str"),
         ({"reboot": "host"}, "downtime_s", {}, "reboot: 'host'; there are: os, vmm"),
+        (
+            {"reboot": "os", "how": "kexek"},
+            "downtime_s",
+            {},
+            "how of the reboot of os: 'kexek'; there are: cold, kexec",
+        ),
+        ({"reboot": "vmm", "how": "kexec"}, "downtime_s", {}, "how of the reboot of vmm: 'kexec'; there are: warm, "),
+        ({"how": "kexec"}, "throughput_per_s", {}, "how: 'kexec' of what reboot\\? Set reboot, or leave how out"),
+        ({"options": ["--end", "freeze"]}, "throughput_per_s", {}, "options of what reboot\\? Set reboot, or leave"),
+        ({"how": "phase", "disk_server": False}, "throughput_per_s", {}, "phase needs disks with servers"),
         ({}, "downtime_s", {}, "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
         ({}, "throughput_after_per_s", {}, "'throughput_after_per_s', but treatment {'f': 'b'} reboots nothing"),
         (COLD, "downtime_ms", {}, "unknown 'downtime_ms'; a guest has: throughput_per_s"),
@@ -65,6 +77,17 @@ def experiment(level, response, **guest):
 def test_what_a_guest_does_not_know_is_named_before_anything_runs(level, response, guest, said):
     with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
         settings.check(experiment(level, response, **guest))
+
+
+def test_phases_may_be_kept_for_no_reboot():
+    settings.check(experiment({"how": "phase"}, "throughput_per_s"))
+
+
+def test_each_way_of_a_reboot_is_known():
+    for reboot, ways in settings.WAYS.items():
+        for how in ways:
+            settings.check(experiment({"reboot": reboot, "how": how}, "downtime_s", image="immutable"))
+    settings.check(experiment({"reboot": "vmm"}, "downtime_s"))
 
 
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
@@ -267,6 +290,17 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
     (tmp_path / "work").mkdir()
     runner.clear(leaves)
     assert not (tmp_path / "work").exists()
+
+
+def test_who_only_speaks_of_a_run_directory_is_left_alone(tmp_path):
+    variable = f"REKINDLE_RUN_DIR={tmp_path / 'run'}"
+    speaks = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", variable])
+    try:
+        wait_until(lambda: speaks.pid in processes.mentioning(variable))
+        assert processes.with_variable(*variable.split("=")) == []
+    finally:
+        speaks.kill()
+        speaks.wait()
 
 
 def test_what_a_kill_has_left_is_ended_and_nobody_else(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle_lab.cli import app
-from rekindle_lab.models import crossing, figures, throughput
+from rekindle_lab.models import crossing, figures, simulation, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
 from rekindle_lab.models.parameters import (
     DAY_S,
@@ -83,6 +83,20 @@ def test_warm_does_not_depend_on_the_number_of_hosts():
     assert share(CLUSTER, "warm", 2) == pytest.approx(share(CLUSTER, "warm", 1e6), rel=1e-12)
 
 
+def test_crossings_are_looked_for_only_where_both_techniques_are_possible():
+    kept = CLUSTER.techniques | {"pair": Technique("pair", 0, 0.57, 181, spare_hosts=2)}
+    own = Parameters("x", CLUSTER.os, kept)
+    (place,) = crossing.in_hosts(own, "cold", "pair")
+    (single,) = crossing.in_hosts(own, "cold", "live")
+    assert place.at == pytest.approx(2 * single.at, rel=1e-6)
+    assert figures.figure_16(own)["hosts"].min() == 3
+    # A quarter of a day is less than this renewal takes, and a 28th of its interval is.
+    slow = Parameters("y", OsReboot(34), {"a": Technique("a", 40_000), "b": Technique("b", 30_000, coupled=True)})
+    low, high = DAY_S / 28, 4 * DAY_S
+    assert all(40_000 < place.at < high for place in crossing.in_vmm_interval(slow, "a", "b", low, high))
+    assert figures.figure_10(slow)["vmm_interval_d"].min() * DAY_S > 40_000
+
+
 def test_crossings_are_where_the_difference_is_nothing():
     # Saved beside cold: with rare OS reboots cold is better; with frequent ones its reset timer saves reboots.
     saved = Parameters(
@@ -149,6 +163,23 @@ def test_the_rules_matter_without_a_reset_there_is_no_floor():
     assert not kept.availability.holds(availability(cold, HARSH_OS, HARSH))
     independent = Technique("cold", 1_000)
     assert kept.availability.mean == pytest.approx(availability(independent, HARSH_OS, HARSH), abs=0.002)
+
+
+def test_a_renewal_that_waits_begins_though_a_piece_of_degraded_time_is_left_that_no_clock_can_tell(monkeypatch):
+    steps, step = [], simulation._Vm.step
+
+    def counted(vm):
+        steps.append(vm.now)
+        assert len(steps) < 100_000, f"it stands still at {vm.now} s"
+        step(vm)
+
+    monkeypatch.setattr(simulation._Vm, "step", counted)
+    cold, os, timers = Technique("cold", 1_000, coupled=True), OsReboot(100, 0.3, 12.3), Timers(10_000, 2_990)
+    result = simulate(cold, os, timers)
+    # The third OS reboot falls together with the renewal: it comes first, or is spared.
+    most = downtime_s(cold, os, timers)
+    assert os_reboots(cold, timers) == 3
+    assert 1 - most / 10_000 < result.availability.mean < 1 - (most - 100) / 10_000
 
 
 def test_an_evaluation_takes_less_than_a_millisecond():
@@ -257,6 +288,34 @@ def test_command_line(tmp_path):
         assert (tmp_path / "f" / f"figure-{number}.png").read_bytes().startswith(b"\x89PNG")
     header = (tmp_path / "f" / "figure-16-paper.csv").read_text().splitlines()[0]
     assert header.startswith("hosts,warm_index,cold_index")
+
+
+SPARES = (
+    BY_HAND
+    + """
+[technique.pair]
+vmm_downtime_s = 0
+degraded_rate = 0.5
+degraded_s = 200
+spare_hosts = 2
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parameters", "figures.toml"],
+        ["--paper", "jboss", "--vmm-interval-d", "0.1"],
+        ["--paper", "jboss", "--os-interval-d", "10000"],
+    ],
+)
+def test_what_nobody_has_given_is_no_error(tmp_path, monkeypatch, options):
+    (tmp_path / "figures.toml").write_text(SPARES)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["model", *options, "--json", "--figures", "f"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["techniques"]
 
 
 def test_command_line_prints_tables():

@@ -11,6 +11,8 @@ from made_runs import campaign, line, order_json, write
 from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
+from rekindle_lab.analysis.judge import judge
+from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
 
 
@@ -119,7 +121,24 @@ def test_files_beside_it(folder):
     head, *rows = csv.reader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
     assert head == ["Source", "df", "SS", "MS", "F", "P-value", "F crit"]
     assert [row[0] for row in rows] == ["technique", "error", "total"]
-    assert (report / "runs.csv").exists() and (report / "verdicts.csv").exists()
+    assert (report / "runs.csv").exists()
+
+
+def test_its_tables_are_numbers_with_all_their_digits(folder):
+    report = folder / "report"
+    runs = read(folder / "runs.jsonl", order=Order.load(folder / "order.json"))
+    downtime, throughput = judge(runs)
+    rows = list(csv.DictReader((report / "verdicts.csv").read_text().splitlines()))
+    for row, verdict in zip(rows, (downtime, throughput), strict=True):
+        omega = verdict.response.effects.omega_squared
+        assert [float(row[name]) for name in ("P-value", "Holm")] == [verdict.response.p, verdict.p_holm]
+        assert [float(row[name]) for name in ("omega²", "omega² low", "omega² high")] == [*vars(omega).values()]
+    (row,) = csv.DictReader((report / "downtime_s-differences.csv").read_text().splitlines())
+    (pair,) = downtime.response.effects.pairs
+    for name, one in (("difference", pair.difference), ("relative", pair.relative), ("Hedges' g", pair.hedges_g)):
+        assert [float(row[name + end]) for end in ("", " low", " high")] == [one.value, one.low, one.high]
+    *_, total = csv.DictReader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
+    assert total["P-value"] == ""
 
 
 def test_it_is_made_anew(folder):

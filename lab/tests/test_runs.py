@@ -129,6 +129,13 @@ def test_mixed_versions(tmp_path, lines):
     assert any("rekindle 0.2.0" in note for note in runs.notes)
 
 
+@pytest.mark.parametrize("value", [{"numpy": "2.4"}, ["2.4"], 2.4, None])
+def test_a_version_that_is_no_text(tmp_path, lines, value):
+    lines[9]["versions"] = {"lib": value}
+    found = problems(tmp_path, lines, allow=frozenset({"missing"}))
+    assert found == [f"row 10, column versions.lib: {value!r} is not a text"]
+
+
 def test_a_run_twice(tmp_path, lines):
     assert problems(tmp_path, [*lines, lines[0]]) == [
         "row 33, column run: run 1 is done a second time; the first is row 1"

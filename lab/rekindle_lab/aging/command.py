@@ -13,8 +13,8 @@ from rekindle_lab.aging.exhaustion import Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
 from rekindle_lab.bench.report import table
+from rekindle_lab.numbers import finite, for_json
 from rekindle_lab.say import fail
-from rekindle_lab.stats import finite
 
 app = typer.Typer(no_args_is_help=True, help="What wears out on a host and its guests, and when.")
 
@@ -43,6 +43,8 @@ def row(finding: Finding) -> dict[str, Any]:
     return {
         "what": finding.series.name,
         "hours": round(finding.series.hours, 1),
+        "samples": finding.series.values.size,
+        "of earlier boots": finding.series.before or "",
         "a day": f"{found.slope * a_day:+.4g} ({found.slope_low * a_day:+.4g} to {found.slope_high * a_day:+.4g})"
         if found
         else "",
@@ -55,26 +57,26 @@ def row(finding: Finding) -> dict[str, Any]:
 
 def as_json(finding: Finding) -> dict[str, Any]:
     """A finding for machines; a time that is infinite is `null`, as is one that is not known."""
-
-    def finite(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
     found = finding.trend
-    return {
-        "host": finding.series.host,
-        "guest": finding.series.guest,
-        "metric": finding.series.metric,
-        "limit": finding.series.limit,
-        "hours": finding.series.hours,
-        "p": finding.p,
-        "slope_per_s": found.slope if found else None,
-        "slope_ci95_per_s": [found.slope_low, found.slope_high] if found else None,
-        "autocorrelation_inflation": found.inflation if found else None,
-        "left_s": finite(finding.left_s),
-        "left_ci95_s": [finite(finding.left_low_s), finite(finding.left_high_s)],
-        "alarm": finding.alarm,
-        "why": finding.why,
-    }
+    return for_json(
+        {
+            "host": finding.series.host,
+            "guest": finding.series.guest,
+            "metric": finding.series.metric,
+            "limit": finding.series.limit,
+            "hours": finding.series.hours,
+            "samples": int(finding.series.values.size),
+            "samples_of_earlier_boots": finding.series.before,
+            "p": finding.p,
+            "slope_per_s": found.slope if found else None,
+            "slope_ci95_per_s": [found.slope_low, found.slope_high] if found else None,
+            "autocorrelation_inflation": found.inflation if found else None,
+            "left_s": finding.left_s,
+            "left_ci95_s": [finding.left_low_s, finding.left_high_s],
+            "alarm": finding.alarm,
+            "why": finding.why,
+        }
+    )
 
 
 @app.command("trend")
@@ -85,10 +87,14 @@ def trend(
     horizon_d: Annotated[float, typer.Option(help="Alarm if used up within so many days.")] = exhaustion.HORIZON_D,
     json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Trends, and the time until something is used up.
+    """Trends, and the time until something is used up. Samples before the last boot are counted and left out.
 
     Exit status 0: no alarm; 1: at least one; 2: wrong input.
     """
+    if not 0 < alpha < 1:
+        raise fail("aging", f"--alpha {alpha:g}: it must be between 0 and 1")
+    if not 0 < horizon_d < math.inf:
+        raise fail("aging", f"--horizon-d {horizon_d:g}: it must be days, more than 0")
     limits = {}
     for name, value in _pairs(limit, "--limit").items():
         if name not in METRICS:

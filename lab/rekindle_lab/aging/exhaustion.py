@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rekindle_lab.aging.samples import METRICS, Series, thin
 from rekindle_lab.aging.trend import LEAST, Trend, trend
+from rekindle_lab.analysis.correct import holm
 
 ALPHA = 0.01
 """An alarm's p, corrected for the number of series, is below this."""
@@ -44,12 +45,8 @@ def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
 def judge(series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:
     """Judge all series of a host together."""
     trends = [_trend(one) for one in series]
-    order = sorted((found.p, index) for index, found in enumerate(trends) if found is not None)
-    corrected: dict[int, float] = {}
-    highest = 0.0
-    for rank, (p, index) in enumerate(order):
-        highest = max(highest, min(1.0, p * (len(order) - rank)))
-        corrected[index] = highest
+    tested = {index: found.p for index, found in enumerate(trends) if found is not None}
+    corrected = dict(zip(tested, holm([*tested.values()]), strict=True))
     return [
         _finding(one, found, corrected.get(index, 1.0), alpha, horizon_d)
         for index, (one, found) in enumerate(zip(series, trends, strict=True))

@@ -1,5 +1,6 @@
 """Samples as JSON lines, and series of one metric between two reboots."""
 
+import difflib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_lab.stats import finite
+from rekindle_lab.numbers import finite
 
 FORMAT = 1
 METRICS = {
@@ -24,6 +25,9 @@ METRICS = {
     "guest_open_files": 1,
 }
 """What is looked at, and which direction is the bad one."""
+ABOUT = ("format", "host", "guest", "unix_s", "boot")
+"""What else a sample has."""
+KEYS = (*ABOUT, *METRICS, *(f"{metric}_limit" for metric in METRICS))
 LIMITS = {"free_memory_kib": 0.0, "guest_free_memory_kib": 0.0}
 """Where a metric ends by itself; others have their limit in the samples (`open_files_limit`), or are given one."""
 
@@ -43,6 +47,8 @@ class Series:
     seconds: np.ndarray
     values: np.ndarray
     limit: float | None
+    before: int = 0
+    """So many samples there are of earlier boots, which are left out."""
 
     @property
     def name(self) -> str:
@@ -56,8 +62,9 @@ class Series:
 
 
 def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
-    """All series of a file, each the longest unbroken one: since the last boot of its host or guest."""
+    """All series of a file, each since the last boot of its host or guest. Raises `SamplesError`."""
     problems: list[str] = []
+    strange: set[str] = set()
     found: dict[tuple[str, str | None, str], list[tuple[str, float, float, float | None]]] = defaultdict(list)
     try:
         text = path.read_text()
@@ -65,18 +72,19 @@ def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
         raise SamplesError(f"{path}: {error}") from error
     for row, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            _sample(row, line, found, problems)
+            _sample(row, line, found, problems, strange)
     if not found and not problems:
         problems.append("the file has no samples")
     made = [] if problems else [_series(key, rows, limits or {}, problems) for key, rows in found.items()]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise SamplesError(f"{path}: {len(problems)} problems\n{shown}{more}")
+        raise SamplesError(f"{path}: {len(problems)} problem{'s' if len(problems) != 1 else ''}\n{shown}{more}")
     return made
 
 
-def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str]) -> None:
+def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str], strange: set[str]) -> None:
+    """`strange`: unknown keys that were told already."""
     try:
         sample = json.loads(line)
         if not isinstance(sample, dict):
@@ -85,6 +93,12 @@ def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str
         problems.append(f"row {row}, column -: not JSON ({error})")
         return
     before = len(problems)
+    for key in sample:
+        if key not in KEYS and key not in strange:
+            near = difflib.get_close_matches(key, KEYS, 1)
+            mean = f"did you mean {near[0]}?" if near else f"metrics are: {', '.join(METRICS)}"
+            problems.append(f"row {row}, column {key}: unknown; {mean}")
+            strange.add(key)
     for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
         if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
             problems.append(f"row {row}, column {key}: {sample.get(key)!r} is not what it must be")
@@ -125,7 +139,8 @@ def _series(
         problems.append(f"row -, column unix_s: {host} {guest or ''} has two samples of {metric} at {at:.0f}")
     told = [row[3] for row in mine if row[3] is not None]
     limit = limits.get(metric, told[-1] if told else LIMITS.get(metric))
-    return Series(host, guest, metric, boot, seconds, np.array([row[2] for row in mine]), limit)
+    values = np.array([row[2] for row in mine])
+    return Series(host, guest, metric, boot, seconds, values, limit, before=len(rows) - len(mine))
 
 
 def thin(series: Series, most: int = 200) -> tuple[np.ndarray, np.ndarray]:

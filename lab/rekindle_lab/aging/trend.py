@@ -73,8 +73,9 @@ def trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> 
     df = max(1.0, n / inflation - 2)
     half = stats.t.ppf((1 + confidence) / 2, df) * spread
     pairs = slopes.size
-    low = max(0, math.floor((pairs - half) / 2))
+    # Sen's ranks, as far from the one end as from the other.
     high = min(pairs - 1, math.ceil((pairs + half) / 2))
+    low = max(0, pairs - 1 - high)
     middle = float(np.median(values - slope * (seconds - seconds[-1])))
     return Trend(
         p=float(2 * stats.t.sf(abs(z), df)),

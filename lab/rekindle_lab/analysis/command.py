@@ -1,7 +1,6 @@
 """`rekindle-lab analyse`."""
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,30 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
+from rekindle_lab.numbers import for_json
 from rekindle_lab.say import fail
 
 if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which `--help` need not wait for
     from rekindle_lab.analysis.judge import Verdict
     from rekindle_lab.analysis.runs import Runs
-
-
-def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> "Runs":
-    """Read runs with the order beside them, if it is there."""
-    from rekindle_lab.analysis.runs import Order, read
-
-    beside = path.parent / "order.json"
-    order = Order.load(beside) if beside.exists() else None
-    allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
-    return read(path, order=order, factor=factor, allow=allow)
-
-
-def finite(value: Any) -> Any:  # noqa: ANN401
-    """The same with `None` for what is no number: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
@@ -50,7 +31,7 @@ def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
             for v in verdicts
         ],
     }
-    return finite(found)
+    return for_json(found)
 
 
 def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
@@ -58,12 +39,17 @@ def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
     from rekindle_lab.analysis import tables
 
     head = f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts"
-    parts = [head, table(tables.verdicts_table(verdicts), "Responses"), table(tables.summary(verdicts), "Averages")]
+    parts = [
+        head,
+        table(tables.for_people(tables.verdicts_table(verdicts)), "Responses"),
+        table(tables.summary(verdicts), "Averages"),
+    ]
     for verdict in verdicts:
         response = verdict.response
         title = tables.heading(response.name)
         parts += [
-            table(rows, f"{title}: {name}") for name, rows in tables.of_response(response, runs.factor, alpha).items()
+            table(tables.for_people(rows), f"{title}: {name}")
+            for name, rows in tables.of_response(response, runs.factor, alpha).items()
         ]
         parts += [f"{title}: {note}" for note in response.notes]
     parts += [f"note: {note}" for note in runs.notes]
@@ -112,6 +98,7 @@ def command(
     if not 0 < alpha < 1:
         raise fail("analyse", f"--alpha {alpha:g}: it must be between 0 and 1")
     from rekindle_lab.analysis.judge import judge
+    from rekindle_lab.analysis.runs import load
 
     try:
         found = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)

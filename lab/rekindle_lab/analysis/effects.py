@@ -14,11 +14,11 @@ CHUNK = 60_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % bootstrap interval."""
+    """A figure with its 95 % bootstrap interval, which it lacks (`None`) where some resamples have no such figure."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ class Effects:
     """The same without its bias."""
     pairs: tuple[Pair, ...]
 
+    @property
+    def without_interval(self) -> list[str]:
+        """What has a value and no interval, for people."""
+        named = {"eta²": self.eta_squared, "omega²": self.omega_squared}
+        named |= {f"Hedges' g of {pair.level} - {pair.other}": pair.hedges_g for pair in self.pairs}
+        return [name for name, one in named.items() if one is not None and one.low is None]
+
 
 def _rounds(width: int, total: int) -> Iterator[int]:
     """Sizes of chunks that make `total` resamplings of `width` values."""
@@ -63,8 +70,10 @@ def _resampled(values: np.ndarray, generator: np.random.Generator) -> tuple[np.n
 
 
 def _interval(value: float, resampled: np.ndarray) -> Interval | None:
-    if not np.isfinite(value) or not np.isfinite(resampled).all():
+    if not np.isfinite(value):
         return None
+    if not np.isfinite(resampled).all():
+        return Interval(float(value))
     low, high = np.quantile(resampled, (0.025, 0.975))
     return Interval(float(value), float(low), float(high))
 

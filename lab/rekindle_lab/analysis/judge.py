@@ -115,6 +115,8 @@ def judge_response(
     independent = tuple(assumptions.independent(residual)) if varied else ()
     if independent and independent[0].p < alpha:
         notes.append("residuals hang together in the order of the runs: something drifted while they ran")
+    sizes = effects.effects(samples)
+    notes += [f"{name}: no interval, since some resamples do not vary" for name in sizes.without_interval]
     if (permutation < alpha) != (p < alpha):
         notes.append("the permutation test and the test that decides do not agree")
     return Response(
@@ -128,7 +130,7 @@ def judge_response(
         test,
         p,
         permutation,
-        effects.effects(samples),
+        sizes,
         _versus(samples) if len(samples) > 2 and not constant else (),
         tuple(notes),
     )

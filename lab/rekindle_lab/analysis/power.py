@@ -17,16 +17,6 @@ def effect_from_sd_increase(increase: float) -> float:
     return math.sqrt((1 + increase) ** 2 - 1)
 
 
-def effect_from_difference(difference: float, variation: float, levels: int) -> float:
-    """Cohen's f of two levels whose means differ by this share of the mean, the others in the middle.
-
-    `variation`: the standard deviation within a level over the mean.
-    """
-    if difference <= 0 or variation <= 0:
-        raise ValueError("difference and variation must be more than 0")
-    return difference / variation / math.sqrt(2 * levels)
-
-
 def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
     """Probability that a one-way analysis of variance of `levels` groups of n sees Cohen's f of `effect`."""
     if n < 2 or levels < 2:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab.stats import finite
+from rekindle_lab.numbers import finite
 
 FORMAT = 1
 SHOWN = 20
@@ -135,6 +135,14 @@ class Order:
             raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
 
 
+def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> Runs:
+    """Read runs with the order beside them, if it is there."""
+    beside = path.parent / "order.json"
+    order = Order.load(beside) if beside.exists() else None
+    allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
+    return read(path, order=order, factor=factor, allow=allow)
+
+
 def read(
     path: Path, *, order: Order | None = None, factor: str | None = None, allow: frozenset[str] = frozenset()
 ) -> Runs:
@@ -227,6 +235,10 @@ def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
             problems.append(Problem(row, key, "is not there"))
         elif not isinstance(line[key], kind) or isinstance(line[key], bool):
             problems.append(Problem(row, key, f"{line[key]!r} is not of the kind {kind.__name__}"))
+    versions = line.get("versions")
+    for name, value in versions.items() if isinstance(versions, dict) else ():
+        if not isinstance(value, str):
+            problems.append(Problem(row, f"versions.{name}", f"{value!r} is not a text"))
     if len(problems) == before and line["format"] != FORMAT:
         problems.append(Problem(row, "format", f"{line['format']}; this program reads {FORMAT}"))
     return len(problems) == before

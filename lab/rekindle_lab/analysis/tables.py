@@ -1,6 +1,10 @@
-"""Tables laid out as the paper's 3 to 11: rows as dictionaries, for text, Markdown, HTML and CSV alike."""
+"""Tables laid out as the paper's 3 to 11: rows as dictionaries.
+
+`for_people` makes texts of their cells, for the terminal, Markdown and HTML; `for_machines` numbers with all digits.
+"""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from rekindle_lab.analysis.anova import f_critical, pooled_intervals, t_critical
@@ -36,6 +40,43 @@ def p_text(p: float) -> str:
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
 
 
+class P(float):
+    """A p in a cell."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure with its interval in a cell; shares (to 1) can be told to people in percent."""
+
+    interval: Interval | None
+    percent: bool = False
+
+
+def for_people(rows: Rows) -> Rows:
+    """Rows with p and intervals as texts."""
+
+    def told(value: object) -> object:
+        if isinstance(value, P):
+            return p_text(value)
+        return interval_text(value.interval, percent=value.percent) if isinstance(value, Spread) else value
+
+    return [{name: told(value) for name, value in row.items()} for row in rows]
+
+
+def for_machines(rows: Rows) -> Rows:
+    """Rows of numbers: an interval has a column for its value, one for each end; `None` for what is not there."""
+    flat = []
+    for row in rows:
+        made: dict[str, Any] = {}
+        for name, value in row.items():
+            if isinstance(value, Spread):
+                one = value.interval or Interval(math.nan)
+                value, made = one.value, made | {name: None, f"{name} low": one.low, f"{name} high": one.high}
+            made[name] = None if isinstance(value, float) and math.isnan(value) else value
+        flat.append(made)
+    return flat
+
+
 def summary(verdicts: list[Verdict]) -> Rows:
     """As tables 6 and 7: averages and standard deviations, and the difference of two levels."""
     rows: Rows = []
@@ -57,11 +98,11 @@ def verdicts_table(verdicts: list[Verdict]) -> Rows:
         {
             "response": heading(verdict.response.name),
             "test": verdict.response.test,
-            "P-value": p_text(verdict.response.p),
-            "Bonferroni": p_text(verdict.p_bonferroni),
-            "Holm": p_text(verdict.p_holm),
-            "permutation": p_text(verdict.response.permutation_p),
-            "omega²": interval_text(verdict.response.effects.omega_squared),
+            "P-value": P(verdict.response.p),
+            "Bonferroni": P(verdict.p_bonferroni),
+            "Holm": P(verdict.p_holm),
+            "permutation": P(verdict.response.permutation_p),
+            "omega²": Spread(verdict.response.effects.omega_squared),
             f"differs at {verdict.alpha:g}": "yes" if verdict.differs else "no",
         }
         for verdict in verdicts
@@ -83,7 +124,7 @@ def anova(response: Response, factor: str, alpha: float) -> Rows:
                 "SS": line.ss,
                 "MS": line.ms if line.source != "total" else None,
                 "F": line.f if tested else None,
-                "P-value": p_text(line.p),
+                "P-value": P(line.p),
                 "F crit": f_critical(line.df, error.df, alpha) if tested else None,
             }
         )
@@ -114,7 +155,7 @@ def welch(response: Response, alpha: float) -> Rows:
                 "Den. df": found.df_error,
                 "F crit": f_critical(found.df, found.df_error, alpha),
             }
-            | {"P-value": p_text(found.p)}
+            | {"P-value": P(found.p)}
         ]
     ratio = next(check for check in response.equal_variances if check.name == "F of variances")
     return [
@@ -123,7 +164,7 @@ def welch(response: Response, alpha: float) -> Rows:
             "Test t": found.t,
             "Num. df": found.df_error,
             "T crit": t_critical(found.df_error, alpha),
-            "P-value": p_text(found.p),
+            "P-value": P(found.p),
         }
     ]
 
@@ -134,7 +175,7 @@ def assumptions(response: Response) -> Rows:
     speaks = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(response.normal)
     speaks += ["independent runs"] * len(response.independent)
     return [
-        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": p_text(check.p)}
+        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": P(check.p)}
         for what, check in zip(speaks, checks, strict=True)
     ]
 
@@ -146,23 +187,27 @@ def pairs(response: Response) -> Rows:
     for pair in response.effects.pairs:
         row = {
             "levels": f"{pair.level} - {pair.other}",
-            "difference": interval_text(pair.difference),
-            "relative": interval_text(pair.relative, percent=True),
-            "Hedges' g": interval_text(pair.hedges_g),
+            "difference": Spread(pair.difference),
+            "relative": Spread(pair.relative, percent=True),
+            "Hedges' g": Spread(pair.hedges_g),
         }
         if versus:
-            row["Games-Howell P"] = p_text(versus[pair.level, pair.other])
+            row["Games-Howell P"] = P(versus[pair.level, pair.other])
         rows.append(row)
     return rows
 
 
 def interval_text(interval: Interval | None, *, percent: bool = False) -> str:
-    """`1.2 (0.8 to 1.5)`."""
+    """`1.2 (0.8 to 1.5)`; `1.2` without an interval."""
     if interval is None:
         return ""
-    numbers = (interval.value, interval.low, interval.high)
-    one, low, high = (f"{100 * v:.3g} %" if percent else f"{v:.4g}" for v in numbers)
-    return f"{one} ({low} to {high})"
+
+    def told(value: float) -> str:
+        return f"{100 * value:.3g} %" if percent else f"{value:.4g}"
+
+    if interval.low is None or interval.high is None:
+        return told(interval.value)
+    return f"{told(interval.value)} ({told(interval.low)} to {told(interval.high)})"
 
 
 def of_response(response: Response, factor: str, alpha: float) -> dict[str, Rows]:

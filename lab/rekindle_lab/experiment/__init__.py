@@ -5,5 +5,5 @@
 
 A run with a guest of Rekindle's: `settings` (what it understands), `guest` (the run), `subject` (the VM), `load` (its
 client, and `wrk.lua`), `action` (the reboot), `sampling` and `inside` (what host and guest take), `leftover` (what a
-kill leaves).
+kill leaves), `processes` (which are the run's).
 """

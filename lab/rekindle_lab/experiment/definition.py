@@ -135,6 +135,7 @@ def parse(document: dict[str, Any], least: int = 2) -> Experiment:
         double = next((one for one in names if names.count(one) > 1), None)
         if double is not None:
             raise DefinitionError(f"{what}: '{double}' is there twice")
+    _set_once(factors)
     runner = document.get("runner", "guest")
     if runner not in RUNNERS:
         raise DefinitionError(f"runner: '{runner}'; there are: {', '.join(RUNNERS)}")
@@ -193,6 +194,19 @@ def _factor(table: dict[str, Any]) -> Factor:
         if not isinstance(settings, dict):
             raise DefinitionError(f"factor '{name}', level '{level}': must be a table of settings (it may be empty)")
     return Factor(name, levels)
+
+
+def _set_once(factors: tuple[Factor, ...]) -> None:
+    """A setting is of one factor: of two, what the earlier one says would never be."""
+    owner: dict[str, str] = {}
+    for factor in factors:
+        for key in dict.fromkeys(key for settings in factor.levels.values() for key in settings):
+            if key in owner:
+                raise DefinitionError(
+                    f"factor '{factor.name}': '{key}' is set by factor '{owner[key]}' too; make them one factor, "
+                    f"with a level for each combination"
+                )
+            owner[key] = factor.name
 
 
 def _response(table: dict[str, Any]) -> str:

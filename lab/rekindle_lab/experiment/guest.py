@@ -22,8 +22,9 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.inside import GuestStatus
 from rekindle_lab.experiment.leftover import end_processes
 from rekindle_lab.experiment.order import Planned
+from rekindle_lab.experiment.processes import mentioning
 from rekindle_lab.experiment.runner import Measured, RunError
-from rekindle_lab.experiment.sampling import Sampler, processes_with
+from rekindle_lab.experiment.sampling import Sampler
 from rekindle_lab.experiment.settings import AFTER, IN_WINDOW
 from rekindle_lab.experiment.subject import NAME, Subject
 from rekindle_lab.protector import Protector, protected
@@ -70,7 +71,7 @@ class GuestRunner:
             try:
                 rekindle.stop(NAME)
             except (RekindleError, subprocess.TimeoutExpired) as error:
-                if "there is no VM" not in str(error) and processes_with(str(work)):
+                if "there is no VM" not in str(error) and mentioning(str(work)):
                     raise RunError(f"{work}: what a killed run left cannot be ended: {error}") from error
         end_processes(work / "run", leaves["netns"])
         subprocess.run(["umount", "-l", work / "ram"], capture_output=True, check=False)
@@ -145,7 +146,7 @@ class GuestRunner:
                 return
             already = len(protector.of("checkpoint")) if protector else 0
             inside = status.take if status else None
-            with Sampler(about.sample_every_s, lambda: processes_with(str(work)), inside) as sampler:
+            with Sampler(about.sample_every_s, lambda: mentioning(str(work)), inside) as sampler:
                 window = load.measure(rekindle, guest, about, about.measure_s)
         measured.samples += [*sampler.samples, {"load": window.raw}]
         measured.responses |= sampler.share() | (status.responses(sampler.samples) if status else {})
@@ -163,8 +164,8 @@ class GuestRunner:
     def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
         """The action, with a leak before it if there is to be one, and the load afterwards.
 
-        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest of
-        a leak has been rebooted in the same way before it.
+        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest
+        of a leak has been rebooted in the same way before it.
         """
         about = self.experiment.guest
         leak = None

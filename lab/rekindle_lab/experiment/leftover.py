@@ -6,26 +6,17 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from rekindle_lab.experiment.processes import with_variable
+
 
 def end_processes(run_dir: Path, namespace: str) -> None:
     """End all that Rekindle commands of this run directory have started, and all in this network namespace.
 
     Both are a run's own: nobody else's process is found there. The VM is to be stopped before.
     """
-    for pid in {*_of_run_directory(run_dir), *_in_namespace(namespace)}:
+    for pid in {*with_variable("REKINDLE_RUN_DIR", str(run_dir)), *_in_namespace(namespace)}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _of_run_directory(run_dir: Path) -> list[int]:
-    wanted = f"REKINDLE_RUN_DIR={run_dir}".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            with suppress(OSError):  # it has ended, or is not ours
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
 
 
 def _in_namespace(namespace: str) -> list[int]:

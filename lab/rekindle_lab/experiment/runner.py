@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Planned
-from rekindle_lab.experiment.sampling import processes_with
+from rekindle_lab.experiment.processes import with_variable
 from rekindle_lab.rekindle import last_json
 
 MARK = "REKINDLE_LAB_MARK"
@@ -68,7 +68,7 @@ class CommandRunner:
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """End what goes on though nobody waits for it any more: it would run beside its second attempt."""
-        for pid in processes_with(f"{MARK}={leaves['mark']}") if "mark" in leaves else []:
+        for pid in with_variable(MARK, leaves["mark"]) if "mark" in leaves else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -111,6 +111,9 @@ class CommandRunner:
             ):
                 if not isinstance(value, kind):
                     raise ValueError(f"{name}: {value!r} is not of the kind {kind.__name__}")
+            for name, value in measured.versions.items():
+                if not isinstance(value, str):
+                    raise ValueError(f"versions.{name}: {value!r} is not a text")
             return measured
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{argv[0]}: its last line is not a result ({error!r}): {out[-500:]}") from error

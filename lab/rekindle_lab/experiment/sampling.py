@@ -11,21 +11,6 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def processes_with(text: str) -> list[int]:
-    """Processes whose environment or command line has `text`: all that a run directory has started."""
-    found = []
-    needle = text.encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            if needle in (folder / "cmdline").read_bytes() or needle in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it has ended, or is not ours
-    return [pid for pid in found if pid != os.getpid()]
-
-
 def process(pid: int) -> dict[str, Any] | None:
     """Time of a processor, memory and disk traffic of a process; `None` once it has ended."""
     folder = Path("/proc") / str(pid)

@@ -1,6 +1,5 @@
 """One run after the other, in the committed order; started again after an interruption it goes on."""
 
-import math
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.ledger import RUNS, Ledger
 from rekindle_lab.experiment.order import Order, Planned
 from rekindle_lab.experiment.runner import Measured, RunError, Runner
-from rekindle_lab.stats import finite
+from rekindle_lab.numbers import finite, for_json
 
 ORDER = "order.json"
 MOST_FAILURES = 3
@@ -105,8 +104,8 @@ class Session:
             "error": error,
             "began_unix_s": round(began, 3),
             "took_s": round(time.monotonic() - clock, 3),
-            "responses": _plain(measured.responses),
-            "samples": _plain(measured.samples),
+            "responses": for_json(measured.responses, str),
+            "samples": for_json(measured.samples, str),
             "versions": {**self.versions, **measured.versions},
         }
         ledger.end(line)
@@ -131,15 +130,6 @@ def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
             raise RunError(f"response {name}: {value!r} is not a finite number", measured=measured)
     measured.responses = {name: measured.responses[name] for name in wanted}
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Without what JSON has not: such a number becomes its name."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds: float) -> str:

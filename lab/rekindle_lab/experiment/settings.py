@@ -1,14 +1,16 @@
 """What a run with a guest understands: settings of levels, responses, and which of them go together.
 
-Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot), `options` (more
-of its arguments), `protect_every` (a protector beside, `"2s"`), `disk_server` (instead of the guest's), `touch` (memory
-that the guest fills), `definition` (lines of TOML for the VM's definition).
+Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; `phase` without:
+the guest keeps phases of its boot), `options` (more of the reboot's arguments), `protect_every` (a protector beside,
+`"2s"`), `disk_server` (instead of the guest's), `touch` (memory that the guest fills), `definition` (lines of TOML for
+the VM's definition).
 """
 
 import shutil
 from typing import Any
 
 from rekindle_lab.experiment.definition import Experiment
+from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError
 
 SETTINGS = {
@@ -45,6 +47,7 @@ RECOVERED = AROUND[1:]
 AFTER = ("throughput_after_per_s", "response_time_after_ms")
 """Under load, after it."""
 RESPONSES = (*IN_WINDOW, *AROUND, *AFTER)
+WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
 NEED_SERVERS = ("warm-cache", "phase")
 NEED_AGENT = ("kexec",)
 
@@ -92,12 +95,18 @@ def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
     settings = experiment.settings(treatment)
     reboot, how = settings.get("reboot"), settings.get("how")
     if reboot is None:
+        if how not in (None, "phase"):  # which has the guest keep phases of its boot: that may cost something
+            raise DefinitionError(f"treatment {treatment}: how: '{how}' of what reboot? Set reboot, or leave how out")
+        if "options" in settings:
+            raise DefinitionError(f"treatment {treatment}: options of what reboot? Set reboot, or leave options out")
         needs = next((name for name in experiment.responses if name in (*AROUND, *AFTER)), None)
         if needs is not None:
             raise DefinitionError(f"response: '{needs}', but treatment {treatment} reboots nothing")
-        return
-    _one_of(f"treatment {treatment}: reboot", reboot, ("os", "vmm"))
-    if reboot == "os" and how in NEED_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
+    else:
+        _one_of(f"treatment {treatment}: reboot", reboot, tuple(WAYS))
+        if how is not None:
+            _one_of(f"treatment {treatment}: how of the reboot of {reboot}", how, WAYS[reboot])
+    if how in NEED_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
         raise DefinitionError(f"treatment {treatment}: {how} needs disks with servers; set disk_server = true")
-    if reboot == "os" and how in NEED_AGENT and experiment.guest.image == "micro":
+    if how in NEED_AGENT and experiment.guest.image == "micro":
         raise DefinitionError(f"treatment {treatment}: {how} needs an agent in the guest, which micro has not")

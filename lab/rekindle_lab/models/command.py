@@ -57,7 +57,10 @@ def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
 
 
 def cross(parameters: Parameters) -> list[dict[str, Any]]:
-    """All crossings of each two techniques: in hosts, and in both intervals up to four times what they are."""
+    """All crossings of each two techniques: in hosts, and in both intervals up to four times what they are.
+
+    Only where both are possible: a cluster larger than what they keep empty, an interval longer than a renewal.
+    """
     names = list(parameters.techniques)
     timers = parameters.timers
     found = []
@@ -66,7 +69,11 @@ def cross(parameters: Parameters) -> list[dict[str, Any]]:
             places = {
                 "hosts": crossing.in_hosts(parameters, one, other),
                 "os_interval_d": crossing.in_os_interval(
-                    parameters, one, other, timers.os_interval_s / 28, timers.vmm_interval_s * 4
+                    parameters,
+                    one,
+                    other,
+                    timers.os_interval_s / 28,
+                    4 * max(timers.vmm_interval_s, timers.os_interval_s),
                 ),
                 "vmm_interval_d": crossing.in_vmm_interval(
                     parameters, one, other, timers.vmm_interval_s / 28, timers.vmm_interval_s * 4

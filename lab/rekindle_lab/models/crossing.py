@@ -55,9 +55,10 @@ def crossings(
     return found
 
 
-def in_hosts(parameters: Parameters, one: str, other: str, low: float = 2, high: float = 1e7) -> list[Crossing]:
-    """Sizes of a cluster at which the throughputs of two techniques cross (section 6.3)."""
+def in_hosts(parameters: Parameters, one: str, other: str, high: float = 1e7) -> list[Crossing]:
+    """Sizes of a cluster at which the throughputs of two techniques cross (section 6.3), from the smallest for both."""
     a, b = parameters.technique(one), parameters.technique(other)
+    low = throughput.fewest_hosts((a, b))
     os, timers = parameters.os, parameters.timers
     return crossings(
         lambda hosts: throughput.index(a, os, timers, hosts) - throughput.index(b, os, timers, hosts), low, high
@@ -73,8 +74,12 @@ def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, h
 
 
 def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
-    """Intervals of the VMM, in seconds, at which the availabilities of two techniques cross (figure 10)."""
+    """Intervals of the VMM, in seconds, at which the availabilities of two techniques cross (figure 10).
+
+    None is shorter than a renewal takes.
+    """
     a, b = parameters.technique(one), parameters.technique(other)
+    low_s = max(low_s, a.vmm_downtime_s, b.vmm_downtime_s)
     os_s = parameters.timers.os_interval_s
     breaks = [edge for technique in (a, b) for edge in vmm_breaks(technique, os_s, high_s)]
     return crossings(lambda vmm_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)

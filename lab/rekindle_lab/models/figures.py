@@ -27,8 +27,9 @@ def figure_9(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
 
 
 def figure_10(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
-    """Availability (share, to 1) against the VMM's interval in days, the OS's as it is."""
-    days = np.geomspace(0.25, longest_d, POINTS)
+    """Availability (share, to 1) against the VMM's interval in days, the OS's as it is; none shorter than a renewal."""
+    renewal_d = max(technique.vmm_downtime_s for technique in parameters.techniques.values()) / DAY_S
+    days = np.geomspace(max(0.25, renewal_d * 1.01), max(longest_d, renewal_d * 100), POINTS)
     os_s = parameters.timers.os_interval_s
     return _curves(parameters, "vmm_interval_d", days, lambda day: Timers(day * DAY_S, os_s))
 
@@ -43,8 +44,9 @@ def _curves(
 
 
 def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
-    """Performance index (share, to 1) against the number of hosts of a cluster."""
-    hosts = np.unique(np.geomspace(2, most_hosts, POINTS).round())
+    """Performance index (share, to 1) against the number of hosts of a cluster, from the smallest for all."""
+    fewest = throughput.fewest_hosts(parameters.techniques.values())
+    hosts = np.unique(np.geomspace(fewest, max(most_hosts, fewest * 10), POINTS).round())
     table = {"hosts": list(hosts)}
     for name, technique in parameters.techniques.items():
         table[f"{name}_index"] = [

@@ -124,8 +124,9 @@ class _Vm:
         (self.vmm_due, self.vmm_done, self.os_due, self.os_done)[kind]()
 
     def vmm_due(self) -> None:
-        if self.technique.coupled and self.busy_s() > 0:
-            self.push(self.now + self.busy_s(), VMM_DUE)
+        free = self.now + self.busy_s()
+        if self.technique.coupled and free > self.now:  # what is left may be less than the clock can tell
+            self.push(free, VMM_DUE)
             return
         self.renewing, self.away_since = True, self.now
         if self.os_event is not None and (self.rules.os_timer_stops or self.rebooting):

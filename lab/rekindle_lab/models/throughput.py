@@ -1,5 +1,8 @@
 """Throughput of a cluster by RootHammer's equations 3 to 6."""
 
+import math
+from collections.abc import Iterable
+
 from rekindle_lab.models.availability import availability, os_reboots
 from rekindle_lab.models.parameters import OsReboot, ParameterError, Technique, Timers
 
@@ -14,6 +17,11 @@ def degraded_share(technique: Technique, os: OsReboot, timers: Timers) -> float:
 def performance(technique: Technique, os: OsReboot, timers: Timers) -> float:
     """Average throughput of a serving host, as a share (to 1) of what it has when nothing is renewed."""
     return availability(technique, os, timers) - degraded_share(technique, os, timers)
+
+
+def fewest_hosts(techniques: Iterable[Technique]) -> int:
+    """How many hosts the smallest cluster has in which each of them leaves one to serve; at least 2."""
+    return max(2, *(math.floor(technique.spare_hosts) + 1 for technique in techniques))
 
 
 def throughput_per_s(

@@ -11,14 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rekindle_lab.analysis.command import load
+from rekindle_lab.analysis.runs import load
 from rekindle_lab.models.parameters import OsReboot, Technique, measured
+from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError, known, text
 
 KEYS = ("vmm", "vmm_guests", "os", "os_guests")
-VMM_WAYS = ("warm", "saved", "cold")
-OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
-"""What `rekindle reboot` can do: peers that were measured beside it are no part of a plan."""
 OS_TABLE = "Downtime as a client sees it (s, medians)"
 """The table of `make bench TOPIC=os`."""
 
@@ -35,6 +33,7 @@ def techniques(
         path = folder / text(table, "vmm")
         whose = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
         found = measured(path, text(table, "vmm_guests"), whose, None if whose else 0.0)
+        # Peers that were measured beside it are no part of a plan.
         vmm = {name: one for name, one in found.techniques.items() if name in VMM_WAYS}
         if whose:
             os = {"cold": found.os}

@@ -9,7 +9,7 @@ own: one that cannot be renewed keeps no other from it.
 
 from dataclasses import dataclass
 
-from rekindle_lab.plan.measured import OS_WAYS, VMM_WAYS
+from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError
 
 FOLDER = "/etc/rekindle/plan"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.analysis.command import load
+from rekindle_lab.analysis.runs import load
 from rekindle_lab.say import fail
 
 

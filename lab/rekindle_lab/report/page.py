@@ -72,21 +72,21 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         found = tables.of_response(response, runs.factor, alpha)
         for title, rows in found.items():
             words = "-".join("".join(c if c.isalnum() else " " for c in title.lower().split(" (")[0]).split())
-            (beside / f"{response.name}-{words}.csv").write_text(as_csv(rows))
+            (beside / f"{response.name}-{words}.csv").write_text(as_csv(tables.for_machines(rows)))
         responses.append(
             {
                 "name": response.name,
                 "title": tables.heading(response.name),
                 "png": base64.b64encode(png.read_bytes()).decode(),
                 "notes": response.notes,
-                "tables": found,
+                "tables": {title: tables.for_people(rows) for title, rows in found.items()},
             }
         )
     lines = flat(runs)
     rows_csv = as_csv(lines)
     glance = tables.verdicts_table(verdicts)
     (beside / "runs.csv").write_text(rows_csv)
-    (beside / "verdicts.csv").write_text(as_csv(glance))
+    (beside / "verdicts.csv").write_text(as_csv(tables.for_machines(glance)))
     environment = Environment(
         loader=PackageLoader("rekindle_lab.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -95,7 +95,7 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         runs=runs,
         question=(order or {}).get("question", ""),
         alpha=alpha,
-        verdicts=glance,
+        verdicts=tables.for_people(glance),
         summary=tables.summary(verdicts),
         responses=responses,
         csv=base64.b64encode(rows_csv.encode()).decode(),

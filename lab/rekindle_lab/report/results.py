@@ -7,9 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rekindle_lab.analysis import tables
-from rekindle_lab.analysis.command import load
 from rekindle_lab.analysis.judge import Verdict, judge
-from rekindle_lab.analysis.runs import Order, Runs, content
+from rekindle_lab.analysis.runs import Order, Runs, content, load
 from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
 from rekindle_lab.report.page import may_replace, put
@@ -47,14 +46,14 @@ def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -
     made = ", ".join(f"{name} {version}" for name, version in runs.versions.items())
     by = f"Made by `{made_by}`, on" if made_by else "Made on"
     parts = [f"# Campaign `{runs.experiment}`: measured", question, f"{by}: {made or 'not known'}.", _how_many(runs)]
-    parts += ["## Does it differ?", pipes(tables.verdicts_table(verdicts))]
+    parts += ["## Does it differ?", pipes(tables.for_people(tables.verdicts_table(verdicts)))]
     parts += [_heading("##", "Averages"), pipes(tables.summary(verdicts))]
     for verdict in verdicts:
         response = verdict.response
         title = tables.heading(response.name)
         parts += [f"## {title}"]
         for name, rows in tables.of_response(response, runs.factor, verdict.alpha).items():
-            parts += [_heading("###", name), pipes(rows)]
+            parts += [_heading("###", name), pipes(tables.for_people(rows))]
         parts += [f"- {note}" for note in response.notes]
     parts += [f"- {note}" for note in runs.notes]
     parts += [f"Plots, by level and in the order of the runs: `rekindle-lab report {RAW} --out page`."]
