@@ -131,10 +131,19 @@ def output(stage: Stage, plan: Plan) -> None:
         guest = Guest("output", stage.image("micro"), GUEST_BYTES >> 20, 31, None, name, stage.ram_dir, stage.disk_dir)
         store = place.within(guest.name)
         with stage.ours(guest):
+            _warm(guest)
             for number in range(plan.output_rounds):
                 for how, every_s in turns(plan, number):
                     stage.say(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
                     _window(stage, guest, store, how, every_s, number, plan.output_rounds)
+
+
+def _warm(guest: Guest) -> None:
+    """Ask it before the first window: an emulated processor is slow until its code has been translated."""
+    lines = [_connect(guest) for _ in range(MANY)]
+    rate(lines, MANY_S)
+    for line in lines:
+        line.close()
 
 
 def _window(
