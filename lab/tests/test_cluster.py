@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rekindle_lab.bench.cluster import analysis, output, plots
-from rekindle_lab.bench.cluster.cases import allowed, interval_s, told_of
+from rekindle_lab.bench.cluster.cases import allowed, held_faults, interval_s, told_of
 from rekindle_lab.bench.cluster.faults import KINDS, LONGEST_S, PASSING, draw, words
 from rekindle_lab.bench.cluster.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.cluster.rows import Row, read
@@ -322,6 +322,12 @@ def test_faults_come_from_their_seeds():
     assert all((fault.lead_s > 0) == (fault.kind == "kill-store-away") for fault in drawn)
     assert words("store cut", "n1") == ["store", "cut"]
     assert words("cut", "n1") == ["cut", "n1"]
+
+
+def test_with_output_commit_every_other_fault_is_a_kill():
+    given = held_faults(FULL.held)
+    assert [fault.kind for _, fault in given[::2]] == ["kill"] * 10
+    assert len({fault.kind for _, fault in given}) > 4 and len({seed for seed, _ in given}) == FULL.held
 
 
 def test_an_interval_is_as_it_came_out():

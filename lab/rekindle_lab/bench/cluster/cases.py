@@ -193,7 +193,7 @@ def _late(stage: Stage, plan: Plan, what: str) -> bool:
 
 def failover(stage: Stage, plan: Plan) -> None:
     """The node with the guest is killed, again and again."""
-    given = [(number, Fault("kill", 0.0, 0.37 * (number % 7))) for number in range(plan.failovers)]
+    given = [(number, killed(number)) for number in range(plan.failovers)]
     _series(stage, plan, Way("failover", plan.failovers), "fail-overs", given)
 
 
@@ -203,17 +203,27 @@ def faults(stage: Stage, plan: Plan) -> None:
     _series(stage, plan, Way("faults", plan.faults), "faults", given)
 
 
+def killed(number: int) -> Fault:
+    """The node with the guest is killed, at another moment of a checkpoint each time."""
+    return Fault("kill", 0.0, 0.37 * (number % 7))
+
+
+def held_faults(count: int) -> list[tuple[int, Fault]]:
+    """Every other one is a kill, as in the control: most of those at random leave the guest where it is."""
+    seeds = [HELD_SEED + number for number in range(count)]
+    return [(seed, draw(seed) if number % 2 else killed(number)) for number, seed in enumerate(seeds)]
+
+
 def held(stage: Stage, plan: Plan) -> None:
     """The same, what the guest sends being held until a checkpoint counts: nothing seen may be taken back."""
     way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
-    given = [(HELD_SEED + number, draw(HELD_SEED + number)) for number in range(plan.held)]
-    _series(stage, plan, way, "faults with output commit", given)
+    _series(stage, plan, way, "faults with output commit", held_faults(plan.held))
 
 
 def held_off(stage: Stage, plan: Plan) -> None:
     """The control of `held`: nothing is held, and the same judge has to see what is lost."""
     way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
-    given = [(number, Fault("kill", 0.0, 0.37 * (number % 7))) for number in range(plan.held_off)]
+    given = [(number, killed(number)) for number in range(plan.held_off)]
     _series(stage, plan, way, "fail-overs without output commit", given)
 
 
