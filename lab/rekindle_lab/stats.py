@@ -30,6 +30,11 @@ def p95(values: Sequence[float]) -> float:
     return float(np.quantile(_sample(values), 0.95))
 
 
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile, as `p95`."""
+    return float(np.quantile(_sample(values), 0.99))
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% bootstrap interval of the median, in the unit of the values. One value is its own interval."""
     sample = _sample(values)

@@ -95,7 +95,7 @@ mod tests {
         let told = lines(&definition, Path::new("/etc/rekindle/my web.toml"), &[("store", "tls://s:7001/web".into())]);
         for wanted in [
             "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web \\\n",
-            "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true\n",
+            "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true migration-threshold=3 failure-timeout=60s\n",
             "migrate_to interval=0s timeout=600s \\\n    migrate_from interval=0s timeout=60s \\\n",
             "pcs resource utilization web memory=1536 vcpus=3",
         ] {

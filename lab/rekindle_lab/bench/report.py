@@ -1,6 +1,7 @@
 """What every topic reports: figures with their bars as JSON for machines, and the same as a table for people."""
 
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -25,7 +26,11 @@ class Bar:
 
     def __str__(self) -> str:
         """As in the table of the issue."""
-        return f"{self.op} {self.limit:g}"
+        return "none" if self == NO_BAR else f"{self.op} {self.limit:g}"
+
+
+NO_BAR = Bar(math.inf)
+"""Of a figure that is told and has nothing to reach."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,14 @@ class Figure:
     """Whether `of` sets ours against somebody else's; else it is ours against ours, and there is nobody to lose to."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers for the JSON."""
+    planned: int | None = None
+    """So many there were to be, where fewer are no proof: then the bar is missed, whatever the value."""
 
     @property
     def met(self) -> bool:
-        """Whether every bar is met."""
+        """Whether every bar is met, by as many as were planned."""
+        if self.planned is not None and self.n < self.planned:
+            return False
         ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
         return self.bar.met(self.value) and ratio_met
 
@@ -90,6 +99,8 @@ class Figure:
                 out["verdict"] = self.verdict
         if self.ratio_bar is not None:
             out["ratio_bar"] = str(self.ratio_bar)
+        if self.planned is not None:
+            out["planned"] = self.planned
         return out | {key: _rounded(value) for key, value in self.extra.items()}
 
 
@@ -216,8 +227,8 @@ def _line(figure: Figure) -> dict[str, Any]:
         "figure": figure.id,
         "value": f"{figure.value:.3g} {figure.unit}".strip(),
         "bar": bars,
-        "": "met" if figure.met else "MISSED",
-        "n": figure.n,
+        "": "" if figure.bar == NO_BAR else "met" if figure.met else "MISSED",
+        "n": figure.n if figure.planned in (None, figure.n) else f"{figure.n} of {figure.planned}",
         "ours": "",
         "peer": "",
         "ratio": "",

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import counter, running
+from .tail import Tail
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -25,7 +26,12 @@ class BedError(Exception):
     """Something did not come about in time, or `cluster/bed` has failed."""
 
 
-def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
+SELDOM_S = 0.25
+"""Between two questions to Pacemaker, each of which starts processes."""
+BEAT_DEADLINE_S = 10.0
+
+
+def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLINE_S, every_s: float = 0.02) -> T:
     """Ask until there is an answer."""
     until = time.monotonic() + deadline_s
     while True:
@@ -34,7 +40,7 @@ def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLIN
             return answer
         if time.monotonic() > until:
             raise BedError(f"{what}: not within {deadline_s:g} s")
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 @dataclass
@@ -47,6 +53,13 @@ class Bed:
     """The bed's own."""
     environment: dict[str, str]
     client: subprocess.Popen[bytes] | None = None
+    watcher: subprocess.Popen[bytes] | None = None
+    _answers: list[counter.Answer] = field(default_factory=list)
+    _told: list[dict[str, Any]] = field(default_factory=list)
+    _node: str | None = None
+    """Where the guest began to run last."""
+    _checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    _tails: dict[str, Tail] = field(default_factory=dict)
 
     @property
     def counter_file(self) -> Path:
@@ -111,39 +124,80 @@ class Bed:
         found = [at for at, words in self.events() if words == done and at * 1e6 >= since_us]
         return int(found[0] * 1e6) if found else None
 
+    def _new(self, what: str, path: Path) -> list[str]:
+        """What is new in a file; from its beginning, where it is not the one that was read under this name before."""
+        tail = self._tails.get(what)
+        if tail is None or tail.path != path:
+            tail = self._tails[what] = Tail(path)
+        return tail.lines()
+
     def answers(self) -> list[counter.Answer]:
-        """All that the client was told."""
-        return counter.read(self.counter_file) if self.counter_file.exists() else []
+        """All that the client was told so far; the same list each time, which grows."""
+        lines = self._new("answers", self.counter_file)
+        self._answers += [counter.Answer(**json.loads(line)) for line in lines]
+        return self._answers
+
+    def told(self) -> list[dict[str, Any]]:
+        """All that the watch over the QEMUs has told so far; the same list each time, which grows."""
+        for line in self._new("told", self.running_file):
+            event = json.loads(line)
+            self._told.append(event)
+            if event.get("runs"):
+                self._node = event["node"]
+        return self._told
 
     def spans(self) -> list[running.Span]:
         """When a guest ran."""
-        return running.read(self.running_file, time.time_ns() // 1000) if self.running_file.exists() else []
+        return running.spans(self.told(), time.time_ns() // 1000)
+
+    def watched(self) -> tuple[int, str]:
+        """The one QEMU that there is, and its node, by a watch that has just looked.
+
+        Raises `BedError` where watch or client have ended, and where there is not just one.
+        """
+        for who, process in (("the watch over the QEMUs", self.watcher), ("the client", self.client)):
+            if process is None or process.poll() is not None:
+                raise BedError(f"{who} has ended")
+        since = time.time_ns() // 1000
+
+        def beat() -> list[tuple[int, str]] | None:
+            last = next((event for event in reversed(self.told()) if "beat" in event), None)
+            return [(pid, node) for pid, node in last["beat"]] if last and last["host_us"] > since else None
+
+        seen = wait_for("the watch over the QEMUs", beat, BEAT_DEADLINE_S)
+        if len(seen) != 1:
+            raise BedError(f"the watch sees {len(seen)} QEMUs where there should be one: {seen}")
+        return seen[0]
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """What the protector of the VM has said of its checkpoints, on the node where it runs."""
-        node = self.where()
-        pid = self.pid(node) if node else None
+        """What the protector of the VM has said of its checkpoints, on the node where its guest runs."""
+        self.told()
+        pid = self.pid(self._node) if self._node else None
         if pid is None:
             return []
+        path = Path(f"/proc/{pid}/root/run/rekindle/{VM}/protect.log")
+        before = self._tails.get("checkpoints")
+        if before is None or before.path != path:
+            self._checkpoints = []
         try:
-            lines = Path(f"/proc/{pid}/root/run/rekindle/{VM}/protect.log").read_text().splitlines()
+            lines = self._new("checkpoints", path)
         except OSError:
             return []
-        found = []
         for line in lines:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # cut off, or a word to people
-            if event.get("event") == "checkpoint":
-                found.append(event)
-        return found
+                continue  # a word to people
+            if isinstance(event, dict) and event.get("event") == "checkpoint":
+                self._checkpoints.append(event)
+        return self._checkpoints
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
         """Wait until all nodes are members, the client is answered, and so many checkpoints came in a row; those."""
-        since = max((event["number"] for event in self.checkpoints()), default=0)
         heard = len(self.answers())
+        # Nothing is asked of Pacemaker until then: whatever takes of the processor makes a fail-over longer.
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
+        since = max((event["number"] for event in self.checkpoints()), default=0)
 
         def all_online() -> bool:
             # Not before it was fenced: it would be so once more. Nor while its guest is waited for.
@@ -152,14 +206,14 @@ class Bed:
                     self.call("on", node)
             return self._online() == set(NODES)
 
-        wait_for("all nodes to be online", all_online)
+        wait_for("all nodes to be online", all_online, every_s=SELDOM_S)
 
         def newer() -> list[dict[str, Any]] | None:
             told = [event for event in self.checkpoints() if event["number"] > since]
             return told[-checkpoints:] if len(told) > checkpoints else None
 
         # The first of them may have had to wait for what was before.
-        return wait_for("checkpoints", newer)
+        return wait_for("checkpoints", newer, every_s=0.1)
 
     def _online(self) -> set[str]:
         for node in NODES:
@@ -184,7 +238,17 @@ def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
 
 
 @contextmanager
-def bed(root: Path, rekindle: Path, qemu: str, micro: Path, work: Path, every: str) -> Iterator[Bed]:
+def bed(
+    root: Path,
+    rekindle: Path,
+    qemu: str,
+    micro: Path,
+    work: Path,
+    every: str,
+    *,
+    output_commit: bool = False,
+    patience_s: float = counter.PATIENCE,
+) -> Iterator[Bed]:
     """A bed with a VM and its client, watched. `work`: a folder of its own, on a real disk."""
     environment = os.environ | {
         "BED": str(work / "bed"),
@@ -199,11 +263,13 @@ def bed(root: Path, rekindle: Path, qemu: str, micro: Path, work: Path, every: s
     with ExitStack() as stack:
         stack.callback(here.call, "down", check=False)
         here.call("up")
-        here.call("vm", VM)
-        here.listen()
-        stack.callback(here.deaf)
         command = [sys.executable, str(source / "running.py"), VM, str(here.running_file)]
-        watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        here.watcher = watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         stack.callback(watcher.wait)
         stack.callback(watcher.terminate)
+        here.call("vm", VM)
+        if output_commit:
+            here.call("set", VM, "output_commit", "true")
+        here.listen(patience_s)
+        stack.callback(here.deaf)
         yield here

@@ -1,22 +1,38 @@
 """Which QEMU runs a VM's guest, and when, over all nodes of the test bed: as their own QMP sockets tell it.
 
-    python3 running.py VM OUT     watch until it is ended; a JSON line each time a guest begins or ends to run
+    python3 running.py VM OUT     watch until it is ended
+
+It writes a JSON line each time a guest begins or ends to run ({"pid", "node", "runs", "host_us"}); one for the first
+tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), which is what a restored guest goes on
+with; and, twice a second, one with the QEMUs that there are ({"beat": [[pid, node], ...], "host_us"}).
 
 A QEMU of the VM is found by its arguments, among the processes of the whole machine, and reached through its node's
 own root. One that is frozen counts as one that runs: it might go on.
+Needs nothing but Python itself, and little of a processor: what it watches is measured beside it.
 """
 
 import contextlib
 import json
+import os
+import re
+import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-LOOK_S = 0.01
+LOOK_S = 0.05
+"""For a new QEMU, and for its first tick. What a QEMU says wakes the watch at once."""
+YOUNG_S = 1.0
+"""A process is looked at for so long: it may yet become another program."""
+ALL_S = 2.0
+"""All processes are looked at so often."""
+BEAT_S = 0.5
+TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
 
 
 @dataclass(frozen=True)
@@ -46,25 +62,77 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 def read(path: Path, now_us: int) -> list[Span]:
     """The spans of a file; one that has no end ran until `now_us`."""
+    return spans(map(json.loads, path.read_text().splitlines()), now_us)
+
+
+def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
+    """The spans that a watch has told of; one that has no end ran until `now_us`."""
     began: dict[int, tuple[str, int]] = {}
-    spans = []
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
+    found = []
+    for event in events:
+        if "runs" not in event:
+            continue
         pid, node, host_us = event["pid"], event["node"], event["host_us"]
         if event["runs"]:
             began.setdefault(pid, (node, host_us))
         elif pid in began:
-            spans.append(Span(pid, node, began.pop(pid)[1], host_us))
-    return spans + [Span(pid, node, begin, now_us) for pid, (node, begin) in began.items()]
+            found.append(Span(pid, node, began.pop(pid)[1], host_us))
+    return found + [Span(pid, node, begin, now_us) for pid, (node, begin) in began.items()]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A guest's beginning in a QEMU: when, and the first tick of its counter there, where that was seen."""
+
+    pid: int
+    node: str
+    begin_us: int
+    tick: int | None
+
+
+def starts(events: Iterable[dict[str, Any]]) -> list[Start]:
+    """Each QEMU that a watch has told of, by when its guest began to run in it."""
+    began: dict[int, tuple[str, int]] = {}
+    ticks: dict[int, int] = {}
+    for event in events:
+        if event.get("runs"):
+            began.setdefault(event["pid"], (event["node"], event["host_us"]))
+        elif "tick" in event:
+            ticks.setdefault(event["pid"], event["tick"])
+    found = [Start(pid, node, begin, ticks.get(pid)) for pid, (node, begin) in began.items()]
+    return sorted(found, key=lambda start: start.begin_us)
+
+
+class Console:
+    """A guest's console, as one QEMU writes it: what was there before, of another QEMU, is passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = path.stat().st_size if path.exists() else 0
+        self.rest = b""
+
+    def first_tick(self) -> int | None:
+        """The first whole tick since. A line that another QEMU has begun does not look like one."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self.at)
+            text = file.read()
+            self.at += len(text)
+            *lines, self.rest = (self.rest + text).split(b"\n")
+            for line in lines:
+                found = TICK.match(line.strip())
+                if found:
+                    return int(found[1])
+        return None
 
 
 class Qemu:
     """One QEMU of the VM, through a socket that nobody else uses."""
 
-    def __init__(self, pid: int, vm: str) -> None:
+    def __init__(self, pid: int, vm: str, console: Console | None) -> None:
         """Connect; raises `OSError` while it does not listen yet."""
         self.pid = pid
         self.node = _node(pid)
+        self.console = console
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(1.0)
         self.socket.connect(f"/proc/{pid}/root/run/spy-{vm}.sock")
@@ -89,6 +157,8 @@ class Qemu:
             answer = message.get("return")
             if isinstance(answer, dict) and "running" in answer:
                 runs = answer["running"]
+                if runs:
+                    self.console = None  # for how long already is not known, nor what its first tick was
             elif message.get("event") in ("RESUME", "STOP"):
                 runs = message["event"] == "RESUME"
                 stamp = message["timestamp"]
@@ -106,45 +176,78 @@ def _node(pid: int) -> str:
         return "?"
 
 
-def qemus(vm: str, machine: Path = Path("/proc")) -> list[int]:
-    """The processes that are QEMUs of the VM on any node."""
-    wanted = f"/run/spy-{vm}.sock".encode()
-    found = []
-    for process in machine.iterdir():
-        if process.name.isdigit():
+@dataclass
+class Processes:
+    """The processes of a machine: which of them are QEMUs of the VM on any node."""
+
+    vm: str
+    machine: Path = Path("/proc")
+    _seen: dict[str, float] = field(default_factory=dict)
+    """Since when a process is known."""
+    _all: float = 0.0
+
+    def qemus(self, now: float) -> dict[int, Path | None]:
+        """Those found among what is new, by the monotonic clock, and where their guest's console goes."""
+        wanted = f"/run/spy-{self.vm}.sock".encode()
+        everything = now - self._all > ALL_S
+        if everything:
+            self._all = now
+        names = [name for name in os.listdir(self.machine) if name.isdigit()]  # noqa: PTH208
+        self._seen = {name: self._seen.get(name, now) for name in names}
+        found: dict[int, Path | None] = {}
+        for name, since in self._seen.items():
+            if not everything and now - since > YOUNG_S:
+                continue
             with contextlib.suppress(OSError):
-                if wanted in (process / "cmdline").read_bytes():
-                    found.append(int(process.name))
-    return found
+                line = (self.machine / name / "cmdline").read_bytes()
+                if wanted in line:
+                    log = re.search(rb"logfile=([^,\0]+)", line)
+                    root = self.machine / name / "root"
+                    found[int(name)] = root / log[1].decode().lstrip("/") if log else None
+        return found
 
 
 def watch(vm: str, out: Path) -> None:
     """Watch until ended."""
     known: dict[int, Qemu] = {}
-    looked = 0.0
+    consoles: dict[int, Console | None] = {}
+    processes = Processes(vm)
+    looked = told = 0.0
     with out.open("a", buffering=1) as file:
 
-        def note(qemu: Qemu, runs: bool, host_us: int) -> None:
-            event = {"pid": qemu.pid, "node": qemu.node, "runs": runs, "host_us": host_us}
-            file.write(json.dumps(event) + "\n")
+        def note(qemu: Qemu, host_us: int, **what: Any) -> None:  # noqa: ANN401
+            file.write(json.dumps({"pid": qemu.pid, "node": qemu.node, **what, "host_us": host_us}) + "\n")
 
         while True:
-            if time.monotonic() - looked > LOOK_S * 5:
-                looked = time.monotonic()
-                for pid in qemus(vm):
-                    if pid not in known:
-                        with contextlib.suppress(OSError):
-                            known[pid] = Qemu(pid, vm)
-            for pid, qemu in list(known.items()):
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                looked = now
+                for pid, log in processes.qemus(now).items():
+                    consoles.setdefault(pid, Console(log) if log else None)
+                for pid in [pid for pid in consoles if pid not in known]:
+                    try:
+                        known[pid] = Qemu(pid, vm, consoles[pid])
+                    except OSError:
+                        if not Path(f"/proc/{pid}").exists():
+                            del consoles[pid]
+                for qemu in known.values():
+                    if qemu.console and qemu.runs and (tick := qemu.console.first_tick()) is not None:
+                        qemu.console = None
+                        note(qemu, time.time_ns() // 1000, tick=tick)
+            if now - told >= BEAT_S:
+                told = now
+                beat = [[qemu.pid, qemu.node] for qemu in known.values()]
+                file.write(json.dumps({"beat": beat, "host_us": time.time_ns() // 1000}) + "\n")
+            ready, _, _ = select.select([qemu.socket for qemu in known.values()], [], [], LOOK_S)
+            for pid, qemu in [pair for pair in known.items() if pair[1].socket in ready]:
                 try:
                     for runs, host_us in qemu.look():
-                        note(qemu, runs, host_us)
+                        note(qemu, host_us, runs=runs)
                 except OSError:
                     if qemu.runs:
-                        note(qemu, False, time.time_ns() // 1000)
+                        note(qemu, time.time_ns() // 1000, runs=False)
                     qemu.socket.close()
-                    del known[pid]
-            time.sleep(LOOK_S)
+                    del known[pid], consoles[pid]
 
 
 def main() -> None:

@@ -5,12 +5,13 @@
 Needs nothing but Python itself.
 """
 
+import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import counter, running
+from . import counter, judge, running
 
 WIDTH = 60
 
@@ -76,9 +77,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"timeline: {error}")
     print(draw(found))
-    for drop in counter.drops(answers):
-        if drop.back:
-            print(f"the counter went back from {drop.highest} to {drop.after.tick}: {drop.back} ticks")
+    told = map(json.loads, ran.read_text().splitlines())
+    for loss in judge.losses(running.starts(told), answers):
+        if loss.back and loss.start.tick is not None:
+            print(f"the counter went back from {loss.told} to {loss.start.tick - 1}: {loss.back} ticks")
 
 
 if __name__ == "__main__":

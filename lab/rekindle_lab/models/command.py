@@ -9,6 +9,7 @@ import typer
 from rekindle_lab.bench.report import table
 from rekindle_lab.models import crossing, figures, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
+from rekindle_lab.models.moves import with_moves
 from rekindle_lab.models.parameters import DAY_S, PAPER, ParameterError, Parameters, Timers, by_hand, measured
 from rekindle_lab.models.simulation import simulate
 from rekindle_lab.say import fail
@@ -153,6 +154,10 @@ def command(
     guests: Annotated[str | None, typer.Option(help='Its rows to take, such as "11 x micro 256M".')] = None,
     os_guests: Annotated[str | None, typer.Option(help="Its rows whose cold gap is an OS reboot's.")] = None,
     os_downtime_s: Annotated[float | None, typer.Option(help="Or how long an OS reboot takes.")] = None,
+    moves: Annotated[Path | None, typer.Option(help="The JSON of `make bench TOPIC=move`: its ways, besides.")] = None,
+    move_guest: Annotated[str, typer.Option(help="Its guest to take.")] = "512M",
+    move_load: Annotated[str, typer.Option(help="That guest's load.")] = "dirty 20",
+    move_vms: Annotated[int, typer.Option(help="So many such guests move, one after the other.")] = 11,
     vmm_interval_d: Annotated[float | None, typer.Option(help="Renew the VMM every so many days.")] = None,
     os_interval_d: Annotated[float | None, typer.Option(help="Reboot each OS every so many days.")] = None,
     hosts: Annotated[int, typer.Option(help="Size of the cluster.")] = 100,
@@ -169,6 +174,8 @@ def command(
     """
     try:
         given = chosen(paper, parameters, measured, guests, os_guests, os_downtime_s)
+        if moves is not None:
+            given = with_moves(given, moves, move_guest, move_load, move_vms)
         timers = given.timers
         given = given.at(
             Timers(

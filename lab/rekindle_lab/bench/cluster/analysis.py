@@ -1,10 +1,14 @@
 """From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
 
+from collections.abc import Sequence
+
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
-from rekindle_lab.bench.rows import pick
+from rekindle_lab.bench.report import NO_BAR, Bar, Figure, Found
+from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.stats import median, p95
+
+from .faults import KILLS
 
 BARS = {
     "failover_s": Bar(4.0),
@@ -12,45 +16,94 @@ BARS = {
     "split_brain": Bar(0.0, "=="),
     "counter_back": Bar(0.0, "=="),
     "counter_back_held": Bar(0.0, "=="),
+    "counter_back_held_off": Bar(1.0, ">="),
+    "not_recovered": Bar(0.0, "=="),
     "spare_memory": Bar(0.01),
 }
+FAULTS = ("failover", "faults", "held", "held-off")
+"""The cases whose rows are faults."""
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """The figures of the issue's table. `raw`: the rows' file.
+
+    A fault after which not all was well again, or that was not watched all the time, has a row but is not in an n: so
+    one that is short of what was planned has missed its bar.
+    """
     found = Found(raw)
-    kills = frame[(frame["case"] == "failover") & frame["answer_us"].notna() & frame["fenced_us"].notna()]
-    samples = {
-        "failover_s": (kills["answer_us"] - kills["at_us"]) / 1e6,
-        "failover_restore_s": (kills["answer_us"] - kills["fenced_us"]) / 1e6,
-    }
-    for name, values in samples.items():
-        _add(found, name, "s", [float(value) for value in values])
+    kills = frame[(frame["case"] == "failover") & frame["recovered"]]
+    planned = _planned(frame, ["failover"])
+    _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
+    _add(found, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
     # What came of all of them together; those that were killed for the time count too.
-    several = frame if len(frame[frame["case"] == "faults"]) else frame.iloc[:0]
-    free, held = several[several["case"] != "held"], frame[frame["case"] == "held"]
+    every = frame[frame["case"].isin(FAULTS)]
+    several = every if len(every[every["case"] == "faults"]) else every.iloc[:0]
+    free = several[~several["case"].isin(("held", "held-off"))]
     for name, rows, column in (
         ("split_brain", several, "overlaps"),
         ("counter_back", free, "beyond"),
-        ("counter_back_held", held, "beyond"),
+        ("counter_back_held", every[every["case"] == "held"], "beyond"),
+        ("counter_back_held_off", every[every["case"] == "held-off"], "beyond"),
     ):
-        _add(found, name, "", pick(rows, column) if len(rows) else [], together=True)
-    spare = frame[frame["spare_bytes"].notna()]
+        _together(found, name, rows, [float(value) for value in rows[column]])
+    _together(found, "not_recovered", every, [float(not value) for value in every["recovered"]], of_all=True)
+    spare = every[every["spare_bytes"].notna()]
     _add(found, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
+    _output(frame, found)
+    unfenced = every[every["kind"].isin(KILLS) & every["fenced_us"].isna()]
+    if len(unfenced):
+        of = len(every[every["kind"].isin(KILLS)])
+        found.absent.append(f"the time of fencing: not known of {len(unfenced)} of {of} kills")
+    for _, row in every[~every["recovered"]].iterrows():
+        found.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
     return found
 
 
-def _add(found: Found, name: str, unit: str, values: list[float], *, together: bool = False) -> None:
+def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
+    """From one time to the other, where both are known."""
+    return [float(value) for value in ((rows[end] - rows[begin]) / 1e6).dropna()]
+
+
+def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
+    """How many rows of these cases there are to be, of those that were begun."""
+    rows = frame[frame["case"].isin(cases)]
+    return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
+
+
+def _add(found: Found, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
     if not values:
         found.lacks(name)
         return
-    value = sum(values) if together else median(values)
-    found.add(Figure(name, value, unit, len(values), p95(values), BARS[name], found.raw))
+    figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], found.raw, planned=planned)
+    found.add(figure)
+
+
+def _together(found: Found, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
+    if not values:
+        found.lacks(name)
+        return
+    n = len(rows) if of_all else int(rows["recovered"].sum())
+    planned = _planned(rows, FAULTS)
+    found.add(Figure(name, sum(values), "", n, p95(values), BARS[name], found.raw, planned=planned))
+
+
+def _output(frame: pd.DataFrame, found: Found) -> None:
+    """Round trips and answers a second with output commit, over those with protection alone at the same interval."""
+    rows = frame[frame["case"] == "output"]
+    if not len(rows):
+        found.lacks("output_commit_rtt")
+    for every_s in sorted(rows["every_s"].dropna().unique()):
+        for name, column, unit in (("rtt", "median_us", "ms"), ("rtt_p99", "p99_us", "ms"), ("per_s", "per_s", "1/s")):
+            ours, alone = (pick(rows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
+            if unit == "ms":
+                ours, alone = milliseconds(ours), milliseconds(alone)
+            what = f"output commit, every {every_s:g} s", "protection alone"
+            found.ratio(f"output_commit_{name}_{every_s:g}s", NO_BAR, ours, alone, *what, of_peer=False, unit=unit)
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
     """Of each fail-over whose node was killed: until it was fenced, until the guest ran, until it answered, in s."""
-    kills = frame[(frame["case"] == "failover") & frame["answer_us"].notna() & frame["fenced_us"].notna()]
+    kills = frame[(frame["case"] == "failover") & frame["recovered"] & frame["fenced_us"].notna()]
     return pd.DataFrame(
         {
             "seen and fenced": (kills["fenced_us"] - kills["at_us"]) / 1e6,
@@ -72,17 +125,39 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
     """What came of each kind of fault."""
     lines: list[dict[str, object]] = []
-    for (case, kind), group in frame.groupby(["case", "kind"], sort=True):
+    for (case, kind), group in frame[frame["case"].isin(FAULTS)].groupby(["case", "kind"], sort=True):
         lines.append(
             {
                 "case": case,
                 "fault": kind,
                 "n": len(group),
+                "recovered": int(group["recovered"].sum()),
                 "failed over": int(group["elsewhere"].sum()),
+                "no fencing time": int(group["fenced_us"].isna().sum()) if kind in KILLS else None,
                 "longest silence s": float(group["gap_s"].max()),
                 "most ticks back": int(group["back"].max()),
-                "beyond an interval": int(group["beyond"].sum()),
+                "as answers show": int(group["back_answers"].max()),
+                "beyond what is allowed": int(group["beyond"].sum()),
                 "two at once": int(group["overlaps"].sum()),
+            }
+        )
+    return lines
+
+
+def output(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Medians of the windows of each way and interval."""
+    lines: list[dict[str, object]] = []
+    rows = frame[frame["case"] == "output"]
+    for (every_s, how), group in rows.groupby(["every_s", "kind"], sort=True, dropna=False):
+        lines.append(
+            {
+                "every s": None if pd.isna(every_s) else every_s,
+                "how": how,
+                "n": len(group),
+                "round trips": int(group["trips"].sum()),
+                "median ms": median(milliseconds(pick(group, "median_us"))),
+                "p99 ms": median(milliseconds(pick(group, "p99_us"))),
+                "answers/s": median(pick(group, "per_s")),
             }
         )
     return lines

@@ -1,4 +1,4 @@
-"""How often a node is killed, and how many faults there are at random."""
+"""How often a node is killed, how many faults there are at random, and what output commit is measured by."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,33 @@ class Plan:
     """Kills, stops, partitions and outages of the store at random."""
     held: int
     """The same with output commit."""
+    held_off: int
+    """Nodes killed at the interval of those, without output commit: the judge has to see what is lost."""
+    output_rounds: int
+    """Turns of each way in the measurement of what output commit costs."""
+    output_every_s: tuple[float, ...]
+    """From one checkpoint to the next, there."""
     budget_s: float | None = None
     """A case, or a fault, that would begin later than this is left out."""
 
 
-FULL = Plan(failovers=20, faults=100, held=20)
-QUICK = Plan(failovers=3, faults=3, held=2, budget_s=330.0)
+FULL = Plan(failovers=20, faults=100, held=20, held_off=5, output_rounds=6, output_every_s=(0.05, 0.2, 1.0))
+QUICK = Plan(failovers=2, faults=2, held=1, held_off=1, output_rounds=2, output_every_s=(0.2,), budget_s=400.0)
 
 
 def left_out(plan: Plan) -> list[str]:
     """What of the full plan this one does not do, in words."""
-    pairs = (("fail-overs", "failovers"), ("faults at random", "faults"), ("faults with output commit", "held"))
-    return [
+    pairs = (
+        ("fail-overs", "failovers"),
+        ("faults at random", "faults"),
+        ("faults with output commit", "held"),
+        ("fail-overs at that interval without output commit", "held_off"),
+        ("turns of what output commit costs", "output_rounds"),
+    )
+    lines = [
         f"{what}: {getattr(plan, name)} of {getattr(FULL, name)}"
         for what, name in pairs
         if getattr(plan, name) < getattr(FULL, name)
     ]
+    gone = [f"{every_s:g} s" for every_s in FULL.output_every_s if every_s not in plan.output_every_s]
+    return lines + ([f"what output commit costs with a checkpoint every {', '.join(gone)}"] if gone else [])

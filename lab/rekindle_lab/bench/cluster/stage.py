@@ -1,4 +1,4 @@
-"""The stage of this topic: a test bed that is up, with its VM and a client."""
+"""The stage of this topic: a test bed, new for each case, with its VM and a client."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from pathlib import Path
 from rekindle_lab import guests
 from rekindle_lab.bench import stage as bench
 from rekindle_lab.bench.rows import RowFile
-from rekindle_lab.cluster.bed import VM, Bed, bed
+from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
+from rekindle_lab.cluster.counter import PATIENCE
 from rekindle_lab.rekindle import Rekindle
 
 EVERY_S = 1.0
@@ -22,7 +23,37 @@ GUEST_BYTES = 96 << 20
 class Stage(bench.Stage):
     """Everything that cases share."""
 
-    bed: Bed
+    micro: Path
+    """The guest's image."""
+    beds: Path
+    """For the beds, on a real disk."""
+    _closing: ExitStack
+    _bed: Bed | None = None
+    _number: int = 0
+
+    @property
+    def bed(self) -> Bed:
+        """The one that is up."""
+        if self._bed is None:
+            raise BedError("no bed is up")
+        return self._bed
+
+    def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
+        """A new bed in the place of the one that there is, with nothing in its files yet."""
+        self._closing.close()
+        self._bed = None
+        self._number += 1
+        own = self.beds / str(self._number)
+        own.mkdir()
+        self.say("a new bed")
+        given = (self.root, self.rekindle.binary, self.qemu, self.micro, own, every)
+        self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
+        return self._bed
+
+    def away(self) -> None:
+        """No bed, while something else is measured."""
+        self._closing.close()
+        self._bed = None
 
     def spare_bytes(self, node: str) -> int:
         """Memory that the nodes other than `node` hold for its guest: processes, and files in their run directories."""
@@ -59,6 +90,6 @@ def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Ite
         at = stack.enter_context(bench.folders(disk))
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-", dir=at.disk_dir)))
         micro = guests.build(root, "micro").folder
-        here = stack.enter_context(bed(root, binary, qemu, micro, own, f"{EVERY_S:g}s"))
         ours = Rekindle(binary, at.work / "run")
-        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, "", here)
+        closing = stack.enter_context(ExitStack())
+        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, "", micro, own, closing)

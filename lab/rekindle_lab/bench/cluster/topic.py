@@ -22,5 +22,6 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     tables = {
         "From a node's death to its guest's first answer elsewhere": analysis.summary(frame),
         "Faults, and what came of them": analysis.by_kind(frame),
+        "What output commit costs (medians of windows)": analysis.output(frame),
     }
     return run.report(TOPIC, about, command, found, plots.draw(frame, out), tables)

@@ -1,7 +1,8 @@
 """A guest is booted here and goes to another place, in each way in turn; each leaves a row. Nothing is judged here.
 
 The two hosts are two run directories and two network namespaces of one machine; the link is its loopback for all: what
-is `ssh` elsewhere starts the other Rekindle here, QEMU's migration goes over TCP.
+is `ssh` elsewhere starts the other Rekindle here, QEMU's migration goes over TCP, our checkpoints over TLS to a store
+and from there. `move-local` has its store in a folder, which crosses no link.
 """
 
 import os
@@ -20,7 +21,7 @@ from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
 from rekindle_lab.stores import Store
 
 from .plan import Plan
-from .rows import HOWS, Row
+from .rows import HOWS, STORES, Row
 
 IMAGE = "micro"
 QUIET_S = 2.0
@@ -69,21 +70,22 @@ def moves(stage: Stage, plan: Plan) -> None:
 def _one(stage: Stage, there: There, mib: int, touch: str, load: int, how: str, number: int) -> None:
     stage.need(memory_mib=2 * mib, disk_mib=2 * mib)
     guest = stage.guest("goes", IMAGE, mib, 21, touch)
-    row = Row("moves", mib, f"dirty {load}" if load else "idle", how, "disk" if how == "move" else "", number)
+    row = Row("moves", mib, f"dirty {load}" if load else "idle", how, STORES.get(how, ""), number)
     with stage.ours(guest), ExitStack() as stack:
         if load:
             guest.command(f"dirty {load} 64 random")
         began: list[float] = []
         with stage.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
             began.append(time.time())
-            if how == "move":
-                store = stage.store("disk").within("goes")
+            if how in STORES:
+                store = stage.store(STORES[how]).within("goes")
                 stack.callback(store.remove)
                 stack.callback(lambda: there.rekindle.call("stop", guest.name, "--now", ok=range(256)))
                 stop = _ours(stage, there, guest, store, row)
             else:
                 stop = _qemu(stage, there, guest, how, row)
-        _service(probes[0], began[0], stop, row)
+        if stop is not None:
+            _service(probes[0], began[0], stop, row)
         stage.rows.append(row)
 
 
@@ -111,8 +113,8 @@ def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> f
     return begun + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
-def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float:
-    """QEMU's own; gives when the guest was stopped, in s since 1970."""
+def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float | None:
+    """QEMU's own; gives when the guest was stopped, in s since 1970, if it ever was."""
     shown = stage.rekindle.show(guest.name)
     tap = Tap(f"rkm{os.getpid() % 100000}", there.netns, guest.host_address)
     try:
@@ -122,8 +124,13 @@ def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float
             with migrate.waiting(vm, stage.work / "migrated", tap, ram) as target:
                 done = migrate.migrate(source, target, how)
                 there.has(guest).wait_ready()
+    except migrate.NotConvergedError as error:
+        row.converged = 0
+        stage.say(str(error))
+        return None
     finally:
         tap.close()
+    row.converged = 1 if how in migrate.LIVE else None
     row.stopped_us, row.total_us, row.whole_us = done.stopped_us, done.total_us, done.total_us
     return done.stop_host_us / 1e6
 

@@ -20,7 +20,7 @@ class Plan:
 
 
 FULL = Plan(sizes={512: "384M", 2048: "1536M"}, loads=(0, 20), rounds=12)
-QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=3, budget_s=400.0)
+QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=2, budget_s=400.0)
 
 
 def left_out(plan: Plan) -> list[str]:

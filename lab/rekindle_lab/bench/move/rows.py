@@ -7,9 +7,12 @@ from typing import Any
 import pandas as pd
 
 from rekindle_lab.bench.rows import read_rows
+from rekindle_lab.peers.migrate import LIVE
 
-HOWS = ("move", "live", "non-live")
-"""`rekindle move`; QEMU's live migration by its defaults, with no limit on its bandwidth; that of a stopped guest."""
+STORES = {"move": "tls", "move-local": "disk"}
+"""`rekindle move`, and where its checkpoints go: over the loopback as a migration does, or into a folder."""
+HOWS = (*STORES, *LIVE, "non-live")
+"""Ours; QEMU's live migration with no limit on its bandwidth, by its downtime limit; that of a stopped guest."""
 
 
 @dataclass
@@ -35,6 +38,8 @@ class Row:
     """For `move`: what the guest was stopped for while it ran here, all together."""
     rounds: int | None = None
     last_bytes: int | None = None
+    converged: int | None = None
+    """For a live migration: whether it came to its end."""
     before_per_s: float | None = None
     """What its service answered, undisturbed."""
     during_per_s: float | None = None

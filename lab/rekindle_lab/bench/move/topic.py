@@ -5,6 +5,7 @@ from pathlib import Path
 from rekindle_lab.bench import run
 from rekindle_lab.bench.protect.stage import stage
 from rekindle_lab.bench.report import Report
+from rekindle_lab.models.moves import TABLE
 
 from . import analysis, rows
 from .cases import CASES, IMAGE
@@ -20,9 +21,7 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     about = run.take_over(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
-        "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)": (
-            analysis.summary(frame)
-        ),
+        TABLE: analysis.summary(frame),
         "What a move's guest is stopped for": analysis.pauses(frame),
     }
     return run.report(TOPIC, about, command, found, [], tables)

@@ -1,0 +1,166 @@
+"""What output commit costs: round trips to a guest, and answers a second, protected with it and without, by turns."""
+
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import getpid
+
+from rekindle_lab import netns
+from rekindle_lab.guests import COMMAND_PORT, Guest
+from rekindle_lab.protector import Protector
+from rekindle_lab.stats import median, p99
+from rekindle_lab.stores import Store, over_tls
+
+from .plan import Plan
+from .rows import Row
+from .stage import GUEST_BYTES, Stage
+
+WAYS = ("none", "protect", "output-commit")
+"""No protection; checkpoints alone; what the guest sends held until one counts."""
+CALLERS = 16
+"""Connections of the round trips: each asks, and pauses by chance, so that a question comes at any moment."""
+PAUSE_S = 0.4
+TRIPS_S = 6.0
+MANY = 64
+MANY_S = 4.0
+DEADLINE_S = 30.0
+"""For one answer."""
+ASK = b"tick\n"
+
+
+def _connect(guest: Guest) -> socket.socket:
+    line = netns.connect(guest.netns, guest.address, COMMAND_PORT, DEADLINE_S)
+    line.settimeout(DEADLINE_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line
+
+
+def _answer(line: socket.socket) -> None:
+    reply = b""
+    while not reply.endswith(b"\n"):
+        part = line.recv(256)
+        if not part:
+            raise ConnectionError("the guest has closed the connection")
+        reply += part
+
+
+def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
+    """Round trips in us, of questions that come at any moment. Those under way at the end are waited for."""
+    took: list[float] = []
+    failed: list[BaseException] = []
+    end = time.monotonic() + seconds
+
+    def caller(line: socket.socket, chance: random.Random) -> None:
+        try:
+            while True:
+                time.sleep(chance.uniform(0.0, PAUSE_S))
+                began = time.monotonic()
+                if began > end:
+                    return
+                line.sendall(ASK)
+                _answer(line)
+                took.append((time.monotonic() - began) * 1e6)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [
+        threading.Thread(target=caller, args=(line, random.Random(seed * 1000 + number)))
+        for number, line in enumerate(lines)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return took
+
+
+def rate(lines: list[socket.socket], seconds: float) -> float:
+    """Answers a second, each connection asking again as soon as it is answered."""
+    with selectors.DefaultSelector() as selector:
+        for line in lines:
+            selector.register(line, selectors.EVENT_READ)
+            line.sendall(ASK)
+        answered, began = 0, time.monotonic()
+        while (left := began + seconds - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                line = key.fileobj
+                assert isinstance(line, socket.socket)
+                _answer(line)
+                answered += 1
+                line.sendall(ASK)
+    took = time.monotonic() - began
+    for line in lines:
+        _answer(line)
+    return answered / took
+
+
+def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
+    """The ways of one round; the next one has them the other way round."""
+    ways: list[tuple[str, float | None]] = [("none", None)]
+    ways += [(how, every_s) for every_s in plan.output_every_s for how in WAYS[1:]]
+    return ways if number % 2 == 0 else ways[::-1]
+
+
+@contextmanager
+def _protected(stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None) -> Iterator[None]:
+    if every_s is None:
+        yield
+        return
+    more = ["--output-commit"] if how == "output-commit" else []
+    protector = Protector(stage.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
+    try:
+        # The first has all of its memory, and the next what was written meanwhile.
+        protector.wait("checkpoint", 3)
+        yield
+        protector.stop()
+    finally:
+        protector.kill()
+        stage.rekindle.call("release", guest.name)
+
+
+def output(stage: Stage, plan: Plan) -> None:
+    """A guest of its own, outside the cluster, its store over TLS."""
+    stage.away()
+    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(stage.rekindle, stage.disk_dir / "output") as place:
+        guest = Guest("output", stage.image("micro"), GUEST_BYTES >> 20, 31, None, name, stage.ram_dir, stage.disk_dir)
+        store = place.within(guest.name)
+        with stage.ours(guest):
+            _warm(guest)
+            for number in range(plan.output_rounds):
+                for how, every_s in turns(plan, number):
+                    stage.say(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
+                    _window(stage, guest, store, how, every_s, number, plan.output_rounds)
+
+
+def _warm(guest: Guest) -> None:
+    """Ask it before the first window: an emulated processor is slow until its code has been translated."""
+    lines = [_connect(guest) for _ in range(MANY)]
+    rate(lines, MANY_S)
+    for line in lines:
+        line.close()
+
+
+def _window(
+    stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None, number: int, planned: int
+) -> None:
+    row = Row("output", number, how, number, "", TRIPS_S, time.time_ns() // 1000, planned, every_s=every_s)
+    lines: list[socket.socket] = []
+    try:
+        # Before anything is held: each connection would wait for a checkpoint of its own.
+        lines += [_connect(guest) for _ in range(MANY)]
+        with _protected(stage, guest, store, how, every_s):
+            took = trips(lines[:CALLERS], TRIPS_S, number)
+            row.trips, row.median_us, row.p99_us = len(took), median(took), p99(took)
+            row.per_s = rate(lines, MANY_S)
+            row.recovered = True
+    finally:
+        for line in lines:
+            line.close()
+    row.guest_bytes = GUEST_BYTES
+    stage.rows.append(row)

@@ -1,0 +1,63 @@
+"""Techniques that move guests to another host, out of the JSON of `make bench TOPIC=move`: D_m, M_l and gamma."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rekindle_lab.models.parameters import ParameterError, Parameters, Technique
+
+TABLE = "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)"
+"""The table of `make bench TOPIC=move` that they are taken from."""
+
+
+def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Technique], tuple[str, ...]]:
+    """Techniques by name, and what is assumed. `vms` guests of a host move one after the other.
+
+    `guest` and `load`: which rows (`512M`, `dirty 20`). Non-live migration is `migration`, as in the paper. Of all
+    others the guest's stopped time counts as its downtime, with pauses before, and each is degraded while all of them
+    move. Live migrations that did not always converge are left out.
+    """
+    if vms < 1:
+        raise ParameterError(f"{vms} guests cannot move; give 1 or more")
+    try:
+        rows = json.loads(path.read_text())["tables"][TABLE]
+        places = list(dict.fromkeys((row["guest"], row["load"]) for row in rows))
+        own = [row for row in rows if (row["guest"], row["load"]) == (guest, load)]
+        stuck = [row["how"] for row in own if row["not converged"]]
+        own = [row for row in own if row["how"] not in stuck]
+        found = {row["how"]: _technique(row, vms) for row in own}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ParameterError(f"{path}: not the JSON of `make bench TOPIC=move`: {error!r}") from error
+    if not found:
+        known = ", ".join(f"{one} with load {other}" for one, other in places)
+        raise ParameterError(f"{path}: no guest '{guest}' with load '{load}'; there are: {known}")
+    notes = [f"moves: medians of {guest} with load {load} ({path.name}), {vms} guests one after the other"]
+    if "non-live" in found:
+        notes.append("how much others are disturbed by a non-live migration is not in these results; it is taken as 0")
+    if stuck:
+        notes.append(f"left out, for not every one came to its end: {', '.join(stuck)}")
+    unknown = [row["how"] for row in own if row["degraded"] is None and row["how"] != "non-live"]
+    if unknown:
+        notes.append(f"degradation of {', '.join(unknown)} is not in these results; it is taken as 0")
+    return {one.name: one for one in found.values()}, tuple(notes)
+
+
+def _technique(row: dict[str, float], vms: int) -> Technique:
+    stopped_s = (row["stopped ms"] + (row["paused before ms"] or 0.0)) / 1e3
+    how = str(row["how"])
+    if how == "non-live":
+        return Technique("migration", stopped_s, 0.0, (vms - 1) * stopped_s, spare_hosts=1)
+    # Served faster than before, by chance: then it was not slowed down.
+    slower = min(1.0, max(0.0, row["degraded"] or 0.0))
+    return Technique(how, stopped_s, slower, vms * row["whole s"], spare_hosts=1)
+
+
+def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:
+    """The same with these techniques besides; they take the place of others of their names."""
+    found, notes = moved(path, guest, load, vms)
+    return replace(
+        parameters,
+        source=f"{parameters.source}; {path.name}, {guest}, {load}",
+        techniques={**parameters.techniques, **found},
+        notes=(*parameters.notes, *notes),
+    )
