@@ -228,6 +228,22 @@ def test_processes_are_looked_at_while_they_are_young(tmp_path):
     process(1, *qemu)
     assert list(looked.qemus(11.5)) == []
     assert sorted(looked.qemus(12.5)) == [1, 2]
+    assert looked.is_new(2) and not looked.is_new(1)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_guest_that_runs_when_its_qemu_first_answers_has_a_first_tick_if_that_was_seen_to_begin(tmp_path, new):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    qemu = object.__new__(running.Qemu)
+    qemu.socket, qemu.buffer, qemu.runs, qemu.new = ours, b"", False, new
+    qemu.console = running.Console(tmp_path / "console")
+    # It was busy with its load: nobody was told of the resume.
+    theirs.sendall(b'{"return": {}}\n{"return": {"status": "running", "running": true}}\n')
+    assert [runs for runs, _ in qemu.look()] == [True]
+    assert (qemu.console is not None) == new
+    ours.close()
+    theirs.close()
 
 
 def test_of_a_file_that_grows_only_what_is_new_is_read(tmp_path):

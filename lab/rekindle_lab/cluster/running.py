@@ -128,9 +128,10 @@ class Console:
 class Qemu:
     """One QEMU of the VM, through a socket that nobody else uses."""
 
-    def __init__(self, pid: int, vm: str, console: Console | None) -> None:
-        """Connect; raises `OSError` while it does not listen yet."""
+    def __init__(self, pid: int, vm: str, console: Console | None, *, new: bool) -> None:
+        """Connect; raises `OSError` while it does not listen yet. `new`: it was seen before its guest could run."""
         self.pid = pid
+        self.new = new
         self.node = _node(pid)
         self.console = console
         self.socket = socket.socket(socket.AF_UNIX)
@@ -157,7 +158,7 @@ class Qemu:
             answer = message.get("return")
             if isinstance(answer, dict) and "running" in answer:
                 runs = answer["running"]
-                if runs:
+                if runs and not self.new:
                     self.console = None  # for how long already is not known, nor what its first tick was
             elif message.get("event") in ("RESUME", "STOP"):
                 runs = message["event"] == "RESUME"
@@ -185,10 +186,16 @@ class Processes:
     _seen: dict[str, float] = field(default_factory=dict)
     """Since when a process is known."""
     _all: float = 0.0
+    _begun: float | None = None
+
+    def is_new(self, pid: int) -> bool:
+        """Whether it has begun since the first look."""
+        return self._begun is not None and self._seen.get(str(pid), self._begun) > self._begun
 
     def qemus(self, now: float) -> dict[int, Path | None]:
         """Those found among what is new, by the monotonic clock, and where their guest's console goes."""
         wanted = f"/run/spy-{self.vm}.sock".encode()
+        self._begun = now if self._begun is None else self._begun
         everything = now - self._all > ALL_S
         if everything:
             self._all = now
@@ -226,7 +233,7 @@ def watch(vm: str, out: Path) -> None:
                     consoles.setdefault(pid, Console(log) if log else None)
                 for pid in [pid for pid in consoles if pid not in known]:
                     try:
-                        known[pid] = Qemu(pid, vm, consoles[pid])
+                        known[pid] = Qemu(pid, vm, consoles[pid], new=processes.is_new(pid))
                     except OSError:
                         if not Path(f"/proc/{pid}").exists():
                             del consoles[pid]
