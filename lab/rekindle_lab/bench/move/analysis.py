@@ -1,6 +1,7 @@
 """From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
 
 import json
+from collections.abc import Callable
 
 import pandas as pd
 
@@ -10,7 +11,7 @@ from rekindle_lab.guests import size
 from rekindle_lab.peers.migrate import LIVE
 from rekindle_lab.stats import compare, median, p95
 
-from .rows import STORES
+from .rows import STORES, THERE
 
 SMALL_MIB = 512
 LOAD = "dirty 20"
@@ -106,14 +107,24 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Medians of the parts of a move's pause, in ms."""
+    return _parts(frame, lambda name: None if name.startswith(THERE) else f"{name} ms")
+
+
+def there(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Medians of the steps on the other host, in ms."""
+    return _parts(frame, lambda name: f"{name.removeprefix(THERE)} ms" if name.startswith(THERE) else None)
+
+
+def _parts(frame: pd.DataFrame, column: Callable[[str], str | None]) -> list[dict[str, object]]:
     lines: list[dict[str, object]] = []
     moves = frame[frame["how"].isin(STORES)]
     for (mib, load, how), group in moves.groupby(["memory_mib", "load", "how"], sort=True):
         parts: dict[str, list[float]] = {}
         for text in group["steps"].dropna():
             for step in json.loads(text):
-                parts.setdefault(step["step"], []).append(step["us"] / 1e3)
+                if (name := column(step["step"])) is not None:
+                    parts.setdefault(name, []).append(step["us"] / 1e3)
         if parts:
-            values = {f"{name} ms": median(value) for name, value in parts.items()}
+            values = {name: median(value) for name, value in parts.items()}
             lines.append({"guest": size(int(mib)), "load": load, "how": how, "n": len(group), **values})
     return lines

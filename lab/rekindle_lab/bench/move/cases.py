@@ -5,6 +5,7 @@ is `ssh` elsewhere starts the other Rekindle here, QEMU's migration goes over TC
 and from there. `move-local` has its store in a folder, which crosses no link.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
 from rekindle_lab.stores import Store
 
 from .plan import Plan
-from .rows import HOWS, STORES, Row
+from .rows import HOWS, STORES, THERE, Row
 
 IMAGE = "micro"
 QUIET_S = 2.0
@@ -102,6 +103,9 @@ def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> f
     row.pauses_us = sum(one["stopped_us"] for one in moved["rounds"])
     row.rounds, row.last_bytes = len(moved["rounds"]), moved["last_bytes"]
     row.steps = [{"step": name, "us": us} for name, us in moved["pause"].items()]
+    timeline = (there.rekindle.run_dir / guest.name / "timeline.jsonl").read_text().splitlines()
+    restored = [one for one in map(json.loads, timeline) if one["operation"] == "restore" and one["phase"] != "settle"]
+    row.steps += [{"step": THERE + one["step"], "us": one["us"]} for one in restored]
     fill = there.rekindle.run_dir / guest.name / "fill.json"
     deadline = time.monotonic() + FILL_DEADLINE_S
     while fill.exists():

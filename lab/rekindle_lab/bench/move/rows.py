@@ -14,6 +14,9 @@ STORES = {"move": "tls", "move-local": "disk"}
 HOWS = (*STORES, *LIVE, "non-live")
 """Ours; QEMU's live migration with no limit on its bandwidth, by its downtime limit; that of a stopped guest."""
 
+THERE = "there: "
+"""Before the name of a step of the other host's restore, which is what `there` consists of."""
+
 
 @dataclass
 class Row:

@@ -23,5 +23,6 @@ def analyse(raw: Path, out: Path, command: str) -> Report:
     tables = {
         TABLE: analysis.summary(frame),
         "What a move's guest is stopped for": analysis.pauses(frame),
+        "What the other host does in `there`": analysis.there(frame),
     }
     return run.report(TOPIC, about, command, found, [], tables)
