@@ -133,15 +133,14 @@ pub fn start(
     };
     let rounds = prepared.rounds.clone();
     let going = Going { host, held: &held, settings, target: &target, line, journal, run_state };
-    let (done, said, told) = going.go(prepared)?;
-    let now = host_us();
+    let Gone { done, said, told, heard } = going.go(prepared)?;
     let (there, since) = match said {
         Some(Running { us, since_us, pid, prepared, unused, clock }) => {
             (Some(There { pid, us, prepared, unused, clock }), since_us)
         }
         None => (None, 0),
     };
-    let runs_at = now.saturating_sub(since);
+    let runs_at = heard.saturating_sub(since);
     let (read, commit) = (done.stopped_us, done.commit_us);
     let pause = Pause {
         read,
@@ -311,9 +310,21 @@ struct Going<'a> {
     run_state: RunState,
 }
 
+/// A guest that has gone.
+struct Gone {
+    /// Its last checkpoint.
+    done: Done,
+    /// What the other host says.
+    said: Option<Running>,
+    /// When it was told, in µs since 1970.
+    told: u64,
+    /// When it had answered: what is cleared away here afterwards the guest does not wait for.
+    heard: u64,
+}
+
 impl Going<'_> {
-    /// Stop the guest, and have the other host let it go on. Gives the last checkpoint, what that host says, and when it was told.
-    fn go(mut self, prepared: Prepared<'_>) -> Result<(Done, Option<Running>, u64), MoveError> {
+    /// Stop the guest, and have the other host let it go on.
+    fn go(mut self, prepared: Prepared<'_>) -> Result<Gone, MoveError> {
         let Prepared { mut taker, mut session, .. } = prepared;
         let vmm = self.target.vmm();
         let name = self.held.rundir.name();
@@ -338,6 +349,7 @@ impl Going<'_> {
         let said = self.line.say(&go);
         fault::point("move.resume.told", Some(vmm), None);
         let said = said.and_then(|()| self.line.answer(GO));
+        let heard = host_us();
         let host = record.far.host.clone();
         let left = |source| MoveError::Left { name: name.into(), host: host.clone(), source: Box::new(source) };
         match said {
@@ -345,7 +357,7 @@ impl Going<'_> {
                 fault::point("move.settle.running", Some(vmm), None);
                 let_go(self.host, self.held, self.journal).map_err(left)?;
                 drop(self.run_state);
-                Ok((done, Some(running), told))
+                Ok(Gone { done, said: Some(running), told, heard })
             }
             Ok(Answer::Failed { begun: true, why, .. }) => {
                 let_go(self.host, self.held, self.journal).map_err(left)?;
@@ -369,7 +381,8 @@ impl Going<'_> {
                 };
                 match settle(self.host, self.held, self.journal)? {
                     Settled::Back => Err(MoveError::Back { name: name.into(), host, why }),
-                    Settled::Away => Ok((done, None, told)),
+                    // That it runs there is known now only.
+                    Settled::Away => Ok(Gone { done, said: None, told, heard: host_us() }),
                 }
             }
         }
