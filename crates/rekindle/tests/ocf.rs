@@ -15,8 +15,6 @@ use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
 struct Resource<'a> {
     lab: &'a Lab,
@@ -324,13 +322,16 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
 
     // Its mount point is not there, for a while.
     fs::remove_dir(&share).unwrap();
-    let start =
-        web.command("start", &["--within", "60s"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    thread::sleep(Duration::from_millis(500));
+    let said = lab.path("said");
+    let mut start = web.command("start", &["--within", "60s"]);
+    let start = start.stdout(Stdio::piped()).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
+    wait_for("the store to be asked again", DEADLINE, || {
+        fs::read_to_string(&said).unwrap().contains("it is asked again").then_some(())
+    });
     fs::create_dir(lab.path("share2")).unwrap();
     fs::rename(&away, lab.path("share2").join("web")).unwrap();
     fs::rename(lab.path("share2"), &share).unwrap();
-    let started = web.lab.wait(start, "start".into()).ok().says(&["it is asked again"]).json();
+    let started = web.lab.wait(start, "start".into()).ok().json();
     assert_eq!(started["started"], "restored");
     web.guest.wait_ready();
     assert_eq!(web.guest.boot_id(), boot);

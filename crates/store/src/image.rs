@@ -100,6 +100,26 @@ pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::
     Ok(entry)
 }
 
+/// Whether all that is wrong is that something has gone that the newest manifest does not list any more: whoever looks at a store
+/// while its owner works may find that what was there when it began has been replaced.
+pub(crate) fn is_replaced(home: &Home, e: &StoreError) -> bool {
+    let newest = || Some(log::tail(home).ok()?.state?.1);
+    match e {
+        StoreError::NoSuchCheckpoint { asked, .. } => {
+            newest().is_some_and(|manifest| !manifest.numbers().contains(asked))
+        }
+        StoreError::Missing { file, .. } => newest().is_some_and(|manifest| !needs(&manifest, file)),
+        StoreError::Io { file, .. } if e.is_not_found() => newest().is_some_and(|manifest| !needs(&manifest, file)),
+        _ => false,
+    }
+}
+
+fn needs(manifest: &Manifest, file: &str) -> bool {
+    let entries = manifest.kept.iter().map(|kept| names::entry(kept.slot));
+    let segments = manifest.segments.iter().map(|extent| names::segment(extent.epoch, extent.number));
+    entries.chain(segments).any(|needed| needed == file)
+}
+
 /// The newest manifest that can be read and keeps checkpoint `at`.
 fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
     log::slots(home).ok()?.0.into_iter().rev().find_map(|slot| {

@@ -413,7 +413,8 @@ pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreE
             }
             Ok(())
         });
-        flaws.extend(checked.err());
+        // An owner at work removes those that it has replaced.
+        flaws.extend(checked.err().filter(|e| !e.is_not_found()));
     }
     Ok(flaws)
 }

@@ -1,9 +1,10 @@
 //! What is in a store, at a glance.
 
 use crate::error::{Result, StoreError};
+use crate::format::manifest::{Kept, Manifest};
 use crate::format::names;
 use crate::home::Home;
-use crate::image::{describe, kept_entry, table};
+use crate::image::{describe, is_replaced, kept_entry, table};
 use crate::log;
 use crate::types::{CheckpointInfo, Owner, Vm};
 use serde::{Deserialize, Serialize};
@@ -50,23 +51,30 @@ impl Listing {
     }
 }
 
+fn look(home: &Home, manifest: &Manifest, kept: Kept) -> Result<CheckpointInfo> {
+    let entry = kept_entry(home, manifest, kept)?;
+    Ok(describe(&entry, &table(home, &entry)?))
+}
+
 /// Look into a store.
 pub(crate) fn list(home: &Home) -> Result<Listing> {
-    let tail = log::tail(home)?;
-    let manifest = tail.state.map(|(_, manifest)| manifest).unwrap_or_default();
-    let look = |kept| {
-        let entry = kept_entry(home, &manifest, kept)?;
-        let table = table(home, &entry)?;
-        Ok::<_, StoreError>(describe(&entry, &table))
+    let mut tries = 0;
+    let (tail, looked) = loop {
+        tries += 1;
+        let mut tail = log::tail(home)?;
+        let manifest = tail.state.take().map(|(_, manifest)| manifest).unwrap_or_default();
+        let looked: Vec<_> = manifest.kept.iter().map(|kept| (kept.number, look(home, &manifest, *kept))).collect();
+        // An owner at work has removed one since: all is looked at anew.
+        let is_old = |looked: &Result<_>| looked.as_ref().is_err_and(|e| is_replaced(home, e));
+        if tries == log::TRIES || !looked.iter().any(|(_, looked)| is_old(looked)) {
+            break (tail, looked);
+        }
     };
-    let checkpoints: Vec<Listed> = manifest
-        .kept
-        .iter()
-        .map(|kept| match look(*kept) {
-            Ok(info) => Listed { number: kept.number, info: Some(info), error: None },
-            Err(e) => Listed { number: kept.number, info: None, error: Some(e.to_string()) },
-        })
-        .collect();
+    let listed = |(number, looked)| match looked {
+        Ok(info) => Listed { number, info: Some(info), error: None },
+        Err(e) => Listed { number, info: None, error: Some(StoreError::to_string(&e)) },
+    };
+    let checkpoints: Vec<Listed> = looked.into_iter().map(listed).collect();
     let mut disk = 0;
     for directory in ["", names::LOG, names::SEGMENTS, names::INDEX] {
         let files = home.disk.list(directory).map_err(home.failed(directory, "looking into the directory"))?;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 /// How often something is looked at again that others change meanwhile.
-const TRIES: usize = 100;
+pub(crate) const TRIES: usize = 100;
 
 /// The end of the log.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use crate::format::entry::Section;
 use crate::format::names;
 use crate::format::page::unpack;
 use crate::home::Home;
-use crate::image::{LocalImage, PageId, kept_entry, select, table};
+use crate::image::{LocalImage, PageId, is_replaced, select, table};
 use crate::index::{Index, check_bases, check_segment};
 use crate::log;
 use crate::segments::Files;
@@ -35,9 +35,11 @@ impl Verified {
         self.bad.is_empty()
     }
 
-    fn note<T>(&mut self, looked: Result<T>) -> Option<T> {
+    /// What was looked at in the store `home`, if it is good.
+    fn note<T>(&mut self, home: &Home, looked: Result<T>) -> Option<T> {
         match looked {
             Ok(found) => Some(found),
+            Err(e) if is_replaced(home, &e) => None,
             Err(e) => {
                 let mut text = e.to_string();
                 if let Some(cause) = std::error::Error::source(&e) {
@@ -60,44 +62,64 @@ impl Verified {
 pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<Verified> {
     let mut verified = Verified::default();
     for (slot, claim) in claims(home, &mut verified) {
-        verified.note(if claim { log::claim_in(home, slot).map(drop) } else { log::read(home, slot).map(drop) });
+        verified.note(home, if claim { log::claim_in(home, slot).map(drop) } else { log::read(home, slot).map(drop) });
     }
     let Some((manifest, _, passed)) = (match select(home, None) {
         Err(StoreError::Empty { .. }) => return Ok(verified),
-        other => verified.note(other),
+        other => verified.note(home, other),
     }) else {
         return Ok(verified);
     };
-    verified.note(passed.map_or(Ok(()), Err));
+    verified.note(home, passed.map_or(Ok(()), Err));
     let total = manifest.segments.iter().map(|extent| extent.len).sum();
     for extent in &manifest.segments {
-        verified.note(check_segment(home, *extent));
+        verified.note(home, check_segment(home, *extent));
     }
     for flaw in check_bases(home, &manifest)? {
         verified.warnings.push(format!("{flaw}; it can be deleted"));
     }
     let mut seen = HashSet::new();
-    for kept in &manifest.kept {
-        verified.checkpoints += 1;
-        let Some(entry) = verified.note(kept_entry(home, &manifest, *kept)) else { continue };
-        for section in [Section::Manifest, Section::Definition, Section::Metadata, Section::Devices] {
-            verified.note(log::section(home, &entry, section));
+    for number in manifest.numbers() {
+        // An owner at work may remove the checkpoint, or move its pages to other segments: then it is looked at as it is now.
+        for _ in 0..log::TRIES {
+            let looked = checkpoint(home, number, &mut seen, &mut verified, &mut |done| progress(done, total));
+            match looked {
+                Err(e @ StoreError::NoSuchCheckpoint { .. }) if is_replaced(home, &e) => break,
+                Err(e) if is_replaced(home, &e) => {}
+                other => {
+                    verified.checkpoints += 1;
+                    verified.note(home, other);
+                    break;
+                }
+            }
         }
-        if verified.note(table(home, &entry)).is_none() {
-            continue;
-        }
-        let Some(image) = verified.note(LocalImage::open(home.clone(), Some(kept.number))) else { continue };
-        // The base index must say what the directories say.
-        let plain = Index::build(home, &Files::default(), &manifest, image.table(), false);
-        let Some(plain) = verified.note(plain) else { continue };
-        pages(&image, &plain, &mut seen, &mut verified, &mut |done| progress(done, total));
     }
     Ok(verified)
 }
 
+/// One checkpoint.
+fn checkpoint(
+    home: &Home,
+    number: u64,
+    seen: &mut HashSet<(u64, u64)>,
+    verified: &mut Verified,
+    progress: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let (manifest, entry, _) = select(home, Some(number))?;
+    for section in [Section::Manifest, Section::Definition, Section::Metadata, Section::Devices] {
+        verified.note(home, log::section(home, &entry, section));
+    }
+    table(home, &entry)?;
+    let image = LocalImage::open(home.clone(), Some(number))?;
+    // The base index must say what the directories say.
+    let plain = Index::build(home, &Files::default(), &manifest, image.table(), false)?;
+    pages(&image, &plain, seen, verified, progress);
+    Ok(())
+}
+
 /// Numbers of the log entries that are claims, and of those that are not.
 fn claims(home: &Home, verified: &mut Verified) -> Vec<(u64, bool)> {
-    let Some((slots, _)) = verified.note(log::slots(home)) else { return Vec::new() };
+    let Some((slots, _)) = verified.note(home, log::slots(home)) else { return Vec::new() };
     let is_claim = |slot| log::read(home, slot).is_ok_and(|entry| entry.kind == crate::format::entry::Kind::Claim);
     slots.into_iter().map(|slot| (slot, is_claim(slot))).collect()
 }
@@ -114,9 +136,9 @@ fn pages(
     for block in 0..plain.blocks() {
         for page in 0..plain.pages(block).unwrap_or(0) {
             let id = (block, page);
-            let Some(spot) = verified.note(plain.find(home, block, page)) else { continue };
+            let Some(spot) = verified.note(home, plain.find(home, block, page)) else { continue };
             let by_base = image.with_index(|index| index.find(home, block, page));
-            if let Some(by_base) = verified.note(by_base)
+            if let Some(by_base) = verified.note(home, by_base)
                 && by_base.digest != spot.digest
             {
                 let text = format!(
@@ -149,7 +171,7 @@ fn pages(
                     verified.pages += 1;
                     verified.bytes += stored.len() as u64;
                     if unpack(home.digester(), &stored, digest, &mut content).is_err() {
-                        verified.note(image.read_page(id.0, id.1, &mut content));
+                        verified.note(home, image.read_page(id.0, id.1, &mut content));
                     }
                 }
             }
@@ -157,7 +179,7 @@ fn pages(
             Err(_) => {
                 for id in ids {
                     verified.pages += 1;
-                    verified.note(image.read_page(id.0, id.1, &mut content));
+                    verified.note(home, image.read_page(id.0, id.1, &mut content));
                 }
             }
         }

@@ -43,7 +43,14 @@ pub struct Refusal {
 pub type Meanwhile = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
-struct Hook(Option<(usize, Meanwhile)>);
+struct Hook(Option<(Moment, usize, Meanwhile)>);
+
+/// What is counted until somebody interrupts.
+#[derive(Clone, Copy, PartialEq)]
+enum Moment {
+    Step,
+    Look,
+}
 
 impl std::fmt::Debug for Hook {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -115,7 +122,12 @@ impl MemoryDisk {
 
     /// Before the `after`-th step from now on that is made through this handle, `meanwhile` happens.
     pub fn interrupt(&self, after: usize, meanwhile: Meanwhile) {
-        self.1.lock().unwrap().0 = Some((after, meanwhile));
+        self.1.lock().unwrap().0 = Some((Moment::Step, after, meanwhile));
+    }
+
+    /// Before something is looked at through this handle for the `after`-th time from now on, `meanwhile` happens.
+    pub fn interrupt_look(&self, after: usize, meanwhile: Meanwhile) {
+        self.1.lock().unwrap().0 = Some((Moment::Look, after, meanwhile));
     }
 
     /// The most bytes that all files with a name together ever had.
@@ -215,21 +227,24 @@ impl MemoryDisk {
         Self(Arc::new(Mutex::new(state)), Arc::default())
     }
 
-    fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
-        let due = match &mut *self.1.lock().unwrap() {
-            Hook(Some((0, _))) => true,
-            Hook(Some((after, _))) => {
-                *after -= 1;
-                false
+    /// Let happen what is to happen now.
+    fn meet(&self, moment: Moment) {
+        let mut hook = self.1.lock().unwrap();
+        match &mut hook.0 {
+            Some((counted, after, _)) if *counted == moment && *after > 0 => *after -= 1,
+            Some((counted, ..)) if *counted == moment => {
+                let due = hook.0.take();
+                drop(hook);
+                if let Some((.., meanwhile)) = due {
+                    meanwhile();
+                }
             }
-            Hook(None) => false,
-        };
-        if due {
-            let hook = self.1.lock().unwrap().0.take();
-            if let Some((_, meanwhile)) = hook {
-                meanwhile();
-            }
+            _ => {}
         }
+    }
+
+    fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
+        self.meet(Moment::Step);
         // Somebody may have been faster.
         if let Op::Create(name, _) | Op::Link(name, _) = &op
             && self.state().names.contains_key(name)
@@ -268,6 +283,7 @@ impl MemoryDisk {
 
 impl DiskFile for MemoryFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.0.meet(Moment::Look);
         let state = self.0.state();
         let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
         let len = file.len().min(buffer.len());
@@ -307,6 +323,7 @@ impl Disk for MemoryDisk {
     }
 
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>> {
+        self.meet(Moment::Look);
         let state = self.state();
         if !name.is_empty() && !state.directories.contains(name) {
             return Err(io::ErrorKind::NotFound.into());
@@ -334,6 +351,7 @@ impl Disk for MemoryDisk {
     }
 
     fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        self.meet(Moment::Look);
         let file = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
         Ok(Arc::new(MemoryFile(self.clone(), file)))
     }

@@ -7,6 +7,7 @@ mod epoch;
 mod full;
 mod guest;
 mod history;
+mod looking;
 mod model;
 mod remote;
 mod writing;

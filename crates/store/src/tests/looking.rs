@@ -1,0 +1,87 @@
+//! Whoever looks at a store while its owner works on it finds no damage: neither in what was removed since nor in what was moved.
+
+use super::disk::MemoryDisk;
+use super::model::{Change, Model, open};
+use crate::home::Home;
+use crate::listing::list;
+use crate::verify::verify;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+fn change(n: u64) -> Change {
+    let pages = (0..6u64).map(|i| (0usize, (n * 5 + i) % 20, 1 + (n + i) % 9)).collect();
+    Change { blocks: vec![("ram", 20)], pages }
+}
+
+/// A store that keeps `keep` checkpoints, seen by somebody before whose `after`-th look the owner replaces all of them and compacts.
+/// Whether that has happened.
+fn at_work(keep: u32, after: usize) -> (Home, Arc<AtomicBool>) {
+    let disk = MemoryDisk::default();
+    let mut model = Model { keep, ..Model::default() };
+    let mut engine = open(&disk, keep).unwrap();
+    for n in 0..u64::from(keep) + 2 {
+        model.commit(&mut engine, &change(n)).unwrap();
+        engine.tidy();
+    }
+    let looks = disk.handle();
+    let home = Home::open(Arc::new(looks.clone()), None).unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let tell = Arc::clone(&done);
+    let meanwhile = move || {
+        for n in 10..10 + u64::from(keep) {
+            model.commit(&mut engine, &change(n)).unwrap();
+            engine.tidy();
+        }
+        engine.compact().unwrap();
+        engine.settle().unwrap();
+        engine.tidy();
+        tell.store(true, Ordering::Relaxed);
+    };
+    looks.interrupt_look(after, Box::new(meanwhile));
+    (home, done)
+}
+
+#[test]
+fn a_listing_is_of_one_moment() {
+    for keep in [1, 3] {
+        for after in 0.. {
+            let (home, done) = at_work(keep, after);
+            let listing = list(&home).unwrap();
+            assert_eq!(listing.checkpoints.len() as u32, keep, "look {after}");
+            let bad: Vec<_> = listing.checkpoints.iter().filter_map(|listed| listed.error.as_ref()).collect();
+            assert!(bad.is_empty(), "look {after}: {bad:?}");
+            assert_eq!(listing.restorable(), listing.checkpoints.last().map(|listed| listed.number));
+            if !done.load(Ordering::Relaxed) {
+                assert!(after > 8, "a listing has more looks than {after}");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_was_replaced_is_not_bad_and_what_is_moved_is_looked_at() {
+    for after in 0.. {
+        let (home, done) = at_work(3, after);
+        let verified = verify(&home, |_, _| {}).unwrap();
+        assert!(verified.is_good(), "look {after}: {verified:?}");
+        assert!(verified.warnings.is_empty(), "look {after}: {verified:?}");
+        if !done.load(Ordering::Relaxed) {
+            assert!(after > 20, "it has more looks than {after}");
+            assert_eq!(verified.checkpoints, 3);
+            break;
+        }
+    }
+}
+
+#[test]
+fn what_is_gone_and_was_not_replaced_is_bad() {
+    let (home, _) = at_work(3, usize::MAX);
+    let number = list(&home).unwrap().checkpoints[0].number;
+    let (_, entry, _) = crate::image::select(&home, Some(number)).unwrap();
+    home.disk.remove(&crate::format::names::entry(entry.slot)).unwrap();
+    let listed = list(&home).unwrap().checkpoints.remove(0);
+    assert_eq!((listed.number, listed.info), (number, None));
+    assert!(listed.error.unwrap().contains("is missing"));
+    assert!(!verify(&home, |_, _| {}).unwrap().is_good());
+}
