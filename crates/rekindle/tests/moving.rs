@@ -107,6 +107,29 @@ fn wait_filled(guest: &Guest<'_>) {
 }
 
 #[test]
+fn a_qemu_whose_memory_a_killed_move_has_registered_is_of_no_use_to_a_restore() {
+    let pair = Pair::new("late");
+    let guest = pair.boot();
+    guest.touch("24M");
+    let boot = guest.boot_id();
+    let mut command = pair.command(&pair.here, &pair.there, &[]);
+    command.env("FAR_FAULT", "move.prepare.registered:kill");
+    pair.here.finish(command).status(1);
+    assert_eq!(pair.guest(&pair.there).status(), "prepared");
+    pair.here.rekindle(["stop", "--now", "late"]).ok();
+    let restored =
+        pair.there.rekindle(["--json", "restore", "late", "--store", pair.store.to_str().unwrap()]).ok().json();
+    assert_eq!(restored["prepared"], false, "{restored}");
+    assert!(restored["unused"].as_str().unwrap().contains("registered by another restore"), "{restored}");
+    let guest = pair.guest(&pair.there);
+    guest.wait_ready();
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
+    wait_filled(&guest);
+    guest.assert_sound();
+}
+
+#[test]
 fn a_guest_goes_on_elsewhere_and_comes_back() {
     let pair = Pair::new("goes");
     let guest = pair.boot();

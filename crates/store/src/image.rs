@@ -347,13 +347,12 @@ impl LocalImage {
         })
     }
 
-    /// Whether a page has the digest of `content`.
+    /// The digests of pages, in the order asked for.
     ///
     /// # Errors
     /// As [`LocalImage::read_page`].
-    pub fn is_known_to_be(&self, id: PageId, content: &Page) -> Result<bool> {
-        let digest = self.home.digester().digest(content);
-        self.with_index(|index| Ok(self.spots(index, &[id])?.first().is_some_and(|spot| spot.digest == digest)))
+    pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
+        self.with_index(|index| Ok(self.spots(index, pages)?.iter().map(|spot| spot.digest).collect()))
     }
 
     /// Read many pages, in any order of blocks and pages; `take` gets them in the order asked for.

@@ -139,15 +139,19 @@ impl Image {
         self.section(Section::Devices)
     }
 
-    /// Whether a page is `content`, as far as that is known without reading it: one of a store on a server is not.
+    /// Which of the pages are another content than the given one. No page is read for it: their digests are compared.
     ///
     /// # Errors
     /// As for [`Image::read_page`].
-    pub fn is_known_to_be(&self, block: usize, page: u64, content: &Page) -> Result<bool> {
-        match &self.source {
-            Source::Local(image) => image.is_known_to_be((block, page), content),
-            Source::Remote(_) => Ok(false),
-        }
+    pub fn unlike(&self, given: &[(PageId, &Page)]) -> Result<Vec<PageId>> {
+        let ids: Vec<PageId> = given.iter().map(|(id, _)| *id).collect();
+        let (digester, digests) = match &self.source {
+            Source::Local(image) => (image.home().digester(), image.digests(&ids)?),
+            Source::Remote(remote) => (remote.digester(), remote.digests(&ids)?),
+        };
+        let pairs = given.iter().zip(digests);
+        let unlike = pairs.filter(|((_, content), digest)| digester.digest(content) != *digest);
+        Ok(unlike.map(|((id, _), _)| *id).collect())
     }
 
     /// Read one page of a block, by its position in the table. One that was never stored is zero.

@@ -74,6 +74,7 @@ pub const POINTS: &[&str] = &[
     "fill.end.closed",
     "output.committed",
     "move.prepare.journalled",
+    "move.prepare.registered",
     "move.prepare.prepared",
     "move.suspend.journalled",
     "move.suspend.committed",

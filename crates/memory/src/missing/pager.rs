@@ -169,6 +169,26 @@ impl Pager {
         source: &mut impl PageSource,
         device: Option<RawFd>,
     ) -> Result<Self, PagerError> {
+        let mut pager = Self::register(injector, ram, chosen, device)?;
+        match pager.overwrite(ram, source) {
+            Ok(()) => Ok(pager),
+            Err(e) => {
+                pager.release()?;
+                Err(e)
+            }
+        }
+    }
+
+    /// The first half of [`Pager::begin`], for which nothing needs to be known of the guest. [`Pager::overwrite`] is the other one.
+    ///
+    /// # Errors
+    /// As [`Pager::begin`].
+    pub fn register(
+        injector: Injector,
+        ram: &GuestRam,
+        chosen: impl Fn(&str) -> bool,
+        device: Option<RawFd>,
+    ) -> Result<Self, PagerError> {
         let blocks = paged(ram, chosen);
         let (features, mode) = match supported().is_ok_and(|kernel| kernel.contains(RECORDING)) {
             true => (RECORDING, Mode::MISSING | Mode::WRITE_PROTECT),
@@ -185,14 +205,15 @@ impl Pager {
             remote.close()?;
             return Err(e);
         }
-        let mut pager = Self::with(injector.process(), remote, blocks);
-        match pager.overwrite(ram, source) {
-            Ok(()) => Ok(pager),
-            Err(e) => {
-                pager.release()?;
-                Err(e)
-            }
-        }
+        Ok(Self::with(injector.process(), remote, blocks))
+    }
+
+    /// Whether a pager has registered memory of a QEMU.
+    ///
+    /// # Errors
+    /// [`PagerError`].
+    pub fn is_begun(process: Process) -> Result<bool, PagerError> {
+        Ok(left(process)?.is_some())
     }
 
     /// Go on where a pager before has ended. `None`: none has left anything, so all is there.
@@ -269,8 +290,11 @@ impl Pager {
         Ok(())
     }
 
-    /// What QEMU has put there before its guest ran is not what belongs there.
-    fn overwrite(&mut self, ram: &GuestRam, source: &mut impl PageSource) -> Result<(), PagerError> {
+    /// What QEMU has put there before its guest ran is not what belongs there: overwrite it from `source`.
+    ///
+    /// # Errors
+    /// [`PagerError`]; then the guest must not run.
+    pub fn overwrite(&mut self, ram: &GuestRam, source: &mut impl PageSource) -> Result<(), PagerError> {
         for index in 0..self.blocks.len() {
             let Some(paged) = self.blocks.get(index) else { continue };
             let pages: Vec<_> = there(self.process, ram, paged)?.iter().flat_map(|run| paged.touched(run)).collect();

@@ -4,8 +4,8 @@ use super::protocol::{Answer, Go, Hello, LONGEST, Running, Say, VERSION};
 use super::record::identity_of;
 use crate::protector::chain;
 use crate::restore::checkpoint::Chosen;
-use crate::restore::prepare::{Waits, prepare};
-use crate::restore::{Request, TakeOver, restore};
+use crate::restore::prepare::{Early, Waits, prepare};
+use crate::restore::{Request, TakeOver, restore_in};
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks;
@@ -121,6 +121,8 @@ struct Coming<'a> {
     request: Request,
     /// A QEMU was made to wait for it.
     prepared: bool,
+    /// That QEMU.
+    early: Option<Early>,
 }
 
 impl<'a> Coming<'a> {
@@ -147,7 +149,7 @@ impl<'a> Coming<'a> {
         room.map_err(|e| chain(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, take_over: None };
-        Ok(Self { host, name, request, prepared: false })
+        Ok(Self { host, name, request, prepared: false, early: None })
     }
 
     /// Have a QEMU wait. What it needs and what cannot be had is found out by that.
@@ -158,7 +160,12 @@ impl<'a> Coming<'a> {
         let chosen = Chosen::open(&self.request).map_err(|e| chain(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| chain(&e))?;
         let others = state.map(|state| disks::others(&state.hardware, &chosen.epochs)).unwrap_or_default();
-        if others.is_empty() { Ok(waits) } else { Err(others.join("; ")) }
+        if !others.is_empty() {
+            return Err(others.join("; "));
+        }
+        // What can be done before the guest is stopped. Without, the restore does it, or starts another QEMU.
+        self.early = Early::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", chain(e))).ok();
+        Ok(waits)
     }
 
     /// Let its guest go on.
@@ -166,7 +173,7 @@ impl<'a> Coming<'a> {
         let began = Instant::now();
         let take_over = Arc::new(TakeOver { after: AtomicU64::new(go.epoch), begun: AtomicBool::new(false) });
         let request = Request { take_over: Some(Arc::clone(&take_over)), ..self.request.clone() };
-        match restore(self.host, &self.name, &request) {
+        match restore_in(self.host, &self.name, &request, self.early.take()) {
             Ok(restored) => {
                 self.prepared = false;
                 let all = began.elapsed().as_micros() as u64;
@@ -190,6 +197,7 @@ impl<'a> Coming<'a> {
 
 impl Drop for Coming<'_> {
     fn drop(&mut self) {
+        self.early = None;
         let rundir = RunDir::new(&self.host.root, self.name.as_str());
         let waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.prepared

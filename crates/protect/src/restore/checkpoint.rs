@@ -55,10 +55,18 @@ pub(crate) struct Ahead {
 /// Pages that are read at once.
 #[derive(Debug)]
 struct Pages {
-    /// All pages of the blocks that are not brought on demand that are not zero.
-    small: first::Pages,
+    /// Pages of the blocks that are not brought on demand.
+    small: Small,
     /// Pages of the others which QEMU itself looks at when it loads the devices.
     first: first::Pages,
+}
+
+#[derive(Debug)]
+enum Small {
+    /// All that are not zero.
+    All(first::Pages),
+    /// Those of which the QEMU's own copy is another one.
+    Differing(first::Pages),
 }
 
 /// Become the store's owner: a host that was declared dead and is not can commit nothing any more, and ends its guest when it sees
@@ -101,7 +109,7 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, rundir: &RunDir) -> R
         let first = scope.spawn(|| ahead.read_first());
         (read_small(&ahead.image, &ahead.paged), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
-    let small = small?;
+    let small = Small::All(small?);
     Ok(Ahead { pages: Some(Pages { small, first }), ..ahead })
 }
 
@@ -144,6 +152,20 @@ pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process
 }
 
 impl Ahead {
+    /// Read what else is needed at once, for a QEMU that waits and whose RAM is `ram`.
+    pub(super) fn with_pages(self, ram: &GuestRam) -> Result<Self, RestoreError> {
+        let (differing, first) = thread::scope(|scope| {
+            let first = scope.spawn(|| self.read_first());
+            (self.read_differing(ram), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        let small = Small::Differing(differing?);
+        Ok(Self { pages: Some(Pages { small, first }), ..self })
+    }
+
+    fn read_differing(&self, ram: &GuestRam) -> Result<first::Pages, RestoreError> {
+        Ok(first::together(&self.image, &self.differing(ram)?, |_| true)?)
+    }
+
     fn read_first(&self) -> first::Pages {
         first::read(&self.image, &self.paged, &self.devices)
     }
@@ -164,8 +186,9 @@ impl Ahead {
     /// The stream for a QEMU whose RAM is `ram`: all blocks but those that are brought on demand, and the devices.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
         let pages = match &self.pages {
-            Some(pages) => self.with_zeroes(&pages.small, ram)?,
-            None => first::together(&self.image, &self.differing(ram)?, |_| true)?,
+            Some(Pages { small: Small::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
+            Some(Pages { small: Small::Differing(differing), .. }) => Cow::Borrowed(differing),
+            None => Cow::Owned(self.read_differing(ram)?),
         };
         let mut part = stream::HEADER.to_vec();
         let sizes: Vec<_> = small(&self.image, &self.paged).map(|(_, block)| (block.id.as_str(), block.used)).collect();
@@ -198,12 +221,9 @@ impl Ahead {
         let mut differing = Vec::new();
         for (index, block) in small(&self.image, &self.paged) {
             let there = there(ram, block)?;
-            for page in 0..block.pages() {
-                let content = there.get(&page).map_or(&ZERO, |content| &**content);
-                if !self.image.is_known_to_be(index, page, content)? {
-                    differing.push((index, page));
-                }
-            }
+            let content = |page| there.get(&page).map_or(&ZERO, |content| &**content);
+            let all: Vec<_> = (0..block.pages()).map(|page| ((index, page), content(page))).collect();
+            differing.extend(self.image.unlike(&all)?);
         }
         Ok(differing)
     }

@@ -82,6 +82,25 @@ pub(crate) struct Waiting {
     pub(crate) journal: Journal,
     /// It waited before this command.
     pub(crate) prepared: bool,
+    /// Its memory was registered before this command, too.
+    pub(crate) registered: Option<Registered>,
+}
+
+/// A QEMU whose guest's memory is waited for by whoever touches it, and which reads its state from a pipe. Nothing of the guest's is there.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    injector: Injector,
+    pager: Pager,
+    feed: Feed,
+}
+
+impl Registered {
+    /// Register its blocks `paged`.
+    pub(crate) fn new(vmm: &Vmm, qmp: &mut Qmp, ram: &GuestRam, paged: &[String]) -> Result<Self, RestoreError> {
+        let injector = Injector::new(vmm.process())?;
+        let pager = Pager::register(injector, ram, |id| paged.iter().any(|paged| paged == id), None)?;
+        Ok(Self { injector, pager, feed: Feed::open(qmp, &[])? })
+    }
 }
 
 impl Waiting {
@@ -95,7 +114,7 @@ impl Waiting {
         let mut qmp = vmm.connect(vmm::START)?;
         set_capabilities(&mut qmp, CAPABILITIES)?;
         let ram = GuestRam::of(&mut qmp, vmm.process())?;
-        Ok(Self { vmm, qmp, ram, journal, prepared: false })
+        Ok(Self { vmm, qmp, ram, journal, prepared: false, registered: None })
     }
 }
 
@@ -206,7 +225,7 @@ pub(crate) fn go(
     load: &Load<'_>,
     recorder: &mut Recorder,
 ) -> Result<Restored, RestoreError> {
-    let Waiting { vmm, mut qmp, ram, mut journal, prepared } = waiting;
+    let Waiting { vmm, mut qmp, ram, mut journal, prepared, registered } = waiting;
     let info = ahead.image.info();
     same_processors(&mut qmp, seat.hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &ahead.paged)?;
@@ -214,21 +233,22 @@ pub(crate) fn go(
         let said = log_tail(&vmm.directory(), 10);
         RestoreError::Load { name: seat.rundir.name().to_owned(), number: info.number, said, source }
     };
-    let injector = Injector::new(vmm.process())?;
-    let (stream, mut pager, mut feed) = thread::scope(|scope| {
+    let (stream, registered) = thread::scope(|scope| {
         let stream = scope.spawn(|| ahead.stream(&ram));
         let first = scope.spawn(|| ahead.first());
         // From here on whoever touches a missing page waits.
+        let mut registered = match registered {
+            Some(registered) => registered,
+            None => Registered::new(&vmm, &mut qmp, &ram, &ahead.paged)?,
+        };
         let mut silent = |_: &_| {};
-        let mut source = Source::new(&ahead.image, &mut silent);
-        let chosen = |id: &str| ahead.paged.iter().any(|paged| paged == id);
-        let mut pager = Pager::begin(injector, &ram, chosen, &mut source, None)?;
-        let feed = Feed::open(&mut qmp, &[]).map_err(&unloaded)?;
+        registered.pager.overwrite(&ram, &mut Source::new(&ahead.image, &mut silent))?;
         let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        ahead.put_first(&first, &mut pager)?;
+        ahead.put_first(&first, &mut registered.pager)?;
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok::<_, RestoreError>((stream, pager, feed))
+        Ok::<_, RestoreError>((stream, registered))
     })?;
+    let Registered { injector, mut pager, mut feed } = registered;
     fault::point("restore.renew.registered", None, Some(&vmm));
     recorder.step("register its memory");
 

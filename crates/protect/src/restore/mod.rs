@@ -20,6 +20,7 @@ use crate::recipe::RecipeError;
 use crate::target::TargetError;
 use checkpoint::Chosen;
 use go::Waiting;
+use prepare::Early;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
@@ -137,6 +138,9 @@ pub enum RestoreError {
         #[source]
         source: TransferError,
     },
+    /// QEMU takes no state.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
     /// The device state is none.
     #[error(transparent)]
     Stream(#[from] StreamError),
@@ -252,17 +256,27 @@ pub struct Restored {
 /// # Errors
 /// [`RestoreError`].
 pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, RestoreError> {
+    restore_in(host, name, request, None)
+}
+
+/// As [`restore`], into the QEMU that was prepared for it if `early` is that one.
+pub(crate) fn restore_in(
+    host: &Host,
+    name: &Name,
+    request: &Request,
+    mut early: Option<Early>,
+) -> Result<Restored, RestoreError> {
     let began = Instant::now();
     let mut late = None;
     for _ in 1..TRIES {
-        match once(host, name, request, began) {
+        match once(host, name, request, &mut early, began) {
             Err(RestoreError::Changed { .. }) => {}
             // It had been given to the QEMU that was prepared.
             Err(e @ RestoreError::Newer { .. }) => late = Some(e.to_string()),
             other => return other.map(|restored| told(restored, late)),
         }
     }
-    once(host, name, request, began).map(|restored| told(restored, late))
+    once(host, name, request, &mut early, began).map(|restored| told(restored, late))
 }
 
 /// With why what was prepared was of no use.
@@ -271,7 +285,13 @@ fn told(restored: Restored, late: Option<String>) -> Restored {
     Restored { unused, ..restored }
 }
 
-fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<Restored, RestoreError> {
+fn once(
+    host: &Host,
+    name: &Name,
+    request: &Request,
+    early: &mut Option<Early>,
+    began: Instant,
+) -> Result<Restored, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore");
     let chosen = Chosen::open(request)?;
     recorder.step("open the store");
@@ -287,7 +307,7 @@ fn once(host: &Host, name: &Name, request: &Request, began: Instant) -> Result<R
     let mut unused = unused.unwrap_or_default();
     recorder.step("see what it needs");
     if let Some(prepared) = waits {
-        match prepare::Ready::of(&prepared, &site.rundir, &plan.state.hardware) {
+        match prepare::Ready::of(&prepared, &site.rundir, &plan.state.hardware, early.take()) {
             Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
             Err(why) => unused = Some(why),
         }

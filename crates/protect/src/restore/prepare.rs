@@ -9,8 +9,9 @@
 //! restore each is told its epoch, opens and locks the image, or refuses; no queue runs before.
 
 use super::checkpoint::{self, Chosen};
-use super::go::{self, Waiting};
+use super::go::{self, Registered, Waiting};
 use super::{Request, RestoreError, Restored, same_blocks, same_processors};
+use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
@@ -186,24 +187,67 @@ fn difference(wanted: &Hardware, waits: &Hardware) -> String {
 }
 
 /// A QEMU that waits and answers.
+#[derive(Debug)]
 pub(super) struct Ready {
     qmp: Qmp,
     ram: GuestRam,
+    registered: Option<Registered>,
 }
 
 impl Ready {
     /// Which it is, or why it is none.
-    pub(super) fn of(prepared: &Prepared, rundir: &RunDir, hardware: &Hardware) -> Result<Self, String> {
-        match disks::against_waiting(rundir, hardware) {
-            None => Self::answering(prepared).map_err(|e| format!("it does not answer: {e}")),
-            Some(why) => Err(why),
+    pub(super) fn of(
+        prepared: &Prepared,
+        rundir: &RunDir,
+        hardware: &Hardware,
+        early: Option<Early>,
+    ) -> Result<Self, String> {
+        if let Some(why) = disks::against_waiting(rundir, hardware) {
+            return Err(why);
+        }
+        match early {
+            Some(Early { vmm, ready }) if vmm == prepared.vmm => Ok(ready),
+            _ => Self::answering(prepared).map_err(|e| format!("it does not answer: {e}"))?.fresh(&prepared.vmm),
         }
     }
 
     fn answering(prepared: &Prepared) -> Result<Self, RestoreError> {
         let qmp = prepared.vmm.connect(ANSWER)?;
         let ram = GuestRam::from_blocks(prepared.vmm.process(), prepared.blocks.clone())?;
-        Ok(Self { qmp, ram })
+        Ok(Self { qmp, ram, registered: None })
+    }
+
+    /// Nobody has begun with it, and been killed.
+    fn fresh(self, vmm: &Vmm) -> Result<Self, String> {
+        match Pager::is_begun(vmm.process()) {
+            Ok(false) => Ok(self),
+            Ok(true) => Err("its memory was registered by another restore, which has ended".into()),
+            Err(e) => Err(format!("whether its memory is registered is not known: {e}")),
+        }
+    }
+}
+
+/// A QEMU that waits, and has been given all that does not depend on the checkpoint: its memory is registered, and it reads from a pipe. It
+/// is of use to this process only; to all others, of none.
+#[derive(Debug)]
+pub(crate) struct Early {
+    vmm: Vmm,
+    ready: Ready,
+}
+
+impl Early {
+    /// Have the QEMU that was prepared for VM `name` so far.
+    pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
+        let site = Site::take(host, name.as_str(), "restore --prepare")?;
+        let found = site.prepared().map(|(state, prepared)| (state.hardware.ram_ids(), prepared.clone()));
+        let registered = found.map(|(paged, prepared)| {
+            let mut ready = Ready::answering(&prepared)?;
+            ready.registered = Some(Registered::new(&prepared.vmm, &mut ready.qmp, &ready.ram, &paged)?);
+            fault::point("move.prepare.registered", None, Some(&prepared.vmm));
+            Ok(Self { vmm: prepared.vmm, ready })
+        });
+        site.leave();
+        registered.unwrap_or_else(|| Err(LifeError::Unknown { name: name.to_string() }.into()))
     }
 }
 
@@ -244,22 +288,23 @@ pub(super) fn resume_in(
     // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
     // waits on whatever happens.
     plan.check_room()?;
-    let had = Had::new(&site.rundir, &plan.state.hardware, &chosen.epochs)?;
-    recorder.step("open its disks");
     let rundir = site.rundir.clone();
-    let (vm, number) = (chosen.image.vm().clone(), chosen.image.info().number);
+    let Ready { qmp, ram, registered } = ready;
+    let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
+        let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|ahead| (ahead, ram)));
+        let had = Had::new(&rundir, &plan.state.hardware, &epochs)?;
+        recorder.step("open its disks");
         // It waits for the store's disk several times. Whether that comes before the load or beside it nobody sees, as long as
         // the guest does not run before.
         let fence = scope.spawn(|| checkpoint::fence_beside(request, &vm, number, &rundir));
-        let ahead = checkpoint::read(chosen)?;
-        recorder.step("read its devices");
+        let (ahead, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        recorder.step("read what it needs at once");
         let place = site.place_of(plan);
         let journal = place.claim(&prepared.vmm)?;
         had.stay();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
-        let Ready { qmp, ram } = ready;
-        let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true };
+        let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true, registered };
         recorder.step("claim its RAM");
         match go::go_in(&place, waiting, &ahead, Some(fence), request, &mut recorder, began) {
             Ok(restored) => {

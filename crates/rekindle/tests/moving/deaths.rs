@@ -59,6 +59,8 @@ const FAR: &[(&str, &str, Outcome)] = &[
     ("prepare.recorded", "kill", BackLeft),
     // What had waited is of no use; another QEMU is started.
     ("prepare.recorded", "kill-new", Moved),
+    ("move.prepare.registered", "kill", BackLeft),
+    ("move.prepare.registered", "kill-new", Moved),
     ("restore.prepare.journalled", "kill-new", Back),
     ("restore.renew.registered", "kill-new", Back),
     // From here on it may have run there: that it has died is seen by `cont` only.

@@ -74,6 +74,11 @@ impl RemoteImage {
         &self.store
     }
 
+    /// How its pages are digested.
+    pub fn digester(&self) -> Digester {
+        self.digester
+    }
+
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -168,6 +173,24 @@ impl RemoteImage {
         }
         drop(inner);
         self.unpack(id, &first, content)
+    }
+
+    /// The digests of pages, in the order asked for.
+    pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
+        let mut inner = self.inner();
+        let mut digests = Vec::with_capacity(pages.len());
+        for some in pages.chunks(PAGES) {
+            let request = encode_ids(some);
+            let answer =
+                self.with_line(&mut inner, |line| line.ask(&self.store, Kind::Digests, &[&request], Kind::Bytes))?;
+            match answer.as_chunks::<8>() {
+                (found, []) if found.len() == some.len() => {
+                    digests.extend(found.iter().copied().map(u64::from_le_bytes))
+                }
+                _ => return Err(self.wrong("digests that cannot be read")),
+            }
+        }
+        Ok(digests)
     }
 
     /// Read many pages, with several requests under way.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 /// Version of the protocol.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// Pages that one request may ask for.
 pub(crate) const PAGES: usize = 1024;
 
@@ -79,7 +79,7 @@ kinds! {
     Settle = 12, CONTROL, "finishing";
     /// How many checkpoints are kept, and which one is held. JSON.
     Keep = 13, CONTROL, "setting what is kept";
-    /// Digests of the pages of a block.
+    /// Digests: of the pages of a block that is written, of any pages that are read.
     Digests = 14, CONTROL, "asking for digests";
     /// Server: come in. JSON.
     Welcome = 65, TABLE, "greeting";

@@ -287,6 +287,18 @@ fn read(line: &mut Line, image: &LocalImage, patience: Patience) -> Ended {
                     Err(e) => fail(line, &e)?,
                 }
             }
+            Kind::Digests => {
+                let Some(ids) = decode_ids(&payload) else {
+                    return refuse(line, "a request for digests that cannot be read");
+                };
+                match image.digests(&ids) {
+                    Ok(digests) => {
+                        let bytes: Vec<u8> = digests.into_iter().flat_map(u64::to_le_bytes).collect();
+                        line.send(Kind::Bytes, &[&bytes])?;
+                    }
+                    Err(e) => fail(line, &e)?,
+                }
+            }
             Kind::Hot => {
                 let Some(from) = Reader::new(&payload).u64() else {
                     return refuse(line, "a request for an order that cannot be read");

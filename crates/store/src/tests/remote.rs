@@ -6,7 +6,7 @@ use crate::error::StoreError;
 use crate::export::export;
 use crate::reader::{Image, Which};
 use crate::remote::line::Line;
-use crate::remote::protocol::{Kind, Purpose};
+use crate::remote::protocol::{Kind, Purpose, VERSION};
 use crate::remote::server::{Patience, Server, Stop};
 use crate::remote::{Identity, LineError};
 use crate::types::{Guest, OnlyIf, Owner, PAGE_SIZE, Page};
@@ -257,6 +257,11 @@ fn check_rest(there: &StoreUrl, client: &Identity) {
         assert_eq!(image.info().number, 7);
         assert_eq!(image.hot().count(), Image::open(there, &which(client)).unwrap().hot().count());
         let all = expected(5);
+        let mut given: Vec<_> = all.iter().enumerate().map(|(page, content)| ((0, page as u64), content)).collect();
+        assert!(image.unlike(&given).unwrap().is_empty());
+        given[3].1 = &[9; PAGE_SIZE];
+        assert_eq!(image.unlike(&given).unwrap(), [(0, 3)]);
+        assert_eq!(image.unlike(&[((0, PAGES), &[0; PAGE_SIZE])]).unwrap_err().kind(), "no-such-page");
         let mut content = [0; PAGE_SIZE];
         for page in 0..PAGES {
             image.read_page(0, page, &mut content).unwrap();
@@ -453,7 +458,7 @@ fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Line
     let StoreUrl::Remote(remote) = url(address, "web") else { panic!("not a server") };
     let mut line = Line::connect(&remote, Some(client)).unwrap();
     if let Some(purpose) = purpose {
-        let hello = crate::remote::protocol::Hello { version: 1, name: remote.name, purpose };
+        let hello = crate::remote::protocol::Hello { version: VERSION, name: remote.name, purpose };
         line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap();
     }
     line
@@ -505,8 +510,8 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
     // Another protocol is refused by its number.
     let StoreUrl::Remote(remote) = there else { panic!("not a server") };
     let mut line = Line::connect(&remote, Some(&client)).unwrap();
-    let hello = crate::remote::protocol::Hello { version: 2, name: remote.name, purpose: Purpose::Look };
+    let hello = crate::remote::protocol::Hello { version: VERSION + 1, name: remote.name, purpose: Purpose::Look };
     let e = line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap_err();
-    assert!(e.to_string().contains("protocol version 2"), "{e}");
+    assert!(e.to_string().contains(&format!("protocol version {}", VERSION + 1)), "{e}");
     assert!(matches!(line.receive(), Ok(None) | Err(LineError::Closed)));
 }
