@@ -1,6 +1,6 @@
 //! Stock QEMUs with the micro guest, as somebody else would have started them.
 
-use super::wait_for;
+use super::{DEADLINE, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
@@ -12,7 +12,6 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
-use std::time::Duration;
 
 /// What the tests need beside this crate.
 pub struct Tools {
@@ -173,12 +172,12 @@ impl Qemu {
 
     /// Its QMP socket.
     pub fn qmp(&self) -> Qmp {
-        wait_for(|| format!("QMP: {}", self.said()), || Qmp::connect(&self.path("qmp"), Duration::from_secs(30)).ok())
+        wait_for(|| format!("QMP: {}", self.said()), || Qmp::connect(&self.path("qmp"), DEADLINE).ok())
     }
 
     fn try_ask(&self, command: &str) -> Option<String> {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).ok()?;
-        stream.set_read_timeout(Some(Duration::from_secs(60))).ok()?;
+        stream.set_read_timeout(Some(DEADLINE)).ok()?;
         writeln!(&stream, "{command}").ok()?;
         let mut reply = String::new();
         BufReader::new(stream).read_line(&mut reply).ok()?;
