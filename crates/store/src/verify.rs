@@ -81,11 +81,19 @@ pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<
     let mut seen = HashSet::new();
     for number in manifest.numbers() {
         // An owner at work may remove the checkpoint, or move its pages to other segments: then it is looked at as it is now.
-        for _ in 0..log::TRIES {
+        let mut tries = 0;
+        loop {
+            tries += 1;
             let looked = checkpoint(home, number, &mut seen, &mut verified, &mut |done| progress(done, total));
             match looked {
                 Err(e @ StoreError::NoSuchCheckpoint { .. }) if is_replaced(home, &e) => break,
-                Err(e) if is_replaced(home, &e) => {}
+                Err(e) if is_replaced(home, &e) => {
+                    // It was not looked at, and that is not to be taken for good.
+                    if tries == log::TRIES {
+                        verified.bad.push(format!("{e}; its owner works on it all the time, so try again later"));
+                        break;
+                    }
+                }
                 other => {
                     verified.checkpoints += 1;
                     verified.note(home, other);
