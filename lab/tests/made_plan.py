@@ -1,0 +1,46 @@
+"""A fleet that plans are made for."""
+
+import tomllib
+
+from rekindle_lab.plan.fleet import parse
+
+TEXT = """
+vmm_interval_max_d = 28
+os_interval_max_d = 7
+[target]
+availability = 0.9999
+capacity = 0.9
+[vmm.warm]
+vmm_downtime_s = 43
+[vmm.saved]
+vmm_downtime_s = 434
+[vmm.cold]
+vmm_downtime_s = 243
+coupled = true
+[os.cold]
+downtime_s = 34
+[os.kexec]
+downtime_s = 20
+[[hosts]]
+name = "web"
+count = 6
+group = "web"
+[[hosts.vms]]
+name = "front"
+count = 2
+allow_os = ["cold"]
+[[hosts.vms]]
+name = "gpu"
+allow_vmm = ["saved", "cold"]
+allow_os = ["cold"]
+[[hosts]]
+name = "db"
+count = 4
+group = "db"
+[[hosts.vms]]
+name = "postgres"
+"""
+
+
+def fleet(text=TEXT, **changes):
+    return parse(tomllib.loads(text) | changes)

@@ -1,0 +1,242 @@
+"""The timers that a plan is carried out by."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from made_plan import TEXT, fleet
+from waiting import wait_until
+
+from rekindle_lab.models.parameters import DAY_S
+from rekindle_lab.plan.command import make, of_host
+from rekindle_lab.plan.timers import HostPlan, Vm, units
+from rekindle_lab.toml import DefinitionError
+
+
+def host_plan(name="web-2"):
+    return of_host(make(fleet()), name, 1_800_000_000)
+
+
+def test_a_hosts_part():
+    plan = host_plan()
+    place = make(fleet()).rolling.hosts.index("web-2")
+    assert plan.vmm_phase_s == 1_800_000_000 + round(place * 2.8 * DAY_S)
+    assert [vm.name for vm in plan.vms] == ["front-1", "front-2", "gpu"]
+    phases = [vm.os_phase_s for vm in plan.vms]
+    assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)
+    with pytest.raises(DefinitionError, match="no host 'x'"):
+        host_plan("x")
+
+
+def test_units_are_what_systemd_understands(tmp_path):
+    for name, content in units(host_plan(), "/bin/true").items():
+        (tmp_path / name).write_text(content.replace("/etc/rekindle/plan", str(tmp_path)))
+    (tmp_path / "rekindle-renew").chmod(0o755)
+    analyze = shutil.which("systemd-analyze")
+    assert analyze, "no systemd-analyze in PATH (Debian: systemd)"
+    files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".service", ".timer"))
+    assert len(files) == 12
+    done = subprocess.run([analyze, "verify", "--man=no", *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stderr, done.stderr
+    assert subprocess.run(["shellcheck", tmp_path / "rekindle-renew"], check=False).returncode == 0
+
+
+def test_warm_timers_are_independent_and_cold_ones_coupled():
+    files = units(host_plan(), "/usr/bin/rekindle")
+    start = {
+        name: text.splitlines()[-1].partition("rekindle-renew ")[2] for name, text in files.items() if "service" in name
+    }
+    phase = host_plan().vmm_phase_s
+    command = "-- /usr/bin/rekindle reboot vmm"
+    assert start["rekindle-plan-vmm-front-1.service"] == f"vmm-front-1 2419200 {phase} {command} front-1 --how warm"
+    assert start["rekindle-plan-vmm-gpu.service"] == f"vmm-gpu 2419200 {phase} os-gpu {command} gpu --how cold"
+    assert start["rekindle-plan-os-gpu.service"].startswith("os-gpu 604800 - -- ")
+    assert start["rekindle-plan-os-front-1.service"].startswith("os-front-1 604800 18")
+    assert "reboot os front-1 --how cold" in start["rekindle-plan-os-front-1.service"]
+
+
+def test_what_a_unit_has_started_outlives_it():
+    for name, text in units(host_plan(), "/usr/bin/rekindle").items():
+        if name.endswith(".service"):
+            assert {"KillMode=process", "SendSIGKILL=no", "OOMPolicy=continue"} <= set(text.splitlines())
+
+
+def host(*ways):
+    vms = tuple(Vm(f"vm{at}", way, "cold", way == "cold", 10, 0) for at, way in enumerate(ways))
+    return HostPlan("h", "host", 100, 0, vms)
+
+
+@pytest.mark.parametrize(
+    ("ways", "command"),
+    [
+        (("warm", "warm"), "host 100 0 -- /usr/bin/rekindle reboot host --how warm"),
+        (("warm", "cold"), "host 100 0 os-vm1 -- /usr/bin/rekindle reboot host --how warm --others cold"),
+        (("saved", "warm"), "host 100 0 -- /usr/bin/rekindle reboot host --how warm --others saved"),
+        (("saved",), "host 100 0 -- /usr/bin/rekindle reboot host --how saved"),
+    ],
+)
+def test_a_hosts_reboot_does_to_those_that_cannot_be_kept_what_was_planned(ways, command):
+    assert units(host(*ways), "/usr/bin/rekindle")["rekindle-plan-host.service"].splitlines()[-1].endswith(command)
+
+
+def test_what_rekindle_cannot_do_by_timers_is_refused():
+    with pytest.raises(DefinitionError, match="some saved and some shut down"):
+        units(host("warm", "saved", "cold"), "/usr/bin/rekindle")
+    with pytest.raises(DefinitionError, match=r"VM 'vm0': vmm\.live is nothing"):
+        units(host("live"), "/usr/bin/rekindle")
+
+
+class Renewals:
+    """`rekindle-renew` with a clock of our own; the renewal itself appends a line, and does as `does` says."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "bin").mkdir()
+        self.tool("date", f"cat {folder}/now")
+        self.tool("systemctl", f"cat {folder}/system 2>/dev/null || echo running")
+        self.tool("renewal", f"echo x >> {folder}/done\n. {folder}/does")
+        (folder / "renew").write_text(units(host_plan(), "/bin/true")["rekindle-renew"])
+        self.does("exit 0")
+        # A clock that does not go on by itself stamps with the time that it tells.
+        self.tool("touch", '[ "$1" = -d ] && exec /usr/bin/touch "$@"\nexec /usr/bin/touch -d "@$(date)" "$@"')
+
+    def tool(self, name, script):
+        (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def does(self, script):
+        (self.folder / "does").write_text(script)
+
+    @property
+    def environment(self):
+        return {
+            "PATH": f"{self.folder}/bin:/usr/bin:/bin",
+            "REKINDLE_STAMPS": str(self.folder / "stamps"),
+            "REKINDLE_RENEWAL_LOCK": str(self.folder / "lock"),
+        }
+
+    def command(self, name, interval, phase, *also):
+        return ["sh", str(self.folder / "renew"), name, str(interval), str(phase), *also, "--", "renewal"]
+
+    def look(self, now, interval, phase, *also, name="x"):
+        """Whether it was renewed, and the exit status."""
+        (self.folder / "now").write_text(str(now))
+        before = self.count
+        done = subprocess.run(self.command(name, interval, phase, *also), env=self.environment, check=False, timeout=20)
+        return self.count > before, done.returncode
+
+    @property
+    def count(self):
+        return len((self.folder / "done").read_text().splitlines()) if (self.folder / "done").exists() else 0
+
+
+def test_independent_timers_keep_time_whatever_their_lateness(tmp_path):
+    renewals = Renewals(tmp_path)
+    at = [now for now in range(1000, 9000, 70) if renewals.look(now, 1000, 2000) == (True, 0)]
+    assert len(at) == 7  # at 2000, 3000, ..., 8000, each at the next look
+    assert all(0 <= one - 1000 * (index + 2) < 70 for index, one in enumerate(at))
+
+
+def test_coupled_timers_count_from_the_last_renewal(tmp_path):
+    renewals = Renewals(tmp_path)
+    assert renewals.look(1000, 500, "-") == (False, 0)  # the first look only begins to count
+    assert renewals.look(1499, 500, "-") == (False, 0)
+    assert renewals.look(1500, 500, "-") == (True, 0)
+    renewals.look(1600, 100, 1650, "x", name="vmm")
+    assert renewals.look(1700, 100, 1650, "x", name="vmm") == (True, 0)  # the VMM's, which sets the other's anew
+    assert renewals.look(2199, 500, "-") == (False, 0)
+    assert renewals.look(2200, 500, "-") == (True, 0)
+
+
+def test_a_renewal_that_fails_is_tried_again_an_hour_later_and_not_at_each_look(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 10_000, 2000)
+    renewals.does("exit 1")
+    assert renewals.look(2100, 10_000, 2000) == (True, 1)
+    assert [renewals.look(now, 10_000, 2000)[0] for now in range(2400, 5700, 300)] == [False] * 11
+    renewals.does("exit 0")
+    assert renewals.look(5700, 10_000, 2000) == (True, 0)
+    assert renewals.look(11_900, 10_000, 2000) == (False, 0)
+    assert renewals.look(12_000, 10_000, 2000) == (True, 0)
+
+
+def test_a_renewal_that_takes_the_host_down_has_its_stamps(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does when `rekindle reboot host` has told it to reboot
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert {name: int((tmp_path / "stamps" / name).stat().st_mtime) for name in ("x", "os")} == {"x": 2000, "os": 2000}
+    assert not (tmp_path / "stamps" / ".x.tried").exists()
+    assert renewals.look(2999, 1000, 2000, "os") == (False, 0)
+
+
+@pytest.mark.parametrize("does", ["kill -TERM $PPID; exit 1", "kill -TERM $$; sleep 60; exit 0"])
+def test_a_renewal_that_was_cut_off_has_none(tmp_path, does):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 10_000, 2000, "os")
+    renewals.does(does)
+    ran, status = renewals.look(2000, 10_000, 2000, "os")
+    assert ran and status != 0
+    assert (tmp_path / "stamps" / "x").stat().st_mtime == 1000
+    assert not (tmp_path / "stamps" / "os").exists()
+    renewals.does("exit 0")
+    assert renewals.look(5600, 10_000, 2000, "os") == (True, 0)
+
+
+def test_stamps_are_on_disk_before_a_trial_is_forgotten(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 1000, 2000, "os")
+    renewals.does(f"echo renewed >> {tmp_path}/synced")
+    renewals.tool("sync", f'[ -e {tmp_path}/stamps/.x.tried ] && basename "$1" >> {tmp_path}/synced')
+    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert (tmp_path / "synced").read_text().split() == [".x.tried", "renewed", "x", "os"]
+
+
+def test_nothing_begins_while_the_host_goes_down_or_where_no_stamp_can_be_written(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 100, 2000)
+    (tmp_path / "system").write_text("stopping")
+    assert renewals.look(2000, 100, 2000) == (False, 0)
+    (tmp_path / "system").unlink()
+    (tmp_path / "stamps" / ".x.tried").mkdir()
+    renewals.tool("touch", "exit 1")
+    done, status = renewals.look(9000, 100, 2000)
+    assert not done and status != 0
+
+
+def test_a_clock_that_was_wrong_does_not_stop_renewals(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1_000_000, 100, "-")
+    assert renewals.look(1000, 100, "-") == (False, 0)
+    assert renewals.look(1100, 100, "-") == (True, 0)
+
+
+def test_the_lock_is_not_kept_by_what_lives_on_and_whether_it_is_due_is_seen_within_it(tmp_path):
+    renewals = Renewals(tmp_path)
+    renewals.look(1000, 100, 2000)
+    renewals.does(
+        f"setsid sleep 1000 & echo $! > {tmp_path}/left; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 0"
+    )
+    (tmp_path / "now").write_text("2000")
+    first, second = (subprocess.Popen(renewals.command("x", 100, 2000), env=renewals.environment) for _ in range(2))
+    try:
+        wait_until(lambda: (tmp_path / "left").exists())
+        (tmp_path / "go").touch()
+        assert (first.wait(20), second.wait(20)) == (0, 0)
+        assert renewals.count == 1  # the other waited, and saw that it was done
+        renewals.does("exit 0")
+        assert renewals.look(2100, 100, 2000) == (True, 0)
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+
+
+def test_a_coupled_technique_is_told_the_interval_before_an_os_reboot_more(tmp_path):
+    text = TEXT.replace("vmm_interval_max_d = 28", "vmm_interval_max_d = 28.01").replace(
+        "availability = 0.9999", "availability = 0.99985"
+    )
+    found = make(fleet(text.replace('allow_vmm = ["saved", "cold"]', 'allow_vmm = ["cold"]')))
+    (problem,) = found.problems
+    assert "an interval of the VMM of 28.0028 days: one OS reboot less falls into it" in problem
