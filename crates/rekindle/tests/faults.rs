@@ -125,6 +125,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("output.committed", [Nobody; 3]),
     // Nor these: `moving.rs` does.
     ("move.prepare.journalled", [Nobody; 3]),
+    ("move.prepare.registered", [Nobody; 3]),
     ("move.prepare.prepared", [Nobody; 3]),
     ("move.suspend.journalled", [Nobody; 3]),
     ("move.suspend.committed", [Nobody; 3]),
