@@ -40,7 +40,12 @@ pub(crate) struct DiskEpoch {
 /// The epochs that a checkpoint's metadata names.
 pub(crate) fn read(metadata: &Value) -> Result<disks::Epochs, serde_json::Error> {
     let found = metadata.get(KEY).map_or(Ok(Vec::new()), Vec::<DiskEpoch>::deserialize)?;
-    Ok(found.into_iter().map(|disk| (disk.id, disk.at)).collect())
+    Ok(named(&found))
+}
+
+/// The same, of disks that were marked.
+pub(crate) fn named(marked: &[DiskEpoch]) -> disks::Epochs {
+    marked.iter().map(|disk| (disk.id.clone(), disk.at)).collect()
 }
 
 /// The disks of one guest.

@@ -9,10 +9,12 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::{rings, stream};
+use rekindle_store::image::PageId;
 use rekindle_store::types::Page;
 use rekindle_store::{Image, StoreError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -37,6 +39,46 @@ pub(crate) type Pages = Vec<(usize, u64, Box<Page>)>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Run(usize, u64, u64);
 
+impl Run {
+    /// Some pages of a block.
+    pub(crate) fn new(block: usize, pages: Range<u64>) -> Self {
+        Self(block, pages.start, pages.end.saturating_sub(pages.start))
+    }
+
+    /// The block.
+    pub(crate) fn block(&self) -> usize {
+        self.0
+    }
+
+    /// Numbers of its pages.
+    pub(crate) fn numbers(&self) -> Range<u64> {
+        self.1..self.1.saturating_add(self.2)
+    }
+
+    /// How many they are.
+    pub(crate) fn count(&self) -> u64 {
+        self.2
+    }
+
+    /// Its pages.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
+        let block = self.0;
+        self.numbers().map(move |page| (block, page))
+    }
+}
+
+/// Pages as runs.
+pub(crate) fn runs(pages: impl IntoIterator<Item = PageId>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (block, page) in pages {
+        match runs.last_mut().filter(|run| run.0 == block && run.numbers().end == page) {
+            Some(Run(_, _, count)) => *count += 1,
+            None => runs.push(Run(block, page, 1)),
+        }
+    }
+    runs
+}
+
 /// The pages that the QEMU behind `qmp` would look at first; none if it does not tell.
 pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
     let ranges = rings::of(qmp).unwrap_or_else(|e| {
@@ -51,14 +93,7 @@ pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
         let end = range.end.min(block.used().end);
         pages.extend(((range.start - block.address) / page..(end - block.address).div_ceil(page)).map(|n| (index, n)));
     }
-    let mut runs: Vec<Run> = Vec::new();
-    for (block, page) in pages.into_iter().take(MOST) {
-        match runs.last_mut().filter(|Run(of, first, count)| *of == block && first + *count == page) {
-            Some(Run(_, _, count)) => *count += 1,
-            None => runs.push(Run(block, page, 1)),
-        }
-    }
-    runs
+    runs(pages.into_iter().take(MOST))
 }
 
 /// Read those that the checkpoint names, of the blocks `paged`, and those that the state `devices` names. What cannot be read comes

@@ -5,7 +5,7 @@
 //! as they are, since what it has written after its last checkpoint belongs to nobody any more.
 
 use crate::target::TargetError;
-use rekindle_store::remote::Identity;
+use rekindle_store::remote::{Identity, Spare};
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::life::LifeError;
@@ -85,7 +85,23 @@ impl Owned {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        let fenced = admin::fence(store, vm, owner, only_if, identity)?;
+        Self::begin_over(&Spare::default(), rundir, store, identity, vm, owner, only_if)
+    }
+
+    /// As [`Owned::begin`], over a line to a server that is there already.
+    ///
+    /// # Errors
+    /// As [`Owned::begin`].
+    pub fn begin_over(
+        spare: &Spare,
+        rundir: &RunDir,
+        store: &StoreUrl,
+        identity: Option<&Identity>,
+        vm: &Vm,
+        owner: &Owner,
+        only_if: Option<OnlyIf>,
+    ) -> Result<admin::Fenced, OwnError> {
+        let fenced = admin::fence_over(spare, store, vm, owner, only_if, identity)?;
         Self::new(store, identity, fenced.epoch).write(rundir)?;
         Ok(fenced)
     }

@@ -10,7 +10,7 @@ use crate::owned::Owned;
 use crate::pause::PauseError;
 use crate::policy::Policy;
 use crate::progress::{Commit, Progress, uptime};
-use crate::session::{Begin, Plan, Session, SessionError};
+use crate::session::{Begin, Plan, Session, SessionError, Tell};
 use crate::target::{Target, TargetError};
 use rekindle_memory::directory::is_direct;
 use rekindle_qemu::vmm::Vmm;
@@ -388,15 +388,20 @@ impl<'a> Loop<'a> {
     }
 
     /// The last checkpoint of a guest that stays stopped: see [`Session::last`]. Gives the owner epoch that has committed it, too.
-    pub(crate) fn last(&mut self, session: &mut Session, held: &RunState) -> Result<(Done, u64), SessionError> {
-        let done = self.one(session, |session, writer, _| session.last(writer, held))?;
+    pub(crate) fn last(
+        &mut self,
+        session: &mut Session,
+        held: &RunState,
+        tell: &mut Tell<'_>,
+    ) -> Result<(Done, u64), SessionError> {
+        let done = self.one(session, |session, writer, _| session.last(writer, held, tell))?;
         Ok((done, self.base.map_or(0, |base| base.epoch)))
     }
 
     /// One more checkpoint, at which the guest stays.
     fn stay(&mut self, session: &mut Session) -> Result<Done, SessionError> {
         let run_state = session.target.hold_run_state()?;
-        let (done, _) = self.last(session, &run_state)?;
+        let (done, _) = self.last(session, &run_state, &mut |_| {})?;
         (self.taken, self.newest) = (self.taken + 1, Some(done.number));
         Ok(done)
     }

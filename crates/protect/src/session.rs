@@ -36,6 +36,7 @@ use std::time::{Duration, Instant};
 pub(crate) use plan::Plan;
 use served::Served;
 use take::Taken;
+pub(crate) use take::{Read, Tell};
 
 /// After so many checkpoints it is asked again where the guest's devices have their rings: it may have been rebooted.
 const LOOK: u32 = 64;
@@ -141,6 +142,8 @@ pub(crate) struct Session {
     foreign: Option<(Box<Adopted>, Facts)>,
     /// What a restore needs first, and for how many checkpoints it is still taken to be so.
     first: (Vec<first::Run>, u32),
+    /// The device state of the checkpoint before.
+    devices: Vec<u8>,
 }
 
 impl Session {
@@ -222,6 +225,7 @@ impl Session {
             },
             foreign,
             first,
+            devices: Vec::new(),
         })
     }
 
@@ -277,16 +281,27 @@ impl Session {
     ///
     /// On failure what was collected is owed to the next one.
     pub(crate) fn checkpoint(&mut self, writer: &mut Writer, every: Duration) -> Result<Done, SessionError> {
-        self.one(writer, every, Then::GoesOn)
+        self.one(writer, every, Then::GoesOn, &mut |_| {})
     }
 
     /// Stop the guest, take the last checkpoint of it here and commit it. Once it is stopped it stays so, whatever comes of this: only
-    /// who holds the run state may let it go on.
-    pub(crate) fn last(&mut self, writer: &mut Writer, _held: &RunState) -> Result<Done, SessionError> {
-        self.one(writer, Duration::ZERO, Then::Stays)
+    /// who holds the run state may let it go on. What is told to `tell` is not committed yet, and may never be.
+    pub(crate) fn last(
+        &mut self,
+        writer: &mut Writer,
+        _held: &RunState,
+        tell: &mut Tell<'_>,
+    ) -> Result<Done, SessionError> {
+        self.one(writer, Duration::ZERO, Then::Stays, tell)
     }
 
-    fn one(&mut self, writer: &mut Writer, every: Duration, then: Then) -> Result<Done, SessionError> {
+    fn one(
+        &mut self,
+        writer: &mut Writer,
+        every: Duration,
+        then: Then,
+        tell: &mut Tell<'_>,
+    ) -> Result<Done, SessionError> {
         let began = Instant::now();
         let filling = self.is_filling();
         let filled = self.may_take_over();
@@ -301,7 +316,7 @@ impl Session {
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
-        let taken = self.take(&mut checkpoint, fresh, filled, then);
+        let taken = self.take(&mut checkpoint, fresh, filled, then, tell);
         let taken = match taken {
             Ok(taken) => taken,
             Err(e) => {
@@ -341,6 +356,7 @@ impl Session {
         }
         let full = std::mem::replace(&mut self.full, false);
         self.owed = nothing(&self.ram);
+        self.devices = paused.devices;
         let interval = self.stopped_host_us.map(|at| paused.stopped_host_us.saturating_sub(at) / 1000);
         self.stopped_host_us = Some(paused.stopped_host_us);
         Ok(Done {
@@ -360,7 +376,7 @@ impl Session {
             compressed_bytes: committed.pages.compressed,
             bytes: committed.bytes,
             released_us,
-            devices_bytes: paused.devices.len() as u64,
+            devices_bytes: self.devices.len() as u64,
             commit_us: now.saturating_sub(paused.resumed_host_us),
             writing_us: committed.writing.as_micros() as u64,
             syncing_us: committed.syncing.as_micros() as u64,

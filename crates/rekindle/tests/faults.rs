@@ -128,6 +128,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("move.prepare.registered", [Nobody; 3]),
     ("move.prepare.prepared", [Nobody; 3]),
     ("move.suspend.journalled", [Nobody; 3]),
+    ("move.suspend.read", [Nobody; 3]),
     ("move.suspend.committed", [Nobody; 3]),
     ("move.suspend.let-go", [Nobody; 3]),
     ("move.resume.journalled", [Nobody; 3]),

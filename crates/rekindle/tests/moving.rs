@@ -150,6 +150,7 @@ fn a_guest_goes_on_elsewhere_and_comes_back() {
         let moved = last(&pair.run(from, to, &[]).ok());
         assert_eq!((&moved["name"], &moved["host"]), (&"goes".into(), &"b".into()));
         assert_eq!(moved["there"]["prepared"], true, "{moved}");
+        assert_eq!(moved["there"]["ahead"], true, "it is loaded while its last checkpoint is committed: {moved}");
         assert!(moved["rounds"].as_array().unwrap().len() >= 2, "{moved}");
         assert!(moved["stopped_us"].as_u64().unwrap() > 0, "{moved}");
         assert_eq!(moved["protector"].is_u64(), round == 0, "{moved}");
@@ -172,6 +173,45 @@ fn a_guest_goes_on_elsewhere_and_comes_back() {
     let mut protector = Protector::start(&guest, &pair.there, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
     protector.end();
+}
+
+#[test]
+fn what_was_loaded_and_is_not_what_was_committed_does_not_run() {
+    let pair = Pair::new("unlike");
+    pair.boot().touch("24M");
+    let boot = pair.guest(&pair.here).boot_id();
+    let mut altered = 0;
+    for (n, what) in ["devices", "content", "devices", "content"].into_iter().enumerate() {
+        let (from, to) = if n % 2 == 0 { (&pair.here, &pair.there) } else { (&pair.there, &pair.here) };
+        let script = fs::read_to_string(to.path("ssh")).unwrap();
+        let tick = pair.guest(from).tick();
+        // What is said goes through a pipe that changes a few bits of it.
+        let mark = to.path("altered");
+        let text = |is: &str, becomes: &str| {
+            format!("s/\"{what}\":\"\\(.\\{{200\\}}\\){is}/\"{what}\":\"\\1{becomes}/w {}", mark.display())
+        };
+        let sed = format!("sed -u -e '{}' -e t -e '{}'", text("B", "C"), text("[A-Za-z0-9+\\/]", "B"));
+        fs::write(to.path("ssh"), script.replace("\nREKINDLE", &format!("\n{sed} | REKINDLE"))).unwrap();
+        let moved = last(&pair.run(from, to, &[]).ok());
+        fs::write(to.path("ssh"), script).unwrap();
+        let is_altered = fs::read(&mark).is_ok_and(|line| !line.is_empty());
+        let there = &moved["there"];
+        assert_eq!(there["ahead"], !is_altered, "{moved}");
+        if is_altered {
+            altered += 1;
+            assert!(there["unused"].as_str().unwrap().contains("is not what was said of it"), "{moved}");
+        }
+        wait_empty(from);
+        let guest = pair.guest(to);
+        guest.wait_ready();
+        assert_eq!(guest.boot_id(), boot);
+        assert!(guest.tick() >= tick);
+        agrees(&guest);
+        wait_filled(&guest);
+        guest.verify();
+        guest.assert_sound();
+    }
+    assert!(altered >= 2, "its device state was told, and changed on the way");
 }
 
 #[test]

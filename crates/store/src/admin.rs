@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::home::Home;
 use crate::listing::{Listing, list};
 use crate::log;
-use crate::remote::{self, Identity};
+use crate::remote::{self, Identity, Spare};
 use crate::types::{Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
@@ -79,11 +79,26 @@ pub fn fence(
     only_if: Option<OnlyIf>,
     identity: Option<&Identity>,
 ) -> Result<Fenced> {
+    fence_over(&Spare::default(), url, vm, owner, only_if, identity)
+}
+
+/// As [`fence`], over a line to a server that is there already.
+///
+/// # Errors
+/// As [`fence`].
+pub fn fence_over(
+    spare: &Spare,
+    url: &StoreUrl,
+    vm: &Vm,
+    owner: &Owner,
+    only_if: Option<OnlyIf>,
+    identity: Option<&Identity>,
+) -> Result<Fenced> {
     match url {
         StoreUrl::Directory(path) => {
             fence_in(Arc::new(LocalDisk::new(path)), vm, owner, only_if).map(|(_, fenced)| fenced)
         }
-        StoreUrl::Remote(server) => remote::fence(server, vm, owner, only_if, identity),
+        StoreUrl::Remote(server) => remote::fence(server, vm, owner, only_if, identity, spare),
     }
 }
 

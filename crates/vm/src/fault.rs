@@ -77,6 +77,7 @@ pub const POINTS: &[&str] = &[
     "move.prepare.registered",
     "move.prepare.prepared",
     "move.suspend.journalled",
+    "move.suspend.read",
     "move.suspend.committed",
     "move.suspend.let-go",
     "move.resume.journalled",

@@ -1,6 +1,7 @@
 //! The other host: how it is reached, and the line to its Rekindle.
 
 use super::protocol::{Answer, LONGEST, Say};
+use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -10,6 +11,8 @@ use std::time::{Duration, Instant};
 
 /// How long the other side may take to end once it is not needed any more.
 const END: Duration = Duration::from_secs(30);
+/// Bytes that it can be told at once.
+const PIPE: usize = 1 << 20;
 /// How long what it has written before its end may be on its way.
 const LAST: Duration = Duration::from_secs(1);
 
@@ -89,6 +92,10 @@ impl Far {
         let spawned = self.command().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut child = spawned.map_err(failed)?;
         let to = child.stdin.take();
+        if let Some(to) = &to {
+            // A shorter one takes less at once.
+            let _ = fcntl_setpipe_size(to, PIPE);
+        }
         let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
         let (said, answers) = mpsc::channel();
         let reader = thread::Builder::new().name("far side".into());
@@ -105,6 +112,13 @@ impl Far {
         read.map_err(failed)?;
         Ok(Line { host: self.host.clone(), command: self.remote(), child, to, answers })
     }
+}
+
+/// As it goes over the line.
+fn line_of(say: &Say) -> Option<Vec<u8>> {
+    let mut line = serde_json::to_vec(say).ok()?;
+    line.push(b'\n');
+    Some(line)
 }
 
 /// As one word for a shell.
@@ -128,12 +142,30 @@ impl Line {
         &self.host
     }
 
+    fn broken(&self) -> LineError {
+        LineError::Broken { host: self.host.clone(), command: self.command.clone() }
+    }
+
+    fn write(&mut self, line: &[u8]) -> Result<(), LineError> {
+        let written = self.to.as_mut().and_then(|to| to.write_all(line).and_then(|()| to.flush()).ok());
+        written.ok_or_else(|| self.broken())
+    }
+
     /// Say something.
     pub(super) fn say(&mut self, say: &Say) -> Result<(), LineError> {
-        let broken = || LineError::Broken { host: self.host.clone(), command: self.command.clone() };
-        let mut line = serde_json::to_vec(say).map_err(|_| broken())?;
-        line.push(b'\n');
-        self.to.as_mut().and_then(|to| to.write_all(&line).and_then(|()| to.flush()).ok()).ok_or_else(broken)
+        let line = line_of(say).ok_or_else(|| self.broken())?;
+        self.write(&line)
+    }
+
+    /// Say something if that does not take until somebody hears it: all that was said before was answered, so the pipe is empty. Gives
+    /// whether it was said.
+    pub(super) fn say_at_once(&mut self, say: &Say) -> Result<bool, LineError> {
+        let line = line_of(say).ok_or_else(|| self.broken())?;
+        let room = self.to.as_ref().and_then(|to| fcntl_getpipe_size(to).ok()).unwrap_or(0);
+        if line.len() > room {
+            return Ok(false);
+        }
+        self.write(&line).map(|()| true)
     }
 
     /// What it answers.
@@ -179,7 +211,9 @@ impl Drop for Line {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use super::super::protocol::State;
     use super::*;
+    use rekindle_vm::disks::Epochs;
 
     fn far(ssh: &str, rekindle: &str) -> Far {
         Far { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
@@ -217,6 +251,19 @@ mod tests {
     fn a_host_is_no_option() {
         let far = Far { host: "-oProxyCommand=x".into(), ..far("ssh", "rekindle") };
         assert!(matches!(far.connect(), Err(LineError::Host { .. })));
+    }
+
+    #[test]
+    fn what_would_have_to_wait_for_who_hears_it_is_not_said() {
+        let mut line = far("sleep 60 #", "rekindle").connect().unwrap();
+        let state = |len: usize| {
+            let (devices_changed, changed) = (Vec::new(), Vec::new());
+            let (devices, content, epochs) = (String::new(), "A".repeat(len), Epochs::new());
+            Say::State(State { checkpoint: 1, devices_bytes: 0, devices_changed, devices, epochs, changed, content })
+        };
+        assert!(line.say_at_once(&state(PIPE / 2)).unwrap());
+        assert!(!line.say_at_once(&state(PIPE)).unwrap());
+        line.child.kill().unwrap();
     }
 
     #[test]

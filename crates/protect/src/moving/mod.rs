@@ -234,6 +234,8 @@ pub struct There {
     pub us: u64,
     /// Whether it went into a QEMU that had waited.
     pub prepared: bool,
+    /// Whether it was loaded beside the commit of its last checkpoint.
+    pub ahead: bool,
     /// Why that one was of no use.
     pub unused: Option<String>,
     /// What became of its clock.

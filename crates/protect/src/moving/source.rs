@@ -2,11 +2,12 @@
 //!
 //! Until the word nothing there can let the guest go on; from the word on the store decides ([`super::settle`]).
 
-use super::protocol::{Answer, Go, Hello, Running, Say, VERSION};
+use super::protocol::{Answer, Go, Hello, Running, Say, State, VERSION};
 use super::record::{Record, files};
 use super::settle::{Settled, go_on, let_go, look, settle, taken};
 use super::{Event, Far, LineError, MoveError, Moved, Pause, Round, There};
 use crate::event::Done;
+use crate::first::Run;
 use crate::moving::far::Line;
 use crate::owned::Owned;
 use crate::protector::{self, Disks, Failure, Loop, refuse_direct};
@@ -135,8 +136,8 @@ pub fn start(
     let going = Going { host, held: &held, settings, target: &target, line, journal, run_state };
     let Gone { done, said, told, heard } = going.go(prepared)?;
     let (there, since) = match said {
-        Some(Running { us, since_us, pid, prepared, unused, clock }) => {
-            (Some(There { pid, us, prepared, unused, clock }), since_us)
+        Some(Running { us, since_us, pid, prepared, ahead, unused, clock }) => {
+            (Some(There { pid, us, prepared, ahead, unused, clock }), since_us)
         }
         None => (None, 0),
     };
@@ -241,6 +242,8 @@ struct Prepared<'a> {
     taker: Loop<'a>,
     session: Session,
     rounds: Vec<Round>,
+    /// The pages of the last of them that are in the QEMU there; none if they have to be read again.
+    known: Option<Vec<Run>>,
 }
 
 impl<'a> Prepared<'a> {
@@ -295,7 +298,14 @@ impl<'a> Prepared<'a> {
                 Some(_) => {}
             }
         }
-        Ok(Self { taker, session, rounds })
+        let known = match line.ask(&Say::Look {}, PREPARE)? {
+            Answer::Looked { checkpoint, pages } => {
+                let newest = rounds.last().map(|round| round.checkpoint);
+                (checkpoint.is_some() && checkpoint == newest).then_some(pages)
+            }
+            other => return Err(refused(other, name, line.host())),
+        };
+        Ok(Self { taker, session, rounds, known })
     }
 }
 
@@ -325,11 +335,11 @@ struct Gone {
 impl Going<'_> {
     /// Stop the guest, and have the other host let it go on.
     fn go(mut self, prepared: Prepared<'_>) -> Result<Gone, MoveError> {
-        let Prepared { mut taker, mut session, .. } = prepared;
+        let Prepared { mut taker, mut session, known, .. } = prepared;
         let vmm = self.target.vmm();
         let name = self.held.rundir.name();
         let rundir = &self.held.rundir;
-        let stopped = self.suspend(&mut taker, &mut session);
+        let stopped = self.suspend(&mut taker, &mut session, known.as_deref());
         let (done, record) = match stopped {
             Ok(stopped) => stopped,
             // Another host has it by now: nothing runs of it here any more.
@@ -389,12 +399,26 @@ impl Going<'_> {
     }
 
     /// Stop the guest, commit its last checkpoint and let go of its disks. What has to be known from here on is on disk when this returns.
-    fn suspend(&mut self, taker: &mut Loop<'_>, session: &mut Session) -> Result<(Done, Record), MoveError> {
+    /// The other host, which has `known` pages as they were before, loads it meanwhile.
+    fn suspend(
+        &mut self,
+        taker: &mut Loop<'_>,
+        session: &mut Session,
+        known: Option<&[Run]>,
+    ) -> Result<(Done, Record), MoveError> {
         let (rundir, vmm) = (&self.held.rundir, self.target.vmm());
         let journalled = |source| MoveError::File { path: rundir.file("operation.json"), source };
         self.journal.advance(Step::Suspend).map_err(journalled)?;
         fault::point("move.suspend.journalled", Some(vmm), None);
-        let (done, epoch) = taker.last(session, &self.run_state).map_err(|e| match taker.given_up(rundir, &e) {
+        let line = &mut self.line;
+        let last = taker.last(session, &self.run_state, &mut |read| {
+            if let Some(state) = known.and_then(|known| State::of(read, known)) {
+                // A line that is too short or breaks is no failure yet: at the word, all of it can be read out of the store.
+                let _ = line.say_at_once(&Say::State(state));
+            }
+            fault::point("move.suspend.read", Some(vmm), None);
+        });
+        let (done, epoch) = last.map_err(|e| match taker.given_up(rundir, &e) {
             Some(over) => MoveError::Protect(over),
             None => MoveError::Checkpoint { name: rundir.name().into(), source: Box::new(e) },
         })?;

@@ -1,11 +1,12 @@
 //! The host that gets a guest: `rekindle receive`, which the other one starts over ssh and speaks to on its standard input.
 
-use super::protocol::{Answer, Go, Hello, LONGEST, Running, Say, VERSION};
+use super::protocol::{self, Answer, Go, Hello, LONGEST, Running, Say, VERSION};
 use super::record::identity_of;
 use crate::protector::chain;
+use crate::restore::ahead::Looked;
 use crate::restore::checkpoint::Chosen;
 use crate::restore::prepare::{Early, Waits, prepare};
-use crate::restore::{Request, TakeOver, restore_in};
+use crate::restore::{Request, RestoreError, Restored, TakeOver, restore_in};
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks;
@@ -16,7 +17,8 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::io::{self, BufRead, Read, Write};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -94,12 +96,22 @@ pub fn receive(host: &Host, from: impl BufRead, mut to: impl Write, running: &dy
                     return Ok(());
                 }
             },
+            Some(Ok(Say::Look {})) => say(&coming.look()),
+            Some(Ok(Say::State(state))) => {
+                // The word comes while it loads.
+                let mut word = || match hear() {
+                    Ok(Some(Ok(Say::Go(go)))) => Some(go),
+                    _ => None,
+                };
+                let Some(answer) = coming.load(state, &mut word) else { return Ok(()) };
+                say(&answer);
+                coming.tell(&answer, running);
+                return Ok(());
+            }
             Some(Ok(Say::Go(go))) => {
                 let answer = coming.go(&go);
                 say(&answer);
-                if matches!(answer, Answer::Running(_)) {
-                    running(coming.name.as_str());
-                }
+                coming.tell(&answer, running);
                 return Ok(());
             }
             Some(Ok(_)) => {
@@ -123,6 +135,8 @@ struct Coming<'a> {
     prepared: bool,
     /// That QEMU.
     early: Option<Early>,
+    /// The same, with what it needs of the newest checkpoint.
+    looked: Option<Looked<'a>>,
 }
 
 impl<'a> Coming<'a> {
@@ -149,7 +163,7 @@ impl<'a> Coming<'a> {
         room.map_err(|e| chain(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, take_over: None };
-        Ok(Self { host, name, request, prepared: false, early: None })
+        Ok(Self { host, name, request, prepared: false, early: None, looked: None })
     }
 
     /// Have a QEMU wait. What it needs and what cannot be had is found out by that.
@@ -168,12 +182,82 @@ impl<'a> Coming<'a> {
         Ok(waits)
     }
 
+    /// Have what a load needs of the newest checkpoint.
+    fn look(&mut self) -> Answer {
+        match Looked::new(self.host, &self.name, &self.request, &mut self.early) {
+            Ok(looked) => {
+                let (checkpoint, pages) = (Some(looked.number()), looked.pages());
+                self.looked = Some(looked);
+                Answer::Looked { checkpoint, pages }
+            }
+            Err(e) => {
+                tracing::debug!("{} is loaded when its last checkpoint is there: {}", self.name, chain(&e));
+                Answer::Looked { checkpoint: None, pages: Vec::new() }
+            }
+        }
+    }
+
+    /// Load it beside the commit of its last checkpoint, and let it go on at the `word`; none if that does not come.
+    fn load(&mut self, state: protocol::State, word: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
+        let began = Instant::now();
+        let told = self.looked.as_ref().and_then(|looked| state.into_told(looked.devices()));
+        let (Some(looked), Some(told)) = (self.looked.take_if(|_| told.is_some()), told) else {
+            return word().map(|go| self.go(&go));
+        };
+        let take_over = Arc::new(TakeOver { spare: looked.spare(), ..TakeOver::default() });
+        let request = Request { take_over: Some(Arc::clone(&take_over)), ..self.request.clone() };
+        let (go, loaded) = thread::scope(|scope| {
+            let (committed, counts) = mpsc::sync_channel(1);
+            let request = &request;
+            let load = scope.spawn(move || looked.load(told, counts, request, began));
+            let go = word();
+            if let Some(go) = &go {
+                take_over.after.store(go.epoch, Ordering::SeqCst);
+                // If it has failed, that is seen below.
+                let _ = committed.send(());
+            }
+            drop(committed);
+            (go, load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        let go = go?;
+        match loaded {
+            Err(e) if !take_over.begun.load(Ordering::SeqCst) => {
+                let why = chain(&e);
+                tracing::warn!("what of {} was loaded before it counted is of no use: {why}", self.name);
+                Some(self.restore(&go, take_over, Some(why)))
+            }
+            loaded => Some(self.answer(&go, &take_over, loaded, true, began)),
+        }
+    }
+
     /// Let its guest go on.
     fn go(&mut self, go: &Go) -> Answer {
+        let take_over = TakeOver { after: AtomicU64::new(go.epoch), ..TakeOver::default() };
+        self.restore(go, Arc::new(take_over), None)
+    }
+
+    /// Let its guest go on from what is in the store. `unused`: why not from what was there before.
+    fn restore(&mut self, go: &Go, take_over: Arc<TakeOver>, unused: Option<String>) -> Answer {
         let began = Instant::now();
-        let take_over = Arc::new(TakeOver { after: AtomicU64::new(go.epoch), begun: AtomicBool::new(false) });
+        // Nobody else has the VM until then.
+        if let Some(looked) = self.looked.take() {
+            self.early = Some(looked.into_early());
+        }
         let request = Request { take_over: Some(Arc::clone(&take_over)), ..self.request.clone() };
-        match restore_in(self.host, &self.name, &request, self.early.take()) {
+        let restored = restore_in(self.host, &self.name, &request, self.early.take());
+        let restored = restored.map(|restored| Restored { unused: unused.or(restored.unused), ..restored });
+        self.answer(go, &take_over, restored, false, began)
+    }
+
+    fn answer(
+        &mut self,
+        go: &Go,
+        take_over: &TakeOver,
+        restored: Result<Restored, RestoreError>,
+        ahead: bool,
+        began: Instant,
+    ) -> Answer {
+        match restored {
             Ok(restored) => {
                 self.prepared = false;
                 let all = began.elapsed().as_micros() as u64;
@@ -182,6 +266,7 @@ impl<'a> Coming<'a> {
                     since_us: all.saturating_sub(restored.us),
                     pid: restored.pid,
                     prepared: restored.prepared,
+                    ahead,
                     unused: restored.unused,
                     clock: restored.clock,
                 })
@@ -193,11 +278,18 @@ impl<'a> Coming<'a> {
             }
         }
     }
+
+    /// Tell of it, if it runs.
+    fn tell(&self, answer: &Answer, running: &dyn Fn(&str)) {
+        if matches!(answer, Answer::Running(_)) {
+            running(self.name.as_str());
+        }
+    }
 }
 
 impl Drop for Coming<'_> {
     fn drop(&mut self) {
-        self.early = None;
+        (self.early, self.looked) = (None, None);
         let rundir = RunDir::new(&self.host.root, self.name.as_str());
         let waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.prepared

@@ -1,7 +1,7 @@
 //! What is read of the store before the guest runs, and no more: nothing of it grows with the guest's RAM but, in a store
 //! without a base index, the index itself. It is read while QEMU starts.
 
-use super::{Request, RestoreError};
+use super::{Request, RestoreError, TakeOver};
 use crate::epochs;
 use crate::first;
 use crate::owned::Owned;
@@ -11,12 +11,14 @@ use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
+use rekindle_store::image::PageId;
 use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
 use rekindle_store::{Image, Which};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::thread;
 
@@ -33,7 +35,9 @@ pub(crate) struct Chosen {
 
 impl Chosen {
     pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
-        let which = Which { at: request.at, identity: request.identity.clone(), unlooked: true, ..Which::default() };
+        let spare = request.take_over.as_ref().map(|take_over| take_over.spare.clone()).unwrap_or_default();
+        let identity = request.identity.clone();
+        let which = Which { at: request.at, identity, unlooked: true, spare, ..Which::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Odd)?;
@@ -41,28 +45,52 @@ impl Chosen {
     }
 }
 
+/// A checkpoint, which may still have to be committed.
+#[derive(Debug, Default)]
+pub(super) struct Late(OnceLock<Option<Image>>);
+
+impl Late {
+    fn is(image: Image) -> Self {
+        Self(OnceLock::from(Some(image)))
+    }
+
+    /// It is there; or it will never be.
+    pub(super) fn set(&self, image: Option<Image>) {
+        let _ = self.0.set(image);
+    }
+
+    /// Wait for it.
+    pub(super) fn wait(&self) -> Option<&Image> {
+        self.0.wait().as_ref()
+    }
+}
+
 /// What a QEMU is given before its guest runs.
 #[derive(Debug)]
 pub(crate) struct Ahead {
-    pub(super) image: Image,
+    pub(super) image: Late,
+    /// The number of that checkpoint.
+    pub(super) number: u64,
+    /// Its RAM block table.
+    pub(super) blocks: Vec<Block>,
     /// The names of the blocks that are brought on demand.
     pub(super) paged: Vec<String>,
-    devices: Vec<u8>,
+    pub(super) devices: Vec<u8>,
     /// None: to be read while something else is waited for.
-    pages: Option<Pages>,
+    pub(super) pages: Option<Pages>,
 }
 
 /// Pages that are read at once.
 #[derive(Debug)]
-struct Pages {
+pub(super) struct Pages {
     /// Pages of the blocks that are not brought on demand.
-    small: Small,
+    pub(super) small: Small,
     /// Pages of the others which QEMU itself looks at when it loads the devices.
-    first: first::Pages,
+    pub(super) first: first::Pages,
 }
 
 #[derive(Debug)]
-enum Small {
+pub(super) enum Small {
     /// All that are not zero.
     All(first::Pages),
     /// Those of which the QEMU's own copy is another one.
@@ -72,14 +100,14 @@ enum Small {
 /// Become the store's owner: a host that was declared dead and is not can commit nothing any more, and ends its guest when it sees
 /// that. Gives the newest checkpoint that was committed until then.
 fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let begin = |doing: &str, only_if| {
-        let owner = Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
-        Owned::begin(rundir, &request.store, request.identity.as_ref(), vm, &owner, only_if)
+    let Request { store, identity, take_over, .. } = request;
+    let owner = |doing: &str| Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
+    let Some(TakeOver { after, spare, .. }) = take_over.as_deref() else {
+        return Ok(Owned::begin(rundir, store, identity.as_ref(), vm, &owner("restore"), None)?.newest);
     };
-    let Some(take_over) = &request.take_over else { return Ok(begin("restore", None)?.newest) };
-    let after = take_over.after.load(Ordering::SeqCst);
-    let fenced = begin("move", Some(OnlyIf::Epoch(after)))?;
-    take_over.after.store(fenced.epoch, Ordering::SeqCst);
+    let only_if = Some(OnlyIf::Epoch(after.load(Ordering::SeqCst)));
+    let fenced = Owned::begin_over(spare, rundir, store, identity.as_ref(), vm, &owner("move"), only_if)?;
+    after.store(fenced.epoch, Ordering::SeqCst);
     Ok(fenced.newest)
 }
 
@@ -105,12 +133,9 @@ pub(super) fn fetch(mut chosen: Chosen, request: &Request, rundir: &RunDir) -> R
         chosen = newer;
     }
     let ahead = read(chosen)?;
-    let (small, first) = thread::scope(|scope| {
-        let first = scope.spawn(|| ahead.read_first());
-        (read_small(&ahead.image, &ahead.paged), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    });
-    let small = Small::All(small?);
-    Ok(Ahead { pages: Some(Pages { small, first }), ..ahead })
+    let small = |image: &_| Ok(Small::All(read_small(image, &ahead.paged)?));
+    let pages = ahead.read_pages(small)?;
+    Ok(Ahead { pages: Some(pages), ..ahead })
 }
 
 /// Read the devices. What else is needed at once is read when it is asked for.
@@ -118,18 +143,20 @@ pub(crate) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
     let Chosen { image, recipe, .. } = chosen;
     let devices = image.devices()?;
     stream::check(&devices)?;
-    Ok(Ahead { image, paged: recipe.hardware.ram_ids(), devices, pages: None })
+    let (number, blocks, paged) = (image.info().number, image.info().blocks.clone(), recipe.hardware.ram_ids());
+    Ok(Ahead { image: Late::is(image), number, blocks, paged, devices, pages: None })
 }
 
 /// The blocks that are not brought on demand.
-fn small<'a>(image: &'a Image, paged: &'a [String]) -> impl Iterator<Item = (usize, &'a Block)> {
-    image.info().blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id))
+fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (usize, &'a Block)> {
+    blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id))
 }
 
 /// All their pages that are not zero.
 fn read_small(image: &Image, paged: &[String]) -> Result<first::Pages, RestoreError> {
-    let all: Vec<_> =
-        small(image, paged).flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page))).collect();
+    let all: Vec<_> = small(&image.info().blocks, paged)
+        .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)))
+        .collect();
     Ok(first::together(image, &all, |content| *content != ZERO)?)
 }
 
@@ -151,23 +178,63 @@ pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process
     Ok(())
 }
 
+/// Pages with their content.
+pub(super) type Contents = BTreeMap<PageId, Box<Page>>;
+
 impl Ahead {
-    /// Read what else is needed at once, for a QEMU that waits and whose RAM is `ram`.
-    pub(super) fn with_pages(self, ram: &GuestRam) -> Result<Self, RestoreError> {
-        let (differing, first) = thread::scope(|scope| {
-            let first = scope.spawn(|| self.read_first());
-            (self.read_differing(ram), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        });
-        let small = Small::Differing(differing?);
-        Ok(Self { pages: Some(Pages { small, first }), ..self })
+    /// The checkpoint, once it is committed.
+    pub(super) fn image(&self) -> Result<&Image, RestoreError> {
+        self.image.wait().ok_or(RestoreError::NotCommitted { number: self.number })
     }
 
-    fn read_differing(&self, ram: &GuestRam) -> Result<first::Pages, RestoreError> {
-        Ok(first::together(&self.image, &self.differing(ram)?, |_| true)?)
+    /// The blocks that are not brought on demand.
+    pub(super) fn small(&self) -> impl Iterator<Item = (usize, &Block)> {
+        small(&self.blocks, &self.paged)
+    }
+
+    /// Read what else is needed at once, for a QEMU that waits and whose RAM is `ram`.
+    pub(super) fn with_pages(self, ram: &GuestRam) -> Result<Self, RestoreError> {
+        let pages = self.read_pages(|image| self.read_differing(image, &self.there(ram)?))?;
+        Ok(Self { pages: Some(pages), ..self })
+    }
+
+    /// Read the pages that QEMU looks at first, and beside that what `small` reads.
+    pub(super) fn read_pages(
+        &self,
+        small: impl FnOnce(&Image) -> Result<Small, RestoreError>,
+    ) -> Result<Pages, RestoreError> {
+        let image = self.image()?;
+        let (small, first) = thread::scope(|scope| {
+            let first = scope.spawn(|| self.read_first());
+            (small(image), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        Ok(Pages { small: small?, first })
+    }
+
+    /// Of the blocks that are not brought on demand, the pages that are another content than `there`, which is QEMU's own copy.
+    pub(super) fn read_differing(&self, image: &Image, there: &Contents) -> Result<Small, RestoreError> {
+        Ok(Small::Differing(first::together(image, &image.unlike(&self.all_small(there))?, |_| true)?))
+    }
+
+    /// All pages of the blocks that are not brought on demand, as `there` says; what it does not name is zero.
+    pub(super) fn all_small<'a>(&self, there: &'a Contents) -> Vec<(PageId, &'a Page)> {
+        let content = |id: &PageId| there.get(id).map_or(&ZERO, |content| &**content);
+        let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)));
+        ids.map(|id| (id, content(&id))).collect()
+    }
+
+    /// What QEMU has of those blocks itself. Their other pages are zero.
+    pub(super) fn there(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
+        let mut all = Contents::new();
+        for (index, block) in self.small() {
+            all.extend(there(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
+        }
+        Ok(all)
     }
 
     fn read_first(&self) -> first::Pages {
-        first::read(&self.image, &self.paged, &self.devices)
+        let image = self.image.wait();
+        image.map_or_else(first::Pages::new, |image| first::read(image, &self.paged, &self.devices))
     }
 
     /// The pages that QEMU looks at first.
@@ -178,7 +245,7 @@ impl Ahead {
     /// Put them.
     pub(super) fn put_first(&self, first: &first::Pages, pager: &mut Pager) -> Result<(), PagerError> {
         first.iter().try_for_each(|(block, page, content)| {
-            let id = self.image.info().blocks.get(*block).map_or("", |block| &block.id);
+            let id = self.blocks.get(*block).map_or("", |block| &block.id);
             pager.put_ahead(id, *page, content)
         })
     }
@@ -188,12 +255,14 @@ impl Ahead {
         let pages = match &self.pages {
             Some(Pages { small: Small::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
             Some(Pages { small: Small::Differing(differing), .. }) => Cow::Borrowed(differing),
-            None => Cow::Owned(self.read_differing(ram)?),
+            None => match self.read_differing(self.image()?, &self.there(ram)?)? {
+                Small::All(pages) | Small::Differing(pages) => Cow::Owned(pages),
+            },
         };
         let mut part = stream::HEADER.to_vec();
-        let sizes: Vec<_> = small(&self.image, &self.paged).map(|(_, block)| (block.id.as_str(), block.used)).collect();
+        let sizes: Vec<_> = self.small().map(|(_, block)| (block.id.as_str(), block.used)).collect();
         let mut section = RamSection::start(&mut part, sizes.into_iter());
-        for (index, block) in small(&self.image, &self.paged) {
+        for (index, block) in self.small() {
             for (_, page, content) in pages.iter().filter(|(of, _, _)| *of == index) {
                 section.page(&mut part, &block.id, page * PAGE_SIZE as u64, content);
             }
@@ -208,24 +277,12 @@ impl Ahead {
     fn with_zeroes(&self, pages: &first::Pages, ram: &GuestRam) -> Result<first::Pages, RestoreError> {
         let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
         let mut all = pages.clone();
-        for (index, block) in small(&self.image, &self.paged) {
+        for (index, block) in self.small() {
             let there = there(ram, block)?.into_keys().filter(|page| *page < block.pages());
             let zero = there.filter(|page| !sent.contains(&(index, *page)));
             all.extend(zero.map(|page| (index, page, Box::new(ZERO))));
         }
         Ok(all)
-    }
-
-    /// The pages of which QEMU's own copy is not what the checkpoint has.
-    fn differing(&self, ram: &GuestRam) -> Result<Vec<(usize, u64)>, RestoreError> {
-        let mut differing = Vec::new();
-        for (index, block) in small(&self.image, &self.paged) {
-            let there = there(ram, block)?;
-            let content = |page| there.get(&page).map_or(&ZERO, |content| &**content);
-            let all: Vec<_> = (0..block.pages()).map(|page| ((index, page), content(page))).collect();
-            differing.extend(self.image.unlike(&all)?);
-        }
-        Ok(differing)
     }
 }
 

@@ -5,11 +5,11 @@
 
 use super::checkpoint::Ahead;
 use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
-use crate::pager::{Fill, Source, lock};
+use crate::pager::{Fill, Source, Told, lock};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_memory::missing::{Pager, PagerError, Progress};
+use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::{Hardware, Start};
@@ -139,6 +139,40 @@ struct OnDemand<'scope, 'env> {
     _lock: File,
 }
 
+/// Pages of a checkpoint, which may still have to be committed.
+struct Coming<'a> {
+    ahead: &'a Ahead,
+    tell: Option<&'a mut dyn FnMut(&Told)>,
+    source: Option<Source<'a>>,
+}
+
+impl<'a> Coming<'a> {
+    fn new(ahead: &'a Ahead, tell: &'a mut dyn FnMut(&Told)) -> Self {
+        Self { ahead, tell: Some(tell), source: None }
+    }
+}
+
+impl PageSource for Coming<'_> {
+    type Error = RestoreError;
+
+    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, RestoreError> {
+        if let Some(tell) = self.tell.take() {
+            self.source = Some(Source::new(self.ahead.image()?, tell));
+        }
+        match &mut self.source {
+            Some(source) => Ok(source.page(block, page, buffer)?),
+            None => Err(RestoreError::NotCommitted { number: self.ahead.number }),
+        }
+    }
+
+    fn retry(&mut self, error: &RestoreError, attempt: u32) -> Option<Duration> {
+        match (&mut self.source, error) {
+            (Some(source), RestoreError::Store(e)) => source.retry(e, attempt),
+            _ => None,
+        }
+    }
+}
+
 /// A QEMU has all that it can have before its guest is loaded into it: empty RAM whose pages are waited for, and devices that have done nothing.
 pub struct Moment<'a> {
     /// The timeline.
@@ -226,12 +260,12 @@ pub(crate) fn go(
     recorder: &mut Recorder,
 ) -> Result<Restored, RestoreError> {
     let Waiting { vmm, mut qmp, ram, mut journal, prepared, registered } = waiting;
-    let info = ahead.image.info();
-    same_processors(&mut qmp, seat.hardware, info.number)?;
-    same_blocks(&ram, &info.blocks, info.number, &ahead.paged)?;
+    let number = ahead.number;
+    same_processors(&mut qmp, seat.hardware, number)?;
+    same_blocks(&ram, &ahead.blocks, number, &ahead.paged)?;
     let unloaded = |source| {
         let said = log_tail(&vmm.directory(), 10);
-        RestoreError::Load { name: seat.rundir.name().to_owned(), number: info.number, said, source }
+        RestoreError::Load { name: seat.rundir.name().to_owned(), number, said, source }
     };
     let (stream, registered) = thread::scope(|scope| {
         let stream = scope.spawn(|| ahead.stream(&ram));
@@ -241,8 +275,7 @@ pub(crate) fn go(
             Some(registered) => registered,
             None => Registered::new(&vmm, &mut qmp, &ram, &ahead.paged)?,
         };
-        let mut silent = |_: &_| {};
-        registered.pager.overwrite(&ram, &mut Source::new(&ahead.image, &mut silent))?;
+        registered.pager.overwrite(&ram, &mut Coming::new(ahead, &mut |_| {}))?;
         let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         ahead.put_first(&first, &mut registered.pager)?;
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -255,15 +288,11 @@ pub(crate) fn go(
     let name = seat.rundir.name().to_owned();
     let (end, all) = (AtomicBool::new(false), AtomicBool::new(false));
     // The thread that serves keeps nothing of what a failed restore gives back.
-    let image = &ahead.image;
     thread::scope(|scope| {
         let ending = Ending(&end);
         let (stop, all) = (&end, &all);
         // Its descriptor goes with the thread: once the pager has ended that took over, a zero page would be waited for as long as ours is open.
-        let thread = scope.spawn(move || {
-            let mut silent = |_: &_| {};
-            pager.run_on_demand(&mut Source::new(image, &mut silent), stop, all)
-        });
+        let thread = scope.spawn(move || pager.run_on_demand(&mut Coming::new(ahead, &mut |_| {}), stop, all));
 
         let moment = Moment { recorder: &mut *recorder, journal: &mut journal, injector, bring_all: all };
         let elsewhere = (seat.ready)(moment)?;
@@ -278,6 +307,7 @@ pub(crate) fn go(
 
         // From here on the memory that is brought is this VM's.
         let held = lock(seat.rundir)?;
+        let info = ahead.image()?.info();
         let paged = ahead.paged.clone();
         Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(seat.rundir)?;
         let mut on_demand = Some(OnDemand { ending, thread, _lock: held });

@@ -4,10 +4,12 @@
 //! |---|---|
 //! | `checkpoint` | what is read of the store before the guest runs |
 //! | [`prepare`] | a QEMU that waits with empty RAM |
+//! | `ahead` | a load beside the commit of what is loaded |
 //! | `go` | from a QEMU that waits to a guest that runs |
 //!
 //! `docs/protect.md` has the sequence.
 
+pub(crate) mod ahead;
 pub(crate) mod checkpoint;
 pub(crate) mod go;
 pub mod prepare;
@@ -30,7 +32,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::StreamError;
 use rekindle_qemu::transfer::{Capabilities, TransferError};
 use rekindle_qemu::vmm::VmmError;
-use rekindle_store::remote::Identity;
+use rekindle_store::remote::{Identity, Spare};
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
@@ -83,6 +85,8 @@ pub struct TakeOver {
     pub after: AtomicU64,
     /// The guest has been let go, or may have been.
     pub begun: AtomicBool,
+    /// Lines to the store that are there already.
+    pub spare: Spare,
 }
 
 /// Why a guest was not restored.
@@ -115,6 +119,20 @@ pub enum RestoreError {
         name: String,
         /// The newest one.
         newest: u64,
+    },
+    /// A checkpoint that was loaded beside its commit does not count.
+    #[error("checkpoint {number} was not committed by the host that had the guest")]
+    NotCommitted {
+        /// The checkpoint.
+        number: u64,
+    },
+    /// It is not what that host had said.
+    #[error("checkpoint {number} is not what was said of it before it was committed: {what}")]
+    Otherwise {
+        /// The checkpoint.
+        number: u64,
+        /// What differs.
+        what: String,
     },
     /// It cannot run here.
     #[error(transparent)]

@@ -189,9 +189,9 @@ fn difference(wanted: &Hardware, waits: &Hardware) -> String {
 /// A QEMU that waits and answers.
 #[derive(Debug)]
 pub(super) struct Ready {
-    qmp: Qmp,
-    ram: GuestRam,
-    registered: Option<Registered>,
+    pub(super) qmp: Qmp,
+    pub(super) ram: GuestRam,
+    pub(super) registered: Option<Registered>,
 }
 
 impl Ready {
@@ -236,6 +236,10 @@ pub(crate) struct Early {
 }
 
 impl Early {
+    pub(super) fn new(vmm: Vmm, ready: Ready) -> Self {
+        Self { vmm, ready }
+    }
+
     /// Have the QEMU that was prepared for VM `name` so far.
     pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
         let site = Site::take(host, name.as_str(), "restore --prepare")?;

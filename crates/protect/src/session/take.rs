@@ -2,12 +2,16 @@
 
 use super::{Copies, Session, SessionError, Tracking, lock};
 use crate::epochs::DiskEpoch;
+use crate::first::Run;
 use crate::pause::{Laps, Paused, Then};
 use crate::policy::Policy;
-use crate::runs::{BATCH, copy_all, merged, read, send, send_from, send_zeroes};
+use crate::runs::{BATCH, Runs, copy_all, merged, read, send, send_from, send_zeroes};
+use rekindle_memory::pages;
+use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_memory::tracker::{Dirty, Synchronous, TrackError, Tracker};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
+use rekindle_store::types::PAGE_SIZE;
 use rekindle_vm::fault;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -28,6 +32,46 @@ pub(super) struct Taken {
     pub copied_for_writes: u64,
 }
 
+/// A guest that stays stopped: what it is now, and what of that is not as it was at the checkpoint before.
+pub(crate) struct Read<'a> {
+    /// The checkpoint that it becomes.
+    pub(crate) number: u64,
+    /// The device state.
+    pub(crate) devices: &'a [u8],
+    /// The one before.
+    pub(crate) devices_before: &'a [u8],
+    /// Its disks that have epochs.
+    pub(crate) disks: &'a [DiskEpoch],
+    ram: &'a GuestRam,
+    changed: &'a Dirty,
+}
+
+/// Who is told of it.
+pub(crate) type Tell<'a> = dyn FnMut(&Read<'_>) + 'a;
+
+impl Read<'_> {
+    /// Which of the pages `among` have changed, and what they are now, in that order.
+    pub(crate) fn changed(&self, among: &[Run]) -> Result<(Vec<Run>, Vec<u8>), GuestRamError> {
+        let page = PAGE_SIZE as u64;
+        let (mut changed, mut content) = (Vec::new(), Vec::new());
+        for (index, block) in self.ram.blocks().iter().enumerate() {
+            let mut wanted = Vec::new();
+            for run in among.iter().filter(|run| run.block() == index) {
+                let numbers = run.numbers();
+                wanted = pages::union(&wanted, std::slice::from_ref(&(numbers.start * page..numbers.end * page)));
+            }
+            let both = |runs: &Runs| runs.get(index).map_or_else(Vec::new, |runs| pages::intersection(runs, &wanted));
+            let (written, zero) = (both(&self.changed.written), both(&self.changed.zero));
+            changed.extend(written.iter().chain(&zero).map(|run| Run::new(index, run.start / page..run.end / page)));
+            let mut bytes = Vec::new();
+            read(self.ram, block, &written, &mut bytes)?;
+            bytes.resize(bytes.len() + pages::bytes(&zero) as usize, 0);
+            content.append(&mut bytes);
+        }
+        Ok((changed, content))
+    }
+}
+
 impl Session {
     /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end. `then`: of a
     /// guest that stays stopped the caller holds the run state.
@@ -37,6 +81,7 @@ impl Session {
         fresh: bool,
         filled: bool,
         then: Then,
+        tell: &mut Tell<'_>,
     ) -> Result<Taken, SessionError> {
         let mut sent = 0;
         if self.policy != Policy::Cow && (self.full || self.policy == Policy::Precopy) {
@@ -100,6 +145,10 @@ impl Session {
             fault::point("fill.handover.resumed", None, None);
             self.held.take().map_or(Ok(()), |held| held.handed_over())?;
             fault::point("fill.handover.recorded", None, None);
+        }
+        if then == Then::Stays {
+            let (devices_before, ram, changed) = (&self.devices, &self.ram, &self.owed);
+            tell(&Read { number, devices: &devices, devices_before, disks: &disks, ram, changed });
         }
         let copied_stopped_bytes = copied.iter().map(|part| part.bytes.len() as u64).sum();
         for part in &copied {

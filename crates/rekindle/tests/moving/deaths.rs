@@ -38,6 +38,9 @@ const NEAR: &[(&str, &str, Outcome)] = &[
     ("move.prepare.prepared", "kill-old", Booted),
     ("move.suspend.journalled", "kill", Recovered),
     ("move.suspend.journalled", "kill-old", Booted),
+    ("move.suspend.read", "kill", Recovered),
+    // All of it has been read.
+    ("move.suspend.read", "kill-old", Moved),
     ("move.suspend.committed", "kill", Recovered),
     // From here on its state is whole outside of it.
     ("move.suspend.committed", "kill-old", Moved),
@@ -61,7 +64,10 @@ const FAR: &[(&str, &str, Outcome)] = &[
     ("prepare.recorded", "kill-new", Moved),
     ("move.prepare.registered", "kill", BackLeft),
     ("move.prepare.registered", "kill-new", Moved),
-    ("restore.prepare.journalled", "kill-new", Back),
+    ("restore.prepare.journalled", "kill", BackLeft),
+    // It is begun anew with another QEMU, which dies only if it comes past the same point.
+    ("restore.prepare.journalled", "kill-new", Moved),
+    ("restore.renew.registered", "kill", BackLeft),
     ("restore.renew.registered", "kill-new", Back),
     // From here on it may have run there: that it has died is seen by `cont` only.
     ("restore.renew.loaded", "kill-new", InStore),

@@ -1,9 +1,9 @@
 //! An image on a server: read with read-ahead, several requests under way, every page checked here.
 
-use super::greet;
 use super::identity::Identity;
 use super::line::{Line, LineError};
 use super::protocol::{Kind, PAGES, Purpose, decode_ids, decode_stored, encode_ids};
+use super::{greet, greet_over};
 use crate::error::{BadPage, Result, StoreError};
 use crate::format::codec::Writer;
 use crate::format::entry::Section;
@@ -48,7 +48,7 @@ impl RemoteImage {
     /// Open a checkpoint.
     pub fn open(server: &Remote, which: &Which) -> Result<(Self, Vm, CheckpointInfo)> {
         let purpose = Purpose::Read { vm: which.vm, at: which.at, unlooked: which.unlooked };
-        let (line, welcome) = greet(server, which.identity.as_ref(), &purpose)?;
+        let (line, welcome) = greet_over(&which.spare, server, which.identity.as_ref(), &purpose)?;
         let store = server.to_string();
         let info = welcome.info.ok_or_else(|| StoreError::Line {
             store: store.clone(),

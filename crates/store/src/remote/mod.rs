@@ -7,6 +7,7 @@
 //! | `protocol` | what the two say to each other |
 //! | `session` | a writer whose store is on a server |
 //! | `image` | an image on a server |
+//! | `spare` | lines that are made before they are needed |
 //! | [`server`] | the server |
 
 pub mod identity;
@@ -16,6 +17,7 @@ pub(crate) mod protocol;
 pub mod server;
 mod serving;
 mod session;
+mod spare;
 
 use crate::admin::Fenced;
 use crate::error::{Result, StoreError};
@@ -31,15 +33,24 @@ pub use image::RemoteHot;
 pub(crate) use image::RemoteImage;
 pub use line::LineError;
 pub(crate) use session::WriteSession;
+pub use spare::Spare;
 
 /// Connect, say what for, and be welcomed.
 fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Line, Welcome)> {
+    greet_over(&Spare::default(), server, identity, purpose)
+}
+
+/// The same over a spare line, if there is one.
+fn greet_over(
+    spare: &Spare,
+    server: &Remote,
+    identity: Option<&Identity>,
+    purpose: &Purpose,
+) -> Result<(Line, Welcome)> {
     let store = server.to_string();
-    let failed = |doing| {
-        let store = store.clone();
-        move |source| StoreError::Line { store, doing, source }
-    };
-    let mut line = Line::connect(server, identity).map_err(failed("connecting"))?;
+    let connected = spare.take(server).map_or_else(|| Line::connect(server, identity), Ok);
+    let mut line =
+        connected.map_err(|source| StoreError::Line { store: store.clone(), doing: "connecting", source })?;
     let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: purpose.clone() };
     let welcome = line.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
     Ok((line, welcome))
@@ -61,8 +72,9 @@ pub(crate) fn fence(
     owner: &Owner,
     only_if: Option<OnlyIf>,
     identity: Option<&Identity>,
+    spare: &Spare,
 ) -> Result<Fenced> {
     let purpose = Purpose::Fence { vm: vm.clone(), owner: owner.clone(), only_if };
-    let (_, welcome) = greet(server, identity, &purpose)?;
+    let (_, welcome) = greet_over(spare, server, identity, &purpose)?;
     Ok(Fenced { epoch: welcome.epoch, newest: welcome.newest })
 }

@@ -19,7 +19,7 @@ class Plan:
     """A case that would begin later than this is left out."""
 
 
-FULL = Plan(sizes={512: "384M", 2048: "1536M"}, loads=(0, 20), rounds=12)
+FULL = Plan(sizes={512: "384M", 2048: "1536M"}, loads=(0, 20), rounds=8)
 QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=2, budget_s=400.0)
 
 
