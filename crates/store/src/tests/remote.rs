@@ -8,7 +8,7 @@ use crate::reader::{Image, Which};
 use crate::remote::line::Line;
 use crate::remote::protocol::{Kind, Purpose, VERSION};
 use crate::remote::server::{Patience, Server, Stop};
-use crate::remote::{Identity, LineError};
+use crate::remote::{Identity, LineError, Spare};
 use crate::types::{Guest, OnlyIf, Owner, PAGE_SIZE, Page};
 use crate::url::StoreUrl;
 use crate::writer::{Options, Writer};
@@ -366,6 +366,34 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     assert_eq!(restorable(), Some(2));
     begin("stop web", Guest::Ended, Some(OnlyIf::Run { run: 4 })).unwrap();
     assert_eq!(restorable(), None);
+}
+
+#[test]
+fn a_spare_line_is_used_once_and_for_its_server_only() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = Running::new(directory.path(), &server, Patience::default());
+    let there = url(running.address, "web");
+    commit(&mut Writer::open(&there, &options(&client, "protect web")).unwrap(), 0).unwrap();
+    // Nobody who has no certificate can make a line.
+    let spare = Spare::default();
+    let open = |spare: &Spare| Image::open(&there, &Which { spare: spare.clone(), ..Which::default() });
+    let refused = |e: StoreError| matches!(e, StoreError::Line { source: LineError::NoIdentity, .. });
+    assert!(refused(open(&spare).unwrap_err()));
+    spare.make(&there, Some(&client), 2).unwrap();
+    check(&open(&spare).unwrap(), 1);
+    let owner = Owner::here("move web").with(Guest::Restored);
+    let fence = |to: &StoreUrl| admin::fence_over(&spare, to, &vm(), &owner, Some(OnlyIf::Epoch(1)), None);
+    let other = Running::new(directory.path(), &server, Patience::default());
+    assert!(refused(fence(&url(other.address, "web")).unwrap_err()), "it leads elsewhere");
+    assert_eq!(fence(&there).unwrap().epoch, 2);
+    assert!(refused(open(&spare).unwrap_err()), "there were two");
+    // One whose server has gone is no line.
+    spare.make(&there, Some(&client), 1).unwrap();
+    drop(running);
+    assert!(matches!(open(&spare).unwrap_err(), StoreError::Line { .. }));
+    spare.make(&StoreUrl::Directory(directory.path().join("web")), None, 2).unwrap();
 }
 
 #[test]
