@@ -165,6 +165,19 @@ fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
         }
         if ours != there {
             wrong.push(page);
+            let mut old = [0; PAGE_SIZE];
+            before.read_page(main, page, &mut old).unwrap();
+            let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| ours[*n] != there[*n]).collect();
+            let (first, last) = (differ[0], differ[differ.len() - 1]);
+            let is_there = data.contains(&at);
+            let (is_old, is_zero, was_old) = (ours == old, ours == [0; PAGE_SIZE], there == old);
+            eprintln!(
+                "page {page} of checkpoint {number}: {} bytes differ, from {first} to {last}: {:02x?} there and {:02x?} in the checkpoint; there: \
+                 {is_there}, as in {restored}: {was_old}; in the checkpoint as in {restored}: {is_old}, zero: {is_zero}",
+                differ.len(),
+                &there[first..(first + 16).min(PAGE_SIZE)],
+                &ours[first..(first + 16).min(PAGE_SIZE)],
+            );
         }
     }
     assert!(wrong.is_empty(), "checkpoint {number}: {} pages are wrong: {wrong:?}", wrong.len());
