@@ -41,7 +41,7 @@ impl Protector {
         Self { child, lines }
     }
 
-    /// The next event of this kind; those before it are passed over.
+    /// The next event of this kind; those before it are passed over, and told if the test fails.
     #[track_caller]
     pub fn wait(&mut self, event: &str) -> Value {
         loop {
@@ -50,6 +50,9 @@ impl Protector {
             let value: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
             if value["event"] == event {
                 return value;
+            }
+            if value["event"] != "checkpoint" {
+                eprintln!("{}", line.trim_end());
             }
         }
     }
