@@ -67,6 +67,8 @@ pub(super) struct Flight {
     cursor: (usize, u64),
     /// Block and page of writers that wait for a copy in progress.
     waiting: Vec<(usize, u64)>,
+    /// Runs of each block that were allowed to be written since the next checkpoint is being collected, once it is.
+    allowed: Option<Vec<Vec<Range<u64>>>>,
 }
 
 impl Flight {
@@ -92,6 +94,36 @@ impl Flight {
 
     pub(super) fn left_bytes(&self) -> u64 {
         self.left_bytes
+    }
+
+    /// The pages of the next checkpoint are being collected, which protects them: from here on note what is allowed.
+    pub(super) fn collecting(&mut self) {
+        self.allowed = Some(Vec::new());
+    }
+
+    /// Runs of a block may be written.
+    pub(super) fn allowed(&mut self, block: usize, runs: &[Range<u64>]) {
+        let Some(allowed) = &mut self.allowed else { return };
+        if allowed.len() <= block {
+            allowed.resize_with(block + 1, Vec::new);
+        }
+        if let Some(before) = allowed.get_mut(block) {
+            *before = crate::pages::union(before, runs);
+        }
+    }
+
+    /// What of each block is to be copied now, but was allowed in the flight before since [`Flight::collecting`].
+    pub(super) fn allowed_before(&self, before: Self) -> Vec<Vec<Range<u64>>> {
+        let blocks = before.allowed.unwrap_or_default().into_iter().zip(&self.parts);
+        let to_copy = |(runs, part): (Vec<Range<u64>>, &Part)| {
+            let mut found = Vec::new();
+            let pages = runs.iter().flat_map(|run| run.start / part.page..run.end.div_ceil(part.page));
+            for page in pages.filter(|page| part.to_copy.has(*page)) {
+                crate::pages::push(&mut found, page * part.page..(page + 1) * part.page);
+            }
+            found
+        };
+        blocks.map(to_copy).collect()
     }
 
     /// Somebody wants to write the page at `offset` of a block.
@@ -181,6 +213,20 @@ mod tests {
         assert_eq!(flight.copied(1, &claimed), vec![9 * PAGE..10 * PAGE; 1]);
         assert_eq!(flight.want(1, 9 * PAGE), Wanted::Free);
         assert_eq!(flight.left_bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_allowed_while_the_next_checkpoint_is_collected_is_told_to_it() {
+        let blocks = || [(10 * PAGE, PAGE), (10 * PAGE, PAGE)].into_iter();
+        let mut flight = Flight::new(blocks(), &[]);
+        flight.allowed(1, &[7 * PAGE..8 * PAGE]);
+        flight.collecting();
+        for page in [3, 5, 2] {
+            flight.allowed(1, &[page * PAGE..(page + 1) * PAGE]);
+        }
+        let next = Flight::new(blocks(), &[vec![0..10 * PAGE], vec![3 * PAGE..4 * PAGE, 5 * PAGE..9 * PAGE]]);
+        assert_eq!(next.allowed_before(flight), vec![vec![], vec![3 * PAGE..4 * PAGE, 5 * PAGE..6 * PAGE]]);
+        assert_eq!(Flight::new(blocks(), &[]).allowed_before(next), Vec::<Vec<Range<u64>>>::new());
     }
 
     #[test]

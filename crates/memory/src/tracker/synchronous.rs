@@ -5,7 +5,7 @@
 //! and the page is in the record of the next checkpoint. A second write costs nothing.
 
 use super::flight::{Flight, Wanted};
-use super::registered::{Registered, SYNCHRONOUS};
+use super::registered::{Area, Registered, SYNCHRONOUS};
 use super::{Dirty, TrackError, Tracker};
 use crate::pages;
 use crate::ram::GuestRam;
@@ -72,9 +72,23 @@ pub struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let free = lock(&self.shared.flight).copied(self.block, &self.runs);
-        self.shared.allow(self.block, &free);
+        self.shared.copied(self.block, &self.runs, false);
     }
+}
+
+/// Let pages (offsets) of a block be written. The flight is held, so that no checkpoint begins between the decision and this.
+fn allow(registered: &Registered, flight: &mut Flight, block: usize, runs: &[Range<u64>]) {
+    flight.allowed(block, runs);
+    let Some(area) = registered.areas.get(block) else { return };
+    // A block that has just been unplugged has no writers any more.
+    if let Err(e) = registered.protect(area, &addresses(area, runs), false) {
+        tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
+    }
+}
+
+fn addresses(area: &Area, runs: &[Range<u64>]) -> Vec<Range<u64>> {
+    let start = area.total.start;
+    runs.iter().map(|run| start + run.start..start + run.end).collect()
 }
 
 impl Shared {
@@ -82,43 +96,36 @@ impl Shared {
         self.registered.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Let pages (offsets) of a block be written.
-    fn allow(&self, block: usize, runs: &[Range<u64>]) {
-        let registered = self.registered();
-        let Some(area) = registered.areas.get(block) else { return };
-        let start = area.total.start;
-        let runs: Vec<_> = runs.iter().map(|run| start + run.start..start + run.end).collect();
-        // A block that has just been unplugged has no writers any more.
-        if let Err(e) = registered.protect(area, &runs, false) {
-            tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
-        }
-    }
-
-    /// A write to `address` waits.
+    /// A write to `address` waits, or did: a fault may be served late, after a pause, when another one has let the page be written and it
+    /// was protected again.
     fn fault(&self, address: u64, before: &mut dyn BeforeWrite) {
         self.faults.fetch_add(1, Ordering::Relaxed);
-        let place = {
-            let registered = self.registered();
-            let found = registered.areas.iter().enumerate().find(|(_, area)| area.total.contains(&address));
-            found.map(|(block, area)| {
-                let offset = (address - area.total.start) / area.page * area.page;
-                (block, offset..offset + area.page)
-            })
-        };
-        let Some((block, page)) = place else { return };
-        let wanted = lock(&self.flight).want(block, page.start);
-        match wanted {
-            Wanted::Wait => return,
-            Wanted::Free => {}
+        let registered = self.registered();
+        let found = registered.areas.iter().enumerate().find(|(_, area)| area.total.contains(&address));
+        let Some((block, area)) = found else { return };
+        let offset = (address - area.total.start) / area.page * area.page;
+        let page = offset..offset + area.page;
+        let mut flight = lock(&self.flight);
+        match flight.want(block, offset) {
+            Wanted::Wait => {}
+            Wanted::Free => allow(&registered, &mut flight, block, std::slice::from_ref(&page)),
             Wanted::Copy => {
+                drop((flight, registered));
                 let ram = Arc::clone(&self.ram.read().unwrap_or_else(PoisonError::into_inner));
                 before.before_write(&ram, block, page.clone());
                 self.copied.fetch_add(1, Ordering::Relaxed);
                 // Another writer of the same page may have come meanwhile; this lets it go on as well.
-                lock(&self.flight).copied(block, std::slice::from_ref(&page));
+                self.copied(block, std::slice::from_ref(&page), true);
             }
         }
-        self.allow(block, std::slice::from_ref(&page));
+    }
+
+    /// These pages (offsets) of a block have been copied: who waits for them may write, and if `all`, everybody.
+    fn copied(&self, block: usize, runs: &[Range<u64>], all: bool) {
+        let registered = self.registered();
+        let mut flight = lock(&self.flight);
+        let waited = flight.copied(block, runs);
+        allow(&registered, &mut flight, block, if all { runs } else { &waited });
     }
 
     fn serve(&self, before: &mut dyn BeforeWrite) -> io::Result<()> {
@@ -227,7 +234,12 @@ impl Synchronous {
         self.landed()?;
         let registered = self.shared.registered();
         let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
-        *lock(&self.shared.flight) = Flight::new(sizes, pages);
+        let mut flight = lock(&self.shared.flight);
+        let before = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
+        // A fault that was served late has let its page be written again. Nobody has: the guest is stopped.
+        for (area, runs) in registered.areas.iter().zip(flight.allowed_before(before)) {
+            registered.protect(area, &addresses(area, &runs), true)?;
+        }
         Ok(())
     }
 
@@ -287,6 +299,7 @@ impl Tracker for Synchronous {
         self.alive()?;
         self.landed()?;
         let registered = self.shared.registered();
+        lock(&self.shared.flight).collecting();
         let written = registered.written(Rearm::Unchecked)?;
         let given_back = registered.given_back()?;
         for (area, (written, given_back)) in registered.areas.iter().zip(written.iter().zip(&given_back)) {
