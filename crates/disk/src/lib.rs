@@ -16,6 +16,7 @@
 //! | [`missing`] | pages of it that a restore still brings |
 //! | [`inflight`] | requests under way, in memory that outlives this process |
 //! | [`limit`] | the rates that a disk is held to |
+//! | [`report`] | warnings that a guest can cause as often as it likes |
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
 //! | [`redo`] | the log of a protected VM's disk: epochs |
 //! | [`ledger`] | what the guest has touched until a moment, and whether that was written since |
@@ -43,6 +44,7 @@ pub mod map;
 pub mod memory;
 pub mod missing;
 pub mod redo;
+pub mod report;
 pub mod request;
 pub mod server;
 pub mod session;

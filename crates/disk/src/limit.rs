@@ -69,13 +69,18 @@ impl Throttle {
         if wait > 0.0 {
             return Err(Duration::from_secs_f64(wait));
         }
+        self.charge(bytes);
+        Ok(())
+    }
+
+    /// Counts a request of `bytes` bytes that does not wait. Later ones wait the longer.
+    pub fn charge(&mut self, bytes: u64) {
         if let Some(bucket) = &mut self.bytes {
             bucket.level += bytes as f64;
         }
         if let Some(bucket) = &mut self.requests {
             bucket.level += 1.0;
         }
-        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@ use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, Place};
+use crate::report::warn_limited;
 use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
@@ -151,7 +152,7 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
             match stream {
                 Ok(stream) => drop(thread::spawn(move || each(engine, number, stream))),
                 Err(e) => {
-                    tracing::warn!("a connection was not accepted: {e}");
+                    warn_limited!("a connection was not accepted: {e}");
                     // Out of descriptors, most likely: not again at once.
                     thread::sleep(std::time::Duration::from_millis(100));
                 }
@@ -184,7 +185,7 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
         }
     };
     if !matches!(why, Error::Disconnected) {
-        tracing::warn!("front end {}: {why}; its connection is closed", session.0);
+        warn_limited!("front end {}: {why}; its connection is closed", session.0);
     }
     engine.tell(Command::Leave(session));
 }

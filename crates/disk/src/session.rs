@@ -10,7 +10,7 @@
 
 use crate::config::{EVENT_IDX, LOG_ALL, Shape};
 use crate::engine::Handle;
-use crate::engine::command::{Command, Ends, Refused, Rings, Session};
+use crate::engine::command::{Command, Ends, Notify, Refused, Rings, Session};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
 use rekindle_kernel::process::Process;
@@ -33,6 +33,7 @@ struct Queue {
     rings: Rings,
     kick: Option<OwnedFd>,
     call: Option<File>,
+    error: Option<File>,
     enabled: bool,
     runs: bool,
 }
@@ -107,10 +108,25 @@ impl Frontend {
         let Some(kick) = queue.kick.as_ref().filter(|_| ready) else { return Ok(()) };
         let kick = kick.try_clone().map_err(failed)?;
         let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+        let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let rings = Rings { event_idx, ..queue.rings };
-        let ends = Ends { kick, call };
+        let ends = Ends { kick, call, error };
         self.engine.ask(|answer| Command::Start(session, index as u16, rings, ends, answer)).map_err(refused)?;
         self.queue(index)?.runs = true;
+        Ok(())
+    }
+
+    fn set_notify(&mut self, index: u8, which: Notify, fd: Option<File>) -> Result<()> {
+        let session = self.session;
+        let queue = self.queue(index.into())?;
+        let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+        match which {
+            Notify::Call => queue.call = fd,
+            Notify::Error => queue.error = fd,
+        }
+        if queue.runs {
+            self.engine.ask(|answer| Command::Notify(session, index.into(), which, copy, answer)).map_err(refused)?;
+        }
         Ok(())
     }
 
@@ -234,18 +250,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let session = self.session;
-        let queue = self.queue(index.into())?;
-        queue.call = fd;
-        if queue.runs {
-            let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
-            self.engine.ask(|answer| Command::Call(session, index.into(), call, answer)).map_err(refused)?;
-        }
-        Ok(())
+        self.set_notify(index, Notify::Call, fd)
     }
 
-    fn set_vring_err(&mut self, _index: u8, _fd: Option<File>) -> Result<()> {
-        Ok(())
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.set_notify(index, Notify::Error, fd)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {

@@ -28,7 +28,9 @@ impl Engine {
                 Command::Start(session, queue, rings, ends, answer) => {
                     drop(answer.send(self.start_line(session, queue, rings, ends)));
                 }
-                Command::Call(session, queue, call, answer) => drop(answer.send(self.set_call(session, queue, call))),
+                Command::Notify(session, queue, which, descriptor, answer) => {
+                    drop(answer.send(self.set_notify(session, queue, which, descriptor)));
+                }
                 Command::Stop(session, queue, answer) => self.stop_line(session, queue, answer),
                 Command::Limit(limits, answer) => {
                     self.settings.limits = limits;
@@ -159,6 +161,7 @@ impl Engine {
             emptied: self.emptied,
             waits: self.waits,
             touched: self.ledger.touched(),
+            broken: self.broken(),
             unchecked: crate::attic::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::told),
         }

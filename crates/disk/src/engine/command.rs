@@ -48,6 +48,26 @@ pub struct Ends {
     pub kick: OwnedFd,
     /// Written when something is in the used ring.
     pub call: Option<File>,
+    /// Written when the ring is broken: nothing is taken out of it any more.
+    pub error: Option<File>,
+}
+
+/// What a front end is notified of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Notify {
+    /// [`Ends::call`].
+    Call,
+    /// [`Ends::error`].
+    Error,
+}
+
+/// A queue whose rings the guest's driver has broken: no request is taken from it until the guest resets the disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Broken {
+    /// The queue.
+    pub queue: u16,
+    /// What is wrong with it.
+    pub why: String,
 }
 
 /// What the engine is doing.
@@ -84,6 +104,9 @@ pub struct Status {
     /// It waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
+    /// Queues that the guest's driver has broken.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub broken: Vec<Broken>,
     /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
@@ -104,8 +127,8 @@ pub enum Command {
     Inflight(Session, crate::inflight::Inflight, Answer<()>),
     /// Serve a queue. Refused while another front end's queues run.
     Start(Session, u16, Rings, Ends, Answer<()>),
-    /// Who is told of used descriptors.
-    Call(Session, u16, Option<File>, Answer<()>),
+    /// Another descriptor for notifications of a queue that runs.
+    Notify(Session, u16, Notify, Option<File>, Answer<()>),
     /// Serve a queue no more. Answered when nothing of it is under way: where the available ring is to be gone on with.
     Stop(Session, u16, Answer<u16>),
     /// Other limits.

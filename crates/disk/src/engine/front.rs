@@ -1,6 +1,7 @@
 //! A front end: its memory and its queues.
 
-use super::command::{Ends, Refused, Rings, Session};
+use super::command::{Broken, Ends, Notify, Refused, Rings, Session};
+use super::line::{Line, Next, RingError};
 use super::{Engine, Token};
 use crate::attic::Attic;
 use crate::beside::beside;
@@ -8,7 +9,8 @@ use crate::channel;
 use crate::inflight::Inflight;
 use crate::map::BlockMap;
 use crate::memory::Memory;
-use std::collections::{BTreeMap, VecDeque};
+use crate::report::warn_limited;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::Wrapping;
 use std::os::fd::OwnedFd;
@@ -20,19 +22,10 @@ use vm_memory::GuestAddress;
 
 /// Entries of a queue at most (virtio 1.2, 2.7).
 pub(crate) const MOST_ENTRIES: u16 = 1024;
-/// Requests that are taken out of the rings at a time.
+/// Requests that are under way at a time, at most.
 const MOST_JOBS: usize = 1024;
-
-/// A queue that is served.
-pub(super) struct Line {
-    queue: Queue,
-    kick: Arc<OwnedFd>,
-    call: Option<File>,
-    /// Taken by a server before, and not done.
-    again: VecDeque<u16>,
-    /// No new requests are taken.
-    stopping: bool,
-}
+/// Requests that are taken out of a queue before something else has its turn, at most.
+const MOST_TAKEN: usize = 256;
 
 /// See [the module](self).
 #[derive(Default)]
@@ -57,7 +50,7 @@ impl Front {
     fn tell_grown(&mut self) {
         self.is_untold = self.lines.is_empty();
         if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {
-            tracing::warn!("QEMU cannot be told that the disk has grown: {e}; the guest sees it after a reboot");
+            warn_limited!("QEMU cannot be notified that the disk has grown: {e}; the guest sees it after a reboot");
         }
     }
 }
@@ -106,12 +99,12 @@ impl Engine {
         }
         // To give a frame of it back would be to take it from that guest.
         if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory) != attic.is_of_guest()) {
-            tracing::warn!("what was to be a cache is in use again, or its guest has gone: it is none any more");
+            warn_limited!("what was to be a cache is in use again, or its guest has gone: it is none any more");
             attic.leave();
         }
         // Nobody can say any more what it would take from others.
         if self.attic.take_if(|attic| attic.is_unshared()).is_some() {
-            tracing::warn!(
+            warn_limited!(
                 "it was not told which frames the VM's other disks need: what this one had is no cache any more"
             );
         }
@@ -123,9 +116,18 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn set_call(&mut self, session: Session, queue: u16, call: Option<File>) -> Result<(), Refused> {
+    pub(super) fn set_notify(
+        &mut self,
+        session: Session,
+        queue: u16,
+        which: Notify,
+        descriptor: Option<File>,
+    ) -> Result<(), Refused> {
         if let Some(line) = self.front(session)?.lines.get_mut(&queue) {
-            line.call = call;
+            match which {
+                Notify::Call => line.call = descriptor,
+                Notify::Error => line.error = descriptor,
+            }
         }
         Ok(())
     }
@@ -171,7 +173,15 @@ impl Engine {
         // What was taken before is done again; the ring is gone on with behind it.
         queue.set_next_avail(if again.is_empty() { rings.next } else { used.wrapping_add(again.len() as u16) });
         let kick = Arc::new(ends.kick);
-        let line = Line { queue, kick: Arc::clone(&kick), call: ends.call, again: again.into(), stopping: false };
+        let line = Line {
+            queue,
+            kick: Arc::clone(&kick),
+            call: ends.call,
+            error: ends.error,
+            again: again.into(),
+            stopping: false,
+            broken: None,
+        };
         front.lines.insert(number, line);
         if front.is_untold {
             front.tell_grown();
@@ -203,7 +213,7 @@ impl Engine {
                 }
                 (self.emptied, self.kept_at) = (None, Instant::now());
             }
-            Err(e) => tracing::warn!("what the guest's former kernel had cached is not used: {e}"),
+            Err(e) => warn_limited!("what the guest's former kernel had cached is not used: {e}"),
         }
     }
 
@@ -221,7 +231,8 @@ impl Engine {
         }
     }
 
-    /// Take no more out of a queue. It is answered when nothing of it is under way: [`Engine::answer_stopped`].
+    /// Take no more out of a queue. It is answered when nothing of it is under way: [`Engine::answer_stopped`]. What a server or a front end before
+    /// had taken is done first: the next QEMU may have another memory of requests under way, in which it is not.
     pub(super) fn stop_line(
         &mut self,
         session: Session,
@@ -232,6 +243,7 @@ impl Engine {
         match line {
             Some(line) => {
                 line.stopping = true;
+                self.has_more |= line.has_unfinished();
                 self.stopping.push((session, number, answer));
                 // Also what waits because the log is too long: whoever stops a guest does so to make that end.
                 self.release();
@@ -241,26 +253,32 @@ impl Engine {
     }
 
     pub(super) fn answer_stopped(&mut self) {
-        let is_busy = |jobs: &slab::Slab<super::Job>, session, number| {
-            jobs.iter().any(|(_, job)| job.session == session && job.queue == number)
+        let is_busy = |session: Session, number: u16| {
+            let line = self.fronts.get(&session).and_then(|front| front.lines.get(&number));
+            line.is_some_and(Line::has_unfinished)
+                || self.jobs.iter().any(|(_, job)| job.session == session && job.queue == number)
         };
-        let (busy, idle): (Vec<_>, Vec<_>) = std::mem::take(&mut self.stopping)
-            .into_iter()
-            .partition(|(session, number, _)| is_busy(&self.jobs, *session, *number));
+        let (busy, idle): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.stopping).into_iter().partition(|(session, number, _)| is_busy(*session, *number));
         self.stopping = busy;
         for (session, number, answer) in idle {
             let line = self.fronts.get_mut(&session).and_then(|front| front.lines.remove(&number));
             self.ring.cancel(Token::Kick(session, number).pack());
-            // What was to be done again and was not begun is in the in-flight memory still; the ring before it is done.
+            // All before it has been answered.
             let next = line.map(|line| line.queue.next_avail());
             let _ = answer.send(next.ok_or_else(|| Refused(format!("queue {number} does not run"))));
         }
     }
 
     pub(super) fn kicked(&mut self, session: Session, number: u16) {
-        let line = self.fronts.get(&session).and_then(|front| front.lines.get(&number));
-        let Some(kick) = line.map(|line| Arc::clone(&line.kick)) else { return };
-        let _ = rustix::io::read(&kick, &mut [0; 8]);
+        let Some(line) = self.fronts.get(&session).and_then(|front| front.lines.get(&number)) else { return };
+        if line.broken.is_some() {
+            return;
+        }
+        if let Err(e) = line.kicked() {
+            return self.ring_failed(session, number, &e);
+        }
+        let kick = Arc::clone(&line.kick);
         self.listen(&kick, Token::Kick(session, number));
         self.take(session, number);
     }
@@ -273,33 +291,44 @@ impl Engine {
         numbers.into_iter().for_each(|number| self.take(session, number));
     }
 
-    /// Take what is in the available ring.
+    /// Take what is in the available ring, as much as there is room for.
     fn take(&mut self, session: Session, number: u16) {
         // What a front end before has under way may still write the disk: nothing may overtake it.
         if self.ended || self.jobs.iter().any(|(_, job)| job.session != session) {
             return;
         }
-        while self.jobs.len() < MOST_JOBS {
-            let Some(front) = self.fronts.get_mut(&session) else { return };
-            let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
-            if line.stopping {
+        for _ in 0..MOST_TAKEN {
+            if self.jobs.len() >= MOST_JOBS {
                 return;
             }
-            if let Some(head) = line.again.pop_front() {
-                self.begin(session, number, head, &memory, false);
-                continue;
-            }
-            let _ = line.queue.disable_notification(&memory.map);
-            let head = line.queue.pop_descriptor_chain(&memory.map).map(|chain| chain.head_index());
-            match head {
-                Some(head) => self.begin(session, number, head, &memory, true),
-                // Something may have come in between.
-                None => match line.queue.enable_notification(&memory.map) {
-                    Ok(true) => {}
-                    _ => return,
-                },
+            let Some(front) = self.fronts.get_mut(&session) else { return };
+            let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
+            match line.next(&memory) {
+                Ok(Next::Request { head, is_new }) => self.begin(session, number, head, &memory, is_new),
+                Ok(Next::Again) => {}
+                Ok(Next::Wait) => return,
+                Err(e) => return self.ring_failed(session, number, &e),
             }
         }
+        // A guest that puts requests in as fast as they are taken may keep neither other queues nor commands waiting.
+        self.has_more = true;
+    }
+
+    /// The rings of a queue are broken: nothing more is taken out of it.
+    fn ring_failed(&mut self, session: Session, number: u16, error: &RingError) {
+        let line = self.fronts.get_mut(&session).and_then(|front| front.lines.get_mut(&number));
+        if line.is_some_and(|line| line.fail(error)) {
+            warn_limited!(
+                "{}: the guest's driver has broken queue {number}: {error}; no more requests are taken from it until the guest resets the disk",
+                self.image.path.display()
+            );
+        }
+    }
+
+    /// The queues that are broken.
+    pub(super) fn broken(&self) -> Vec<Broken> {
+        let lines = self.fronts.values().flat_map(|front| &front.lines);
+        lines.filter_map(|(queue, line)| Some(Broken { queue: *queue, why: line.broken.clone()? })).collect()
     }
 
     /// Where the descriptors of a queue are, and how many.
@@ -311,7 +340,7 @@ impl Engine {
     pub(super) fn note_taken(&mut self, session: Session, number: u16, head: u16) {
         let inflight = self.fronts.get_mut(&session).and_then(|front| front.inflight.as_mut());
         if let Some(Err(e)) = inflight.map(|inflight| inflight.taken(number, head)) {
-            tracing::warn!("a request is not noted as under way: {e}");
+            warn_limited!("a request is not noted as under way: {e}");
         }
     }
 
@@ -319,21 +348,10 @@ impl Engine {
     pub(super) fn tell(&mut self, session: Session, number: u16, head: u16, written: u32) {
         let Some(front) = self.fronts.get_mut(&session) else { return };
         let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.as_ref()) else { return };
-        let mut inflight = front.inflight.as_mut();
-        let noted = inflight.as_mut().map_or(Ok(()), |inflight| inflight.telling(number, head));
-        if let Err(e) = line.queue.add_used(&memory.map, head, written) {
-            tracing::warn!("queue {number}: a request cannot be answered: {e}");
-            return;
-        }
-        let used = line.queue.next_used();
-        let noted = noted.and_then(|()| inflight.map_or(Ok(()), |inflight| inflight.told(number, head, used)));
-        if let Err(e) = noted {
-            tracing::warn!("a request is not noted as done: {e}");
-        }
-        if line.queue.needs_notification(&memory.map).unwrap_or(true)
-            && let Some(call) = &line.call
-        {
-            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+        match line.answer(memory, front.inflight.as_mut().map(|inflight| (inflight, number)), head, written) {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => warn_limited!("a request is not noted as done: {e}"),
+            Err(e) => self.ring_failed(session, number, &e),
         }
     }
 }

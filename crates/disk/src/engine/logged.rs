@@ -6,6 +6,7 @@ use crate::redo::files::LocalFile;
 use crate::redo::format::{PAGE, What};
 use crate::redo::index::Source;
 use crate::redo::log::{Log, Placed, Wait};
+use crate::report::warn_limited;
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
 use serde::{Deserialize, Serialize};
@@ -130,7 +131,7 @@ impl Logged {
 
     fn hold(&mut self, number: usize, part: u32, why: &str) {
         if self.waiting.as_deref() != Some(why) {
-            tracing::warn!("writes wait: {why}");
+            warn_limited!("writes wait: {why}");
             self.waiting = Some(why.into());
         }
         self.held.push_back((number, part));
@@ -277,7 +278,7 @@ impl Engine {
             }
             Err(e) if is_full(&e) => logged.full(number, part, &format!(" ({e})")),
             Err(e) => {
-                tracing::warn!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
+                warn_limited!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
                 logged.log.abandoned(placed);
                 self.part_done(number, Status::Failed);
             }
@@ -348,7 +349,7 @@ impl Engine {
             Some(Own::Punch) | None => {}
         }
         if let Err(e) = result {
-            tracing::warn!("the redo log of {}: {e}", self.image.path.display());
+            warn_limited!("the redo log of {}: {e}", self.image.path.display());
         }
     }
 

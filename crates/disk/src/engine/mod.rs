@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
+//! | `line` | a queue that is served: what is next in it, and what is wrong with its rings |
 //! | `record` | what is written of a guest's memory |
 //! | `job` | one request from the available to the used ring |
 //! | `hand` | what was moved in large pieces is digested beside the engine |
@@ -24,6 +25,7 @@ mod front;
 mod hand;
 mod job;
 pub mod ledger;
+mod line;
 pub mod logged;
 mod record;
 pub mod visit;
@@ -191,6 +193,8 @@ struct Engine {
     tending: bool,
     /// A request has ended: there may be room for one that waits in its queue.
     has_room: bool,
+    /// There may be more in a queue than was taken in its turn.
+    has_more: bool,
     /// Bytes that are under way.
     moving: usize,
     /// Bytes that were moved since the disk was seen to.
@@ -259,6 +263,7 @@ pub fn start(
             looked: Instant::now(),
             tending: false,
             has_room: false,
+            has_more: false,
             moving: 0,
             has_moved: 0,
             pool: Vec::new(),
@@ -278,7 +283,7 @@ impl Engine {
             self.serve_commands();
             self.note_digested();
             // Not where a request ends: one that needs no disk ends where it begins.
-            if std::mem::take(&mut self.has_room) {
+            if std::mem::take(&mut self.has_room) | std::mem::take(&mut self.has_more) {
                 self.take_all();
             }
             self.begin_waiting();
@@ -307,7 +312,8 @@ impl Engine {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
         let look = self.attic.as_ref().map(|_| if self.tending { Duration::ZERO } else { LOOK });
         let log = self.logged.as_mut().and_then(Logged::limit);
-        due.into_iter().chain(look).chain(log).min()
+        let more = self.has_more.then_some(Duration::ZERO);
+        due.into_iter().chain(look).chain(log).chain(more).min()
     }
 
     fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {

@@ -151,6 +151,7 @@ pub fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
 struct Queue {
     kick: EventFd,
     call: EventFd,
+    error: EventFd,
     available: u16,
     used: u16,
     free: Vec<u16>,
@@ -201,6 +202,7 @@ impl Guest {
         let queue = || Queue {
             kick: EventFd::new(0).unwrap(),
             call: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
+            error: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
             available: 0,
             used: 0,
             free: (0..ENTRIES / 4).rev().collect(),
@@ -266,15 +268,24 @@ impl Guest {
     }
 
     pub fn try_run(&mut self, number: u16, fresh: bool) -> Result<(), vhost::Error> {
-        let (descriptors, available, used) = Self::rings(number);
-        let queue = &mut self.queues[usize::from(number)];
         if fresh {
+            let (descriptors, _, _) = Self::rings(number);
             self.memory.write_all_at(&vec![0; 3 * PAGE as usize], descriptors).unwrap();
+            let queue = &mut self.queues[usize::from(number)];
             (queue.available, queue.used) = (0, 0);
         }
+        // As QEMU does where the server did not say where it was.
+        let base = self.queues[usize::from(number)].used;
+        self.run_from(number, base)
+    }
+
+    /// Let a queue run, from entry `base` of its available ring on.
+    pub fn run_from(&mut self, number: u16, base: u16) -> Result<(), vhost::Error> {
+        let (descriptors, available, used) = Self::rings(number);
+        let queue = &mut self.queues[usize::from(number)];
         let index = usize::from(number);
         self.front.set_vring_num(index, ENTRIES)?;
-        self.front.set_vring_base(index, queue.used)?;
+        self.front.set_vring_base(index, base)?;
         let config = VringConfigData {
             queue_max_size: ENTRIES,
             queue_size: ENTRIES,
@@ -286,6 +297,7 @@ impl Guest {
         };
         self.front.set_vring_addr(index, &config)?;
         self.front.set_vring_call(index, &queue.call)?;
+        self.front.set_vring_err(index, &queue.error)?;
         self.front.set_vring_kick(index, &queue.kick)?;
         self.front.set_vring_enable(index, true)
     }
@@ -295,6 +307,7 @@ impl Guest {
         for (ours, theirs) in self.queues.iter_mut().zip(&other.queues) {
             (ours.available, ours.used, ours.free) = (theirs.available, theirs.used, theirs.free.clone());
         }
+        self.under_way = other.under_way.clone();
     }
 
     pub fn stop(&mut self, queue: u16) -> u32 {
@@ -342,6 +355,20 @@ impl Guest {
         head
     }
 
+    /// Replaces the index of the available ring with any number.
+    pub fn set_available(&mut self, number: u16, index: u16) {
+        let (_, available, _) = Self::rings(number);
+        self.memory.write_all_at(&index.to_le_bytes(), available + 2).unwrap();
+    }
+
+    /// Replaces the newest entry of the available ring, which is `head`.
+    pub fn replace_head(&mut self, number: u16, head: u16, other: u16) {
+        let (_, available, _) = Self::rings(number);
+        let newest = self.queues[usize::from(number)].available.wrapping_sub(1) % ENTRIES;
+        self.memory.write_all_at(&other.to_le_bytes(), available + 4 + u64::from(newest) * 2).unwrap();
+        self.under_way.remove(&(number, head));
+    }
+
     pub fn kick(&self, queue: u16) {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
@@ -379,6 +406,11 @@ impl Guest {
 
     pub fn is_called(&self, queue: u16) -> bool {
         self.queues[usize::from(queue)].call.read().is_ok()
+    }
+
+    /// Whether the server has reported that the ring is broken, since the last time.
+    pub fn is_failed(&self, queue: u16) -> bool {
+        self.queues[usize::from(queue)].error.read().is_ok()
     }
 
     pub fn frame(&self, frame: u64) -> Vec<u8> {

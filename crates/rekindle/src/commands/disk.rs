@@ -177,8 +177,20 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
 }
 
 fn draw(status: &Status) -> String {
-    let Status { bytes: length, active, under_way, mapped, map_bytes, attic, emptied, redo, waits, unchecked, .. } =
-        status;
+    let Status {
+        bytes: length,
+        active,
+        under_way,
+        mapped,
+        map_bytes,
+        attic,
+        emptied,
+        redo,
+        waits,
+        broken,
+        unchecked,
+        ..
+    } = status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
         "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
@@ -213,6 +225,12 @@ fn draw(status: &Status) -> String {
     }
     if *waits {
         text += "; waits for a restore, and has no disk yet";
+    }
+    for broken in broken {
+        text += &format!(
+            "; queue {} is stopped until the guest resets the disk, its driver has broken it: {}",
+            broken.queue, broken.why
+        );
     }
     if *unchecked {
         text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";

@@ -3,6 +3,7 @@
 use super::{Part, Place, Work, cut};
 use crate::block::touched;
 use crate::engine::{DEPTH, Engine, FEED, Token};
+use crate::report::warn_limited;
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
@@ -36,7 +37,10 @@ impl Engine {
             }
             if !job.admitted && moves {
                 let bytes = job.parts.iter().map(|part| part.bytes).sum();
-                if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
+                // A QEMU that stops its guest waits for what was taken, and does nothing else meanwhile.
+                if !self.stopping.is_empty() {
+                    self.throttle.charge(bytes);
+                } else if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
                     self.due = Some(Instant::now() + wait);
                     break;
                 }
@@ -132,7 +136,7 @@ impl Engine {
         }
         let status = match result {
             Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
-                tracing::warn!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
+                warn_limited!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
                 Status::Failed
             }
             Ok(_) => {
@@ -157,7 +161,7 @@ impl Engine {
                 return self.zero_by_writing(number, part, work);
             }
             Err(e) => {
-                tracing::warn!(
+                warn_limited!(
                     "{}: {:?} of {} bytes at {}: {e}",
                     self.image.path.display(),
                     work.work,

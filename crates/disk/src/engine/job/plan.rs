@@ -8,6 +8,7 @@ use crate::digest::Digest;
 use crate::engine::{CHUNK, Engine};
 use crate::map::Frame;
 use crate::memory::Memory;
+use crate::report::warn_limited;
 use crate::request::{self, Disk, IDENTITY, Kind, Range, Status};
 use std::sync::Arc;
 
@@ -30,7 +31,7 @@ impl Engine {
         let request = match walk(read, table, size, head) {
             Ok(segments) => request::parse(segments.into_iter(), read, disk).ok(),
             Err(e) => {
-                tracing::warn!("queue {queue}: a chain of descriptors leads nowhere: {e}");
+                warn_limited!("queue {queue}: a chain of descriptors leads nowhere: {e}");
                 None
             }
         };

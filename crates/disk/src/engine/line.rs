@@ -1,0 +1,147 @@
+//! A queue that is served: what is next in it, and what is wrong with its rings.
+//!
+//! The guest can write anything into its rings at any moment. What no driver does is a [`RingError`]: the queue is *broken*, nothing more is
+//! taken out of it, and its front end is notified, once. What is under way ends, the queue can be stopped as any other, and works again
+//! when it is started anew, which a driver does after a reset of its device.
+
+use crate::inflight::Inflight;
+use crate::memory::{Marks, Memory};
+use rustix::io::{Errno, read, write};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use virtio_queue::{Error, Queue, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+/// What is wrong with the rings of a queue.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RingError {
+    #[error("its available ring's index {index} is more than its {size} entries ahead of {next}")]
+    Index { index: u16, next: u16, size: u16 },
+    #[error("its available ring names descriptor {head}, and there are {size}")]
+    Head { head: u16, size: u16 },
+    #[error("the memory of requests under way names descriptor {head}, and there are {size}")]
+    Inflight { head: u16, size: u16 },
+    #[error("its rings cannot be accessed: {0}")]
+    Access(Error),
+    #[error("its kicks cannot be received: {0}")]
+    Kick(Errno),
+}
+
+/// What to do next with a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Serve the request at this descriptor. `is_new`: it has not been taken before.
+    Request { head: u16, is_new: bool },
+    /// Look again: the guest has put something in just now.
+    Again,
+    /// Wait for a kick.
+    Wait,
+}
+
+/// See [the module](self).
+pub(super) struct Line {
+    pub queue: Queue,
+    pub kick: Arc<OwnedFd>,
+    pub call: Option<File>,
+    /// Written when the queue breaks.
+    pub error: Option<File>,
+    /// Taken by a server before, and not done.
+    pub again: VecDeque<u16>,
+    /// No new requests are taken.
+    pub stopping: bool,
+    /// Why nothing is taken any more.
+    pub broken: Option<String>,
+}
+
+impl Line {
+    /// Takes the next request out of the queue.
+    pub fn next(&mut self, memory: &Memory) -> Result<Next, RingError> {
+        let size = self.queue.size();
+        if self.broken.is_some() {
+            return Ok(Next::Wait);
+        }
+        if let Some(head) = self.again.pop_front() {
+            let found = Next::Request { head, is_new: false };
+            return if head < size { Ok(found) } else { Err(RingError::Inflight { head, size }) };
+        }
+        if self.stopping {
+            return Ok(Next::Wait);
+        }
+        let map: &GuestMemoryMmap<Marks> = &memory.map;
+        self.queue.disable_notification(map).map_err(RingError::Access)?;
+        let next = self.queue.next_avail();
+        let mut available = match self.queue.iter(map) {
+            Err(Error::InvalidAvailRingIndex) => {
+                let index = self.queue.avail_idx(map, std::sync::atomic::Ordering::Relaxed);
+                let index = index.map_err(RingError::Access)?.0;
+                return Err(RingError::Index { index, next, size });
+            }
+            other => other.map_err(RingError::Access)?,
+        };
+        match available.next().map(|chain| chain.head_index()) {
+            Some(head) if head < size => Ok(Next::Request { head, is_new: true }),
+            Some(head) => {
+                available.go_to_previous_position();
+                Err(RingError::Head { head, size })
+            }
+            None => {
+                let is_more = self.queue.enable_notification(map).map_err(RingError::Access)?;
+                Ok(if is_more { Next::Again } else { Next::Wait })
+            }
+        }
+    }
+
+    /// Receives a kick.
+    pub fn kicked(&self) -> Result<(), RingError> {
+        match read(&self.kick, &mut [0; 8]) {
+            // The front end has received it itself.
+            Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
+            Ok(_) => Err(RingError::Kick(Errno::PIPE)),
+            Err(e) => Err(RingError::Kick(e)),
+        }
+    }
+
+    /// Puts a chain into the used ring, and notifies the guest if it wants that.
+    pub fn answer(
+        &mut self,
+        memory: &Memory,
+        inflight: Option<(&mut Inflight, u16)>,
+        head: u16,
+        written: u32,
+    ) -> Result<std::io::Result<()>, RingError> {
+        let mut inflight = inflight;
+        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.telling(*number, head));
+        self.queue.add_used(&memory.map, head, written).map_err(RingError::Access)?;
+        let used = self.queue.next_used();
+        let noted =
+            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.told(number, head, used)));
+        if self.queue.needs_notification(&memory.map).unwrap_or(true)
+            && let Some(call) = &self.call
+        {
+            notify(call);
+        }
+        Ok(noted)
+    }
+
+    /// Stops to take requests for good. Gives whether it was not broken before.
+    pub fn fail(&mut self, error: &RingError) -> bool {
+        let is_first = self.broken.is_none();
+        if is_first {
+            self.broken = Some(error.to_string());
+            self.error.iter().for_each(notify);
+        }
+        is_first
+    }
+
+    /// Whether requests that a server before had taken are still to be done.
+    pub fn has_unfinished(&self) -> bool {
+        self.broken.is_none() && !self.again.is_empty()
+    }
+}
+
+/// Adds one to an eventfd. One that is full has the other side notified already.
+fn notify(descriptor: &File) {
+    let _ = write(descriptor, &1u64.to_ne_bytes());
+}

@@ -1,0 +1,77 @@
+//! Warnings that a guest or its QEMU can cause as often as it likes: of each kind only a few a minute are logged.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Warnings of one kind that are logged in one [`WINDOW`].
+const BURST: u32 = 5;
+const WINDOW: Duration = Duration::from_secs(60);
+
+/// Limits warnings of one kind.
+#[derive(Debug)]
+pub struct RateLimit(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    window: Option<Instant>,
+    logged: u32,
+    omitted: u64,
+}
+
+impl RateLimit {
+    /// With nothing logged yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Mutex::new(State { window: None, logged: 0, omitted: 0 }))
+    }
+
+    /// Decides about a warning at `now`: if it is to be logged, how many were omitted since the last one that was.
+    pub fn admit(&self, now: Instant) -> Option<u64> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.window.is_none_or(|began| now.saturating_duration_since(began) >= WINDOW) {
+            (state.window, state.logged) = (Some(now), 0);
+        }
+        if state.logged == BURST {
+            state.omitted = state.omitted.saturating_add(1);
+            return None;
+        }
+        state.logged += 1;
+        Some(std::mem::take(&mut state.omitted))
+    }
+}
+
+impl Default for RateLimit {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Logs a warning that a guest, or its QEMU, can cause: [`RateLimit`].
+macro_rules! warn_limited {
+    ($($message:tt)*) => {{
+        static LIMIT: $crate::report::RateLimit = $crate::report::RateLimit::new();
+        match LIMIT.admit(std::time::Instant::now()) {
+            Some(0) => tracing::warn!($($message)*),
+            Some(omitted) => tracing::warn!("{} ({omitted} earlier warnings of this kind were not logged)", format_args!($($message)*)),
+            None => {}
+        }
+    }};
+}
+pub(crate) use warn_limited;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_a_minute_are_logged_and_the_others_are_counted() {
+        let (limit, begin) = (RateLimit::new(), Instant::now());
+        let logged = |from: u64, count: u64| {
+            let at = |n| begin + Duration::from_millis(from + n);
+            (0..count).filter_map(|n| limit.admit(at(n))).collect::<Vec<_>>()
+        };
+        assert_eq!(logged(0, 1000), [0; BURST as usize]);
+        assert!(logged(59_000, 900).is_empty());
+        assert_eq!(logged(60_000, 3), [1000 - u64::from(BURST) + 900, 0, 0]);
+    }
+}

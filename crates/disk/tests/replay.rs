@@ -1,0 +1,59 @@
+//! Requests that a front end has left under way, and that another one is to finish.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, Disk, FIRST, Guest, content, wait_for};
+use rekindle_disk::limit::Limits;
+
+const REQUESTS: u64 = 12;
+
+/// A QEMU that reconnects, with requests under way, is stopped before any of them has been done again. What it was running is then run by another
+/// QEMU, whose memory of requests under way is new.
+#[test]
+fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
+    let limits = Limits { bps: None, iops: Some(20) };
+    let disk = Disk::with(64, |service| service.settings.limits = limits);
+    let status = || disk.control().status().unwrap();
+    let mut first = Guest::connect(&disk.socket(), common::memory(), 1);
+    first.track();
+    first.run(0, true);
+    for block in 0..REQUESTS {
+        first.fill(FIRST + block, &content(block, 1));
+        first.put(0, &Ask::write(block, FIRST + block));
+    }
+    first.kick(0);
+    wait_for("requests to be taken", || (status().under_way > 4).then_some(()));
+    // Its connection breaks. What it has under way is still done, so that of the next one nothing is begun.
+    let (about, memory) = first.inflight.take().unwrap();
+    let mut second = Guest::connect(&disk.socket(), first.memory.try_clone().unwrap(), 1);
+    second.continue_from(&first);
+    drop(first);
+    wait_for("the first front end to have gone", || (status().connected == 1).then_some(()));
+    second.inflight = Some((about, memory));
+    second.track();
+    second.run(0, false);
+    assert!(status().under_way > 0, "the first one's requests were to be under way");
+    let base = second.stop(0) as u16;
+    assert_eq!(u64::from(base), REQUESTS, "all were in the ring");
+    let mut third = Guest::connect(&disk.socket(), second.memory.try_clone().unwrap(), 1);
+    third.continue_from(&second);
+    drop(second);
+    third.track();
+    third.run_from(0, base).unwrap();
+    let mut ended = Vec::new();
+    wait_for("every request to end", || {
+        // Fails on one that ends a second time.
+        ended.extend(third.ended(0));
+        (ended.len() as u64 == REQUESTS).then_some(())
+    });
+    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+    // What the guest writes after that is not overwritten by what was done again.
+    third.write(0, FIRST, &content(0, 2));
+    third.stop(0);
+    wait_for("nothing to be under way", || (status().under_way == 0).then_some(()));
+    for block in 0..REQUESTS {
+        assert_eq!(disk.block(block), content(block, if block == 0 { 2 } else { 1 }), "block {block}");
+    }
+}

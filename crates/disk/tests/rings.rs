@@ -1,0 +1,94 @@
+//! Rings that a guest has broken: their queue stops, nothing else does.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{Ask, Disk, ENTRIES, FIRST, Guest, content, wait_for};
+
+/// A guest with two queues that run. Both have served a request.
+fn guest(disk: &Disk) -> Guest {
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
+    for queue in [0, 1] {
+        guest.run(queue, true);
+        read(&mut guest, queue);
+    }
+    guest
+}
+
+fn read(guest: &mut Guest, queue: u16) {
+    guest.put(queue, &Ask::read(u64::from(queue), FIRST));
+    guest.kick(queue);
+    let ended = wait_for("an answer", || Some(guest.ended(queue)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(ended[..], [(_, _, 0)]), "{ended:?}");
+    assert_eq!(guest.frame(FIRST), content(u64::from(queue), 0));
+}
+
+/// Breaks queue 0 with `damage`, and checks that nothing else has an effect on.
+fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
+    let disk = Disk::new(16);
+    let mut guest = guest(&disk);
+    damage(&mut guest);
+    guest.kick(0);
+    wait_for("the error to be reported to the front end", || guest.is_failed(0).then_some(()));
+    read(&mut guest, 1);
+    let broken = disk.control().status().unwrap().broken;
+    assert_eq!(broken.iter().map(|broken| broken.queue).collect::<Vec<_>>(), [0]);
+    assert!(broken[0].why.contains(why), "{}", broken[0].why);
+    // Whatever the driver does afterwards, the queue has stopped; and it is reported once.
+    for _ in 0..3 {
+        guest.put(0, &Ask::read(1, FIRST + 1));
+        guest.kick(0);
+        read(&mut guest, 1);
+    }
+    assert!(guest.ended(0).is_empty() && !guest.is_failed(0) && !guest.is_failed(1));
+    assert_eq!(guest.stop(0), 1, "where it was when it broke");
+    assert_eq!(guest.stop(1), 5);
+    assert!(disk.control().status().unwrap().broken.is_empty());
+    // A driver that begins anew is served.
+    let mut guest = self::guest(&disk);
+    read(&mut guest, 0);
+}
+
+#[test]
+fn an_available_index_that_is_too_far_ahead_stops_its_queue() {
+    only_its_queue_stops(|guest| guest.set_available(0, 1 + ENTRIES + 1), "64 entries");
+}
+
+#[test]
+fn an_available_index_that_goes_back_stops_its_queue() {
+    only_its_queue_stops(|guest| guest.set_available(0, 0), "64 entries");
+}
+
+#[test]
+fn a_head_that_is_no_descriptor_stops_its_queue() {
+    only_its_queue_stops(
+        |guest| {
+            let head = guest.put(0, &Ask::read(1, FIRST + 1));
+            guest.replace_head(0, head, ENTRIES);
+        },
+        "descriptor 64",
+    );
+}
+
+#[test]
+fn requests_under_way_end_when_their_ring_breaks() {
+    let disk = Disk::new(16);
+    let mut guest = guest(&disk);
+    for block in 0..8 {
+        guest.put(0, &Ask::read(block, FIRST + block));
+    }
+    guest.kick(0);
+    let mut ended = Vec::new();
+    wait_for("some to be taken", || {
+        ended.extend(guest.ended(0));
+        (!ended.is_empty()).then_some(())
+    });
+    guest.set_available(0, 1000);
+    guest.kick(0);
+    wait_for("the error to be reported to the front end", || guest.is_failed(0).then_some(()));
+    let base = guest.stop(0);
+    ended.extend(guest.ended(0));
+    assert_eq!(ended.len() as u32 + 1, base, "each that was taken has ended");
+    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+}
