@@ -1,6 +1,6 @@
 # Rekindle. `make help` lists what there is.
 
-.PHONY: help build demo demo-cluster test lint unit guests host cluster lab bench campaign clean
+.PHONY: help build demo demo-cluster test lint unit guests host cluster lab benches bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,10 +10,11 @@ help:
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move'
-	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that)'
+	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
+	@echo '                      TRIAL=1: only whether every case works)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'
 	@echo '                      run a designed experiment of ours (TRIAL=1: one run a level)'
-	@echo 'make lint | unit | guests | host | cluster | lab   parts of make test'
+	@echo 'make lint | unit | guests | host | cluster | lab | benches   parts of make test'
 
 build:
 	cargo build --release --locked
@@ -27,7 +28,7 @@ demo-cluster:
 test:
 	scripts/test
 
-lint unit guests host cluster lab:
+lint unit guests host cluster lab benches:
 	scripts/test $@
 
 bench:

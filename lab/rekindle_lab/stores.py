@@ -1,5 +1,6 @@
 """Where checkpoints go: a folder of the machine's disk, a slow disk, a server over TLS."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -17,11 +18,12 @@ SLOW_BYTES_PER_S = 90_000_000
 SLOW_OPERATIONS_PER_S = 120
 """The paper's hard drive."""
 START_DEADLINE_S = 30.0
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Store:
-    """One store, or the place for some (`within`)."""
+    """One store, or the place for some (`fresh`)."""
 
     kind: str
     """`disk`, `slow`, `tls`."""
@@ -31,8 +33,12 @@ class Store:
     options: tuple[str, ...] = ()
     """What a command needs besides its URL."""
 
-    def within(self, name: str) -> "Store":
-        """The store called `name` at this place."""
+    def fresh(self, name: str) -> "Store":
+        """A store at this place, called after `name`, at a path that no store has had before.
+
+        A host remembers in which store it protects a VM: where that one is gone, it does not begin another at its path.
+        """
+        name = f"{name}-{next(_numbers)}"
         return replace(self, url=f"{self.url}/{name}", folder=self.folder / name)
 
     def remove(self) -> None:

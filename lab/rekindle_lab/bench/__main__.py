@@ -4,9 +4,12 @@
     python -m rekindle_lab.bench vmm --from-raw FILE       only analyse and draw
     QUICK=1 python -m rekindle_lab.bench vmm               the same within 8 minutes
     ONLY="sizes memory" python -m rekindle_lab.bench vmm   only these cases
+    TRIAL=1 python -m rekindle_lab.bench vmm               whether every case still works; nothing is measured
+    TRIAL=1 python -m rekindle_lab.bench all               the same for every topic, two at a time
 
 Exit status 0: everything was measured (a bar that is missed is said in the report, and is no failure of the benchmark);
-1: a case failed, the others are reported; 2: wrong usage, or the machine cannot run it.
+1: a case failed: the JSON names it under `failed`, and has the figures of the others; 2: wrong usage, or the machine
+cannot run it.
 """
 
 import os
@@ -19,6 +22,8 @@ import typer
 
 from rekindle_lab.bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
 from rekindle_lab.bench import os as os_reboot
+from rekindle_lab.bench import trial as trials
+from rekindle_lab.bench.run import Task, about_name, bare_report, beside, raw_name
 from rekindle_lab.bench.stage import taken_down_on_signals
 
 TOPICS = {
@@ -32,6 +37,10 @@ TOPICS = {
     "host": host,
     "cluster": cluster,
 }
+
+
+ALL = "all"
+"""Every topic; for a trial."""
 
 
 def find_root(start: Path) -> Path | None:
@@ -53,44 +62,77 @@ def main(
     qemu: Annotated[str, typer.Option(help="QEMU, 10 or newer for cpr-transfer.")] = "qemu-system-x86_64",
     only: Annotated[list[str] | None, typer.Option(envvar="ONLY", help="Only this case; may be given again.")] = None,
     quick: Annotated[bool, typer.Option(envvar="QUICK", help="Within 8 minutes.")] = False,
+    trial: Annotated[
+        bool, typer.Option(envvar="TRIAL", help="Only show that every case works: the smallest of each, once.")
+    ] = False,
 ) -> None:
     """Measure ours and its peers in turn."""
-    if topic not in TOPICS:
+    every = topic == ALL and trial
+    if topic not in TOPICS and not every:
         raise refuse(f"no topic '{topic}'; there is: {', '.join(TOPICS)}")
-    chosen = TOPICS[topic]
+    if quick and trial:
+        raise refuse("QUICK and TRIAL exclude each other")
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
         raise refuse("not inside a clone of the project (no guest/build upwards)")
-    folder = (out or root / "target" / "bench").resolve()
+    folder = (out or root / "target" / "bench" / ("trial" if trial else ".")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"make bench TOPIC={topic}"
-    if only:
-        command = f"ONLY='{' '.join(only)}' {command}"
-    if quick:
-        command = f"QUICK=1 {command}"
-    if from_raw is None:
-        unknown = [name for name in only or [] if name not in chosen.CASES]
-        if unknown:
-            raise refuse(f"no case '{unknown[0]}'; there are: {', '.join(chosen.CASES)}")
-        binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
-        if not binary.exists():
-            raise refuse(f"{binary} is not there; run: cargo build --release")
-        found = shutil.which(qemu)
-        if found is None:
-            raise refuse(f"no {qemu} in PATH; run: scripts/setup")
-        if os.geteuid() != 0:
-            raise refuse("needs root, for taps and network namespaces; run it with sudo")
-        taken_down_on_signals("bench")
-        try:
-            from_raw = chosen.measure(root, folder, binary, found, quick=quick, only=only or [], command=command)
-        except KeyboardInterrupt:
-            print(f"bench: what was measured is in {folder}; --from-raw analyses it", file=sys.stderr)
-            raise typer.Exit(130) from None
-    report = chosen.analyse(from_raw, folder, command)
+    if from_raw is not None:
+        raise finish(topic, from_raw, folder, command_of(topic, only or [], quick=quick, trial=trial), [])
+    cases = [] if every else list(TOPICS[topic].CASES)
+    unknown = [name for name in only or [] if name not in cases]
+    if unknown:
+        there = f"there are: {', '.join(cases)}" if cases else "cases are named with a topic"
+        raise refuse(f"no case '{unknown[0]}'; {there}")
+    binary = (rekindle or root / "target" / ("debug" if trial else "release") / "rekindle").resolve()
+    if not binary.exists():
+        raise refuse(f"{binary} does not exist; run: cargo build{'' if trial else ' --release'}")
+    found = shutil.which(qemu)
+    if found is None:
+        raise refuse(f"no {qemu} in PATH; run: scripts/setup")
+    if os.geteuid() != 0:
+        raise refuse("needs root, for taps and network namespaces; run it with sudo")
+    taken_down_on_signals("bench")
+    if every:
+        raise typer.Exit(1 if trials.run_all(list(TOPICS), ["--rekindle", str(binary), "--qemu", found], folder) else 0)
+    chosen = TOPICS[topic]
+    plan = trials.PLANS[topic] if trial else chosen.QUICK if quick else chosen.FULL
+    command = command_of(topic, only or [], quick=quick, trial=trial)
+    task = Task(root, folder, binary, found, plan, only or [], command, trials.trial(topic) if trial else None)
+    errors = []
+    try:
+        raw = chosen.measure(task)
+    except KeyboardInterrupt:
+        print(f"bench: what was measured is in {folder}; --from-raw analyses it", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        raw = folder / raw_name(topic)
+        errors.append(f"{topic}: {type(error).__name__}: {error}")
+    raise finish(topic, raw, folder, command, errors)
+
+
+def command_of(topic: str, only: list[str], *, quick: bool, trial: bool) -> str:
+    """How a user starts this run."""
+    words = [f"ONLY='{' '.join(only)}'"] if only else []
+    words += ["QUICK=1"] * quick + ["TRIAL=1"] * trial
+    return " ".join([*words, "make bench", f"TOPIC={topic}"])
+
+
+def finish(topic: str, raw: Path, folder: Path, command: str, errors: list[str]) -> typer.Exit:
+    """Analyse the rows and print the report, whose last line is the JSON; gives how to exit.
+
+    `errors`: what went wrong before. A report is printed in any case.
+    """
+    try:
+        report = TOPICS[topic].analyse(raw, folder, command)
+    except Exception as error:
+        about = beside(raw, about_name(topic), {})
+        report = bare_report(topic, about, command, [f"analysis: {type(error).__name__}: {error}"])
+    report.errors[:0] = errors
     print(report.text())
     print(f"\nplots and raw data: {folder}\n")
-    print(report.write(folder))
-    raise typer.Exit(1 if report.errors else 0)
+    print(report.write(folder), flush=True)
+    return typer.Exit(1 if report.errors else 0)
 
 
 if __name__ == "__main__":

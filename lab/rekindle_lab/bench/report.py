@@ -82,6 +82,7 @@ class Figure:
             "p95": _rounded(self.p95),
             "bar": str(self.bar),
             "met": self.met,
+            "ratio_of": None,
             "raw": self.raw,
         }
         if self.of is not None:
@@ -164,6 +165,15 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    """The same for JSON, which has no number for what is infinite or undefined: `None`."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass
 class Report:
     """Everything a run of a topic found."""
@@ -174,6 +184,8 @@ class Report:
     figures: list[Figure]
     left_out: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """The cases with an error."""
     plots: list[str] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Further tables: their rows, by title."""
@@ -186,6 +198,7 @@ class Report:
             "command": self.command,
             "figures": {figure.id: figure.as_json() for figure in self.figures},
             "left_out": self.left_out,
+            "failed": self.failed,
             "errors": self.errors,
             "plots": self.plots,
             "tables": self.tables,
@@ -215,7 +228,7 @@ class Report:
 
     def write(self, folder: Path) -> str:
         """Write TOPIC.json and TOPIC.md, and give the content of the former as one line."""
-        line = json.dumps(self.as_json())
+        line = json.dumps(_finite(self.as_json()), allow_nan=False)
         (folder / f"{self.topic}.json").write_text(line + "\n")
         (folder / f"{self.topic}.md").write_text(self.markdown())
         return line

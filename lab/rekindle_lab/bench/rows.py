@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,15 @@ class RowFile:
     Lists are written as JSON, `None` as nothing.
     """
 
-    def __init__(self, path: Path, kind: type, *, append: bool = False) -> None:
+    def __init__(
+        self, path: Path, kind: type, *, append: bool = False, check: Callable[[Any], list[str]] | None = None
+    ) -> None:
+        """`check` gives what is wrong with a row."""
         self.path = path
+        self.count = 0
+        """Rows that were appended."""
+        self._check = check
+        self._problems: list[str] = []
         self._file = path.open("a" if append else "w", newline="")
         self._writer = csv.DictWriter(self._file, [field.name for field in fields(kind)])
         if not append:
@@ -32,6 +39,14 @@ class RowFile:
         }
         self._writer.writerow(values)
         self._file.flush()
+        self.count += 1
+        if self._check is not None:
+            self._problems += self._check(row)
+
+    def take_problems(self) -> list[str]:
+        """What was wrong with rows since this was called last."""
+        problems, self._problems = self._problems, []
+        return problems
 
     def close(self) -> None:
         """Close the file."""

@@ -43,12 +43,24 @@ class NoRoomError(Exception):
     """The machine has not enough memory or disk for a case, or lacks what it needs."""
 
 
+class NotPlannedError(Exception):
+    """A plan has none of a case."""
+
+
 class Plan(Protocol):
     """What every topic's plan has."""
 
     @property
     def budget_s(self) -> float | None:
         """A case that would begin later than this is left out."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that only shows that every case still works."""
+
+    not_tried: Mapping[str, str]
+    """Cases that are left out, and why."""
 
 
 @dataclass
@@ -66,6 +78,9 @@ class Stage:
     began: float = field(default_factory=time.monotonic, kw_only=True)
     left_out: list[str] = field(default_factory=list, kw_only=True)
     errors: list[str] = field(default_factory=list, kw_only=True)
+    failed: list[str] = field(default_factory=list, kw_only=True)
+    """The cases with an error."""
+    trial: Trial | None = field(default=None, kw_only=True)
     images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
 
     def say(self, text: str) -> None:
@@ -73,9 +88,10 @@ class Stage:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def image(self, kind: str) -> guests.Image:
-        """The guest image, built if need be."""
+        """The guest image, built if need be. In a trial `micro` stands in for the others."""
         if kind not in self.images:
-            self.images[kind] = guests.build(self.root, kind)
+            build = guests.build_stand_in if self.trial and kind != "micro" else guests.build
+            self.images[kind] = build(self.root, kind)
         return self.images[kind]
 
     def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
@@ -116,19 +132,34 @@ class Stage:
         for name, case in cases.items():
             if only and name not in only:
                 self.left_out.append(f"case {name}: not asked for")
+            elif self.trial and name in self.trial.not_tried:
+                self.left_out.append(f"case {name}: not tried: {self.trial.not_tried[name]}")
             elif plan.budget_s is not None and time.monotonic() - self.began > plan.budget_s:
                 self.left_out.append(f"case {name}: no time left for it")
             else:
                 self._run_case(name, case, plan)
 
     def _run_case(self, name: str, case: Callable[[Any, Any], None], plan: Plan) -> None:
+        errors, rows, room = len(self.errors), self.rows.count, True
         try:
             case(self, plan)
         except NoRoomError as error:
+            room = False
             self.left_out.append(f"case {name}: the machine {error}")
+        except NotPlannedError:
+            if self.trial:
+                self.errors.append(f"case {name}: the plan of the trial has none of it")
+            else:
+                self.left_out.append(f"case {name}: not part of this plan")
         except Exception as error:
             self.errors.append(f"case {name}: {type(error).__name__}: {error}")
             self.say(self.errors[-1])
+        if self.trial:
+            self.errors += [f"case {name}: {problem}" for problem in self.rows.take_problems()]
+            if room and self.rows.count == rows and len(self.errors) == errors:
+                self.errors.append(f"case {name}: it measured nothing")
+        if len(self.errors) > errors:
+            self.failed.append(name)
 
 
 @dataclass(frozen=True)

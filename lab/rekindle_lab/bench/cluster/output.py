@@ -24,9 +24,7 @@ WAYS = ("none", "protect", "output-commit")
 CALLERS = 16
 """Connections of the round trips: each asks, and pauses by chance, so that a question comes at any moment."""
 PAUSE_S = 0.4
-TRIPS_S = 6.0
 MANY = 64
-MANY_S = 4.0
 DEADLINE_S = 30.0
 """For one answer."""
 ASK = b"tick\n"
@@ -129,35 +127,34 @@ def output(stage: Stage, plan: Plan) -> None:
     stage.away()
     with netns.namespace(f"rkb{getpid()}o") as name, over_tls(stage.rekindle, stage.disk_dir / "output") as place:
         guest = Guest("output", stage.image("micro"), GUEST_BYTES >> 20, 31, None, name, stage.ram_dir, stage.disk_dir)
-        store = place.within(guest.name)
+        store = place.fresh(guest.name)
         with stage.ours(guest):
-            _warm(guest)
+            _warm(guest, plan.many_s)
             for number in range(plan.output_rounds):
                 for how, every_s in turns(plan, number):
                     stage.say(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
-                    _window(stage, guest, store, how, every_s, number, plan.output_rounds)
+                    _window(stage, guest, store, how, every_s, number, plan)
 
 
-def _warm(guest: Guest) -> None:
+def _warm(guest: Guest, seconds: float) -> None:
     """Ask it before the first window: an emulated processor is slow until its code has been translated."""
     lines = [_connect(guest) for _ in range(MANY)]
-    rate(lines, MANY_S)
+    rate(lines, seconds)
     for line in lines:
         line.close()
 
 
-def _window(
-    stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None, number: int, planned: int
-) -> None:
-    row = Row("output", number, how, number, "", TRIPS_S, time.time_ns() // 1000, planned, every_s=every_s)
+def _window(stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None, number: int, plan: Plan) -> None:
+    began_us, planned = time.time_ns() // 1000, plan.output_rounds
+    row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
     lines: list[socket.socket] = []
     try:
         # Before anything is held: each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
         with _protected(stage, guest, store, how, every_s):
-            took = trips(lines[:CALLERS], TRIPS_S, number)
+            took = trips(lines[:CALLERS], plan.trips_s, number)
             row.trips, row.median_us, row.p99_us = len(took), median(took), p99(took)
-            row.per_s = rate(lines, MANY_S)
+            row.per_s = rate(lines, plan.many_s)
             row.recovered = True
     finally:
         for line in lines:

@@ -21,6 +21,10 @@ class Plan:
     """From one checkpoint to the next, there."""
     budget_s: float | None = None
     """A case, or a fault, that would begin later than this is left out."""
+    trips_s: float = 6.0
+    """How long round trips are measured in a window of what output commit costs."""
+    many_s: float = 4.0
+    """How long answers are counted in it."""
 
 
 FULL = Plan(failovers=20, faults=100, held=20, held_off=5, output_rounds=6, output_every_s=(0.05, 0.2, 1.0))

@@ -4,6 +4,7 @@ Follows section 5.7 of the paper on CacheMind (figures 14 and 15); docs/fault-ex
 """
 
 from .cases import CASES
+from .plan import FULL, QUICK, Plan
 from .topic import analyse, measure
 
-__all__ = ["CASES", "analyse", "measure"]
+__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]

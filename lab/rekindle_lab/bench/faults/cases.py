@@ -10,7 +10,7 @@ import numpy as np
 
 from rekindle_lab.rekindle import RekindleError
 
-from .kinds import BY_NAME, KINDS, Kind
+from .kinds import BY_NAME, Kind
 from .plan import BLOCKS, Plan
 from .ram import Ram
 from .rows import Row
@@ -32,7 +32,7 @@ def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, i
     every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
     left = []
     for block in range(plan.runs):
-        names = [kind.name for kind in KINDS]
+        names = list(plan.kinds)
         random.Random(block).shuffle(names)
         left += [(block, name, 1) for name in names if block >= done.get((name, 1), 0)]
         if every and block % every == 0 and block // every < plan.unchecked:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .kinds import KINDS
+
 MEMORY_MIB = 128
 BLOCKS = 8192
 """Of the guest's disk, 4096 bytes each: as much of it as fits into its memory."""
@@ -21,6 +23,8 @@ class Plan:
     """From the last fault until the guest is looked at; the paper's 60 s."""
     budget_s: float | None = None
     """A run that would begin later than this is left out."""
+    kinds: tuple[str, ...] = tuple(kind.name for kind in KINDS)
+    """The types of faults."""
 
 
 FULL = Plan(runs=50, unchecked=10)

@@ -230,7 +230,7 @@ def complaints(text: str) -> bool:
 class Stage(bench.Stage):
     """Everything that cases share."""
 
-    unchecked: Rekindle
+    unchecked: Rekindle | None
     """The binary without the check of digests, in a run directory of its own."""
     done: dict[tuple[str, int], int] = field(default_factory=dict)
     """Runs that were done before, by type and whether they were checked."""
@@ -248,6 +248,8 @@ class Stage(bench.Stage):
     def subject(self, index: int, checked: int) -> Iterator[Subject]:
         """A guest that is up."""
         rekindle = self.rekindle if checked else self.unchecked
+        if rekindle is None:
+            raise RekindleError("there is no binary that does not check digests")
         name = f"fault{index}{'c' if checked else 'u'}"
         image = self.fault_image()
         number = 2 * index + checked
@@ -281,12 +283,18 @@ class Stage(bench.Stage):
 
 @contextmanager
 def stage(
-    root: Path, binary: Path, unchecked: Path, qemu: str, rows: RowFile, disk: Path, done: dict[tuple[str, int], int]
+    root: Path,
+    binary: Path,
+    unchecked: Path | None,
+    qemu: str,
+    rows: RowFile,
+    disk: Path,
+    done: dict[tuple[str, int], int],
 ) -> Iterator[Stage]:
     """Set the stage. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkf{os.getpid()}"))
         ours = Rekindle(binary, at.work / "run")
-        other = Rekindle(unchecked, at.work / "unchecked")
+        other = Rekindle(unchecked, at.work / "unchecked") if unchecked else None
         yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, other, done)

@@ -9,33 +9,32 @@ from rekindle_lab.bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out
+from .plan import left_out
 from .stage import stage
 
 TOPIC = "faults"
 
 
-def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
-    """Run the case and write the raw files into `out`; gives the file of rows.
+def measure(task: run.Task) -> Path:
+    """Run the case and write the raw files; gives the file of rows.
 
     `RESUME=1` in the environment goes on with the rows that are there. `REKINDLE_UNCHECKED`: a binary with the feature
     `unchecked-attic`; one is built where none is given.
     """
-    plan = QUICK if quick else FULL
-    raw = out / run.raw_name(TOPIC)
+    raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
     done: dict[tuple[str, int], int] = {}
     if resumed:
         for (kind, checked), group in rows.read(raw).groupby(["kind", "checked"]):
             done[kind, int(checked)] = len(group)
-    unchecked = build_unchecked(root)
+    unchecked = build_unchecked(task.root) if task.plan.unchecked else None
     with (
-        run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan), append=resumed) as here,
-        stage(root, binary, unchecked, qemu, here.rows, run.cache(), done) as here.stage,
+        run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
+        stage(task.root, task.binary, unchecked, task.qemu, here.rows, run.cache(), done) as here.stage,
     ):
         here.stage.fault_image()
-        here.stage.run(CASES, plan, only)
-    return here.rows.path
+        here.cases(CASES)
+    return raw
 
 
 def build_unchecked(root: Path) -> Path:

@@ -4,40 +4,38 @@ import json
 import os
 from pathlib import Path
 
-from rekindle_lab import guests
 from rekindle_lab.bench import run
 from rekindle_lab.bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out
+from .plan import left_out
 from .stage import Done, stage
 
 TOPIC = "host"
 RECORDS = "host-breakdown.json"
 
 
-def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
-    """Run the cases and write the raw files into `out`; gives the file of rows.
+def measure(task: run.Task) -> Path:
+    """Run the cases and write the raw files; gives the file of rows.
 
     `RESUME=1` in the environment goes on with the rows that are there: a reboot takes a minute or more.
     """
-    plan = QUICK if quick else FULL
-    raw = out / run.raw_name(TOPIC)
+    raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
     done = rounds(raw) if resumed else {}
     records = run.beside(raw, RECORDS, []) if resumed else []
-    guests.build(root, "micro")  # now, so that it is not in the time of a quick run
+    task.build_images("micro")
     try:
         with (
-            run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan), append=resumed) as here,
-            stage(root, binary, qemu, here.rows, run.cache(), plan, done) as here.stage,
+            run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
+            stage(task.root, task.binary, task.qemu, here.rows, run.cache(), task.plan, done) as here.stage,
         ):
             here.stage.records = records
-            here.stage.run(CASES, plan, only)
+            here.cases(CASES)
     finally:
-        (out / RECORDS).write_text(json.dumps(records) + "\n")
-    return here.rows.path
+        (task.out / RECORDS).write_text(json.dumps(records) + "\n")
+    return raw
 
 
 def rounds(raw: Path) -> Done:

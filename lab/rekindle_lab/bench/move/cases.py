@@ -79,7 +79,7 @@ def _one(stage: Stage, there: There, mib: int, touch: str, load: int, how: str, 
         with stage.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
             began.append(time.time())
             if how in STORES:
-                store = stage.store(STORES[how]).within("goes")
+                store = stage.store(STORES[how]).fresh("goes")
                 stack.callback(store.remove)
                 stack.callback(lambda: there.rekindle.call("stop", guest.name, "--now", ok=range(256)))
                 stop = _ours(stage, there, guest, store, row)

@@ -9,10 +9,10 @@ from rekindle_lab.models.moves import TABLE
 
 from . import analysis, rows
 from .cases import CASES, IMAGE
-from .plan import FULL, QUICK, left_out
+from .plan import left_out
 
 TOPIC = "move"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, FULL, QUICK, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

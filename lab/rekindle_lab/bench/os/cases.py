@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.bench.stage import NotPlannedError
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -37,7 +37,7 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
     def case(stage: Stage, plan: Plan) -> None:
         rounds = plan.rounds.get(kind, 0)
         if not rounds:
-            raise NoRoomError("is not asked for that by this plan")
+            raise NotPlannedError
         with ExitStack() as stack:
             guest_of, losses = both(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
             for number, how in itertools.product(range(rounds), GUESTS[kind]):
@@ -63,7 +63,7 @@ def leak(stage: Stage, plan: Plan) -> None:
     Each is rebooted that way before, too: how much a kernel has allocated depends on the way that it came by.
     """
     if not any(plan.leaks.values()):
-        raise NoRoomError("is not asked for that by this plan")
+        raise NotPlannedError
     made = leak_image(stage.root)
     for kind, ways in LEAKS.items():
         rounds = plan.leaks.get(kind, 0)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rekindle_lab import netns
-from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.bench.stage import NotPlannedError
 from rekindle_lab.peers.cpr import PeerError
 from rekindle_lab.qmp import Qmp, QmpError
 from rekindle_lab.slow import run
@@ -226,7 +226,7 @@ def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
 def peers(stage: Stage, plan: Plan) -> None:
     """Ours and each peer, by turns."""
     if not any(plan.peers.values()):
-        raise NoRoomError("is not asked for that by this plan")
+        raise NotPlannedError
     for kind, rounds in plan.peers.items():
         if not rounds:
             continue

@@ -3,28 +3,24 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rekindle_lab import guests
 from rekindle_lab.bench import run
 from rekindle_lab.bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
 from .leak import leak_image
-from .plan import FULL, QUICK, left_out
-from .plan import quick as quick_plan
+from .plan import QUICK, left_out, quick
 from .stage import IMAGE, stage
 
 TOPIC = "os"
-_TOPIC = run.Topic(TOPIC, IMAGE, rows.Row, CASES, FULL, QUICK, left_out, stage)
+_TOPIC = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage)
 
 
-def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
-    """Run the cases and write the raw files into `out`; gives the file of rows."""
-    for kind in ("debian", "immutable"):
-        guests.build(root, kind)  # now, so that it is not in the time of a quick run
-    leak_image(root)
-    topic = replace(_TOPIC, quick=quick_plan(only))
-    return topic.measure(root, out, binary, qemu, quick=quick, only=only, command=command)
+def measure(task: run.Task) -> Path:
+    """Run the cases and write the raw files; gives the file of rows."""
+    task.build_images("debian", "immutable")
+    leak_image(task.root)
+    return _TOPIC.measure(replace(task, plan=quick(task.only)) if task.plan == QUICK else task)
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

@@ -4,6 +4,7 @@ Follows sections V-B and V-C of the HydraVM paper (HPL-2011-24): table I, figure
 """
 
 from .cases import CASES
+from .plan import FULL, QUICK, Plan
 from .topic import analyse, measure
 
-__all__ = ["CASES", "analyse", "measure"]
+__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]

@@ -35,7 +35,7 @@ def pause(stage: Stage, plan: Plan) -> None:
     for index, (mib, wanted) in enumerate(plan.pause.items(), start=1):
         stage.say(f"pause: starting a guest with {size(mib)}")
         with stage.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
-            store = stage.store("disk").within(guest.name)
+            store = stage.store("disk").fresh(guest.name)
             work.loop("compile")
             for number in range(wanted.rounds):
                 stage.say(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
@@ -134,7 +134,7 @@ def intervals(stage: Stage, plan: Plan) -> None:
         for number, (kind, workload, how) in enumerate(plan.cells):
             if not stage.has_store(kind):
                 continue
-            store = stage.store(kind).within(f"table-{workload}-{how}")
+            store = stage.store(kind).fresh(f"table-{workload}-{how}")
             common = {"case": "intervals", "round": number}
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
             _window(stage, guest, work, None, plan, workload, None, "none", **common)
@@ -149,7 +149,7 @@ def slowdown(stage: Stage, plan: Plan) -> None:
     """The same work with and without protection every 2 s, by turns: A B, B A, A B, ..."""
     with stage.working("slow", MEMORY_MIB, 11) as (guest, work):
         for workload, pairs in plan.slowdown.items():
-            store = stage.store("disk").within(f"slowdown-{workload}")
+            store = stage.store("disk").fresh(f"slowdown-{workload}")
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
             for number in range(pairs):
                 stage.say(f"slowdown: {workload}: pair {number + 1} of {pairs}")
@@ -169,7 +169,7 @@ def rates(stage: Stage, plan: Plan) -> None:
             guest.command(f"dirty {rate:g} {area:g} random" if rate else "dirty 0")
             for how in POLICIES:
                 stage.say(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
-                store = stage.store("disk").within("rates")
+                store = stage.store("disk").fresh("rates")
                 count = ("--count", str(plan.rate_checkpoints + 1))
                 with protected(stage.rekindle, guest.name, store, "1s", policy(how), *count) as protector:
                     protector.wait("checkpoint", plan.rate_checkpoints + 1)
@@ -195,7 +195,7 @@ def commit(stage: Stage, plan: Plan) -> None:
     area_mib = math.ceil(pages * 4096 / (1 << 20))
     source, target = stage.work / "dd.source", stage.disk_dir / "dd.target"
     with stage.working("commit", MEMORY_MIB, 13) as (guest, _):
-        store = stage.store("disk").within("commit")
+        store = stage.store("disk").fresh("commit")
         guest.command(f"touch {area_mib}M")
         common = {"case": "commit", "memory_mib": MEMORY_MIB, "workload": "dirty", "store": "disk"}
         with protected(stage.rekindle, guest.name, store, "1h") as protector:
@@ -257,7 +257,7 @@ def wrong(stage: Stage, plan: Plan) -> None:
             # The default has all of them; each of the others a tenth.
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
             stage.say(f"wrong: {count} checkpoints, {how}")
-            store = stage.store("disk").within(f"wrong-{how}")
+            store = stage.store("disk").fresh(f"wrong-{how}")
             more = ("--keep", "1", "--count", str(count), "--compare")
             with protected(stage.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:
                 compared = protector.wait("compared", timeout=120 + 3.0 * count)[0]

@@ -4,6 +4,7 @@ Follows sections V-D and V-E of the HydraVM paper (HPL-2011-24): figure 4, table
 """
 
 from .cases import CASES
+from .plan import FULL, QUICK, Plan
 from .topic import analyse, measure
 
-__all__ = ["CASES", "analyse", "measure"]
+__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]

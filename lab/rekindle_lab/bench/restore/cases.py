@@ -57,7 +57,7 @@ def restore(stage: Stage, plan: Plan) -> None:
             stage.say(f"restore: starting a guest with {size(mib)}")
             guest, work = stack.enter_context(stage.working(f"back{mib}", mib, index, plan.touch.get(mib)))
             work.loop("compile")
-            store = stage.store("disk").within(guest.name)
+            store = stage.store("disk").fresh(guest.name)
             stack.callback(store.remove)
             _protect(stage, guest, store)
             shown = stage.rekindle.show(guest.name)
@@ -105,7 +105,7 @@ def stores(stage: Stage, plan: Plan) -> None:
     """The same from each kind of store: the paper's disk and SSD."""
     with stage.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
-        places = [stage.store(kind).within(f"from-{kind}") for kind in plan.stores if stage.has_store(kind)]
+        places = [stage.store(kind).fresh(f"from-{kind}") for kind in plan.stores if stage.has_store(kind)]
         for place in places:
             _protect(stage, guest, place)
         for number in range(plan.store_restores):
@@ -125,7 +125,7 @@ def prepared(stage: Stage, plan: Plan) -> None:
         return
     with stage.working("spare", MEMORY_MIB, 11) as (guest, work):
         work.loop("compile")
-        store = stage.store("disk").within("spare")
+        store = stage.store("disk").fresh("spare")
         _protect(stage, guest, store)
         for number in range(plan.prepared):
             stage.say(f"prepared: round {number + 1} of {plan.prepared}")
@@ -159,7 +159,7 @@ def after(workload: str) -> Callable[[Stage, Plan], None]:
 
 def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, number: int) -> None:
     """Crash and restore in the middle of the work. `whole`: the same work, undisturbed."""
-    store = stage.store("disk").within(f"after-{workload}")
+    store = stage.store("disk").fresh(f"after-{workload}")
     common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": number}
     row = Row(what="restore", how="lazy", **common)
     stopped: list[int] = []

@@ -119,7 +119,7 @@ def _move(
     stage.say(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)
     stage.say(f"elsewhere: {how}: with the death of its host in the middle")
-    store: Store = stage.store("tls").within(f"elsewhere-{how}")
+    store: Store = stage.store("tls").fresh(f"elsewhere-{how}")
     protector = Protector(stage.rekindle, name, store, "1s")
     moved: list[Row] = []
 

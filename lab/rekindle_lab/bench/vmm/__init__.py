@@ -4,6 +4,7 @@ Follows section 5.1, 5.3 and 5.4 of the RootHammer paper (TDSC 2010): figures 5 
 """
 
 from .cases import CASES
+from .plan import FULL, QUICK, Plan
 from .topic import analyse, measure
 
-__all__ = ["CASES", "analyse", "measure"]
+__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from rekindle_lab.guests import size
 
+SMALLEST_MIB, LARGEST_MIB = 512, 8192
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -25,9 +27,9 @@ class Plan:
     """Ways for which throughput over time is recorded, once each."""
     budget_s: float | None = None
     """A case that would begin later than this is left out."""
+    extremes: tuple[int, int] = (SMALLEST_MIB, LARGEST_MIB)
+    """MiB of the smallest and of the largest guest."""
 
-
-SMALLEST_MIB, LARGEST_MIB = 512, 8192
 
 FULL = Plan(
     ram={

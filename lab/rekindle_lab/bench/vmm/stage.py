@@ -31,7 +31,11 @@ class Client:
 
     def url(self, guest: Guest) -> str:
         """What it asks for."""
-        return guest.service_url if self.path is None else f"http://{guest.address}/{self.path}"
+        if self.path is None:
+            return guest.service_url
+        # micro, which stands in for debian in a trial, has no files.
+        path = "bytes/24576" if guest.image.kind == "micro" else self.path
+        return f"http://{guest.address}/{path}"
 
 
 USUAL = Client()

@@ -3,35 +3,32 @@
 import json
 from pathlib import Path
 
-from rekindle_lab import guests
 from rekindle_lab.bench import run
 from rekindle_lab.bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out
+from .plan import left_out
 from .stage import stage
 
 TOPIC = "vmm"
 RECORDS = "vmm-breakdown.json"
 
 
-def measure(root: Path, out: Path, binary: Path, qemu: str, *, quick: bool, only: list[str], command: str) -> Path:
-    """Run the cases and write the raw files into `out`; gives the file of rows."""
-    plan = QUICK if quick else FULL
-    for kind in ("micro", "debian"):
-        guests.build(root, kind)  # now, so that it is not in the time of a quick run
+def measure(task: run.Task) -> Path:
+    """Run the cases and write the raw files; gives the file of rows."""
+    task.build_images("micro", "debian")
     records = []
     try:
         with (
-            run.recorded(TOPIC, rows.Row, out, binary, qemu, command, left_out(plan)) as here,
-            stage(root, binary, qemu, here.rows, run.cache()) as here.stage,
+            run.recorded(TOPIC, rows.Row, task, left_out) as here,
+            stage(task.root, task.binary, task.qemu, here.rows, run.cache()) as here.stage,
         ):
             records = here.stage.records
-            here.stage.run(CASES, plan, only)
+            here.cases(CASES)
     finally:
-        (out / RECORDS).write_text(json.dumps(records) + "\n")
-    return here.rows.path
+        (task.out / RECORDS).write_text(json.dumps(records) + "\n")
+    return task.out / run.raw_name(TOPIC)
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

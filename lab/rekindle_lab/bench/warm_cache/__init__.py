@@ -4,6 +4,7 @@ Follows section 5 of CacheMind: figures 5 to 13, table 1.
 """
 
 from .cases import CASES
+from .plan import FULL, QUICK, Plan
 from .topic import analyse, measure
 
-__all__ = ["CASES", "analyse", "measure"]
+__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]

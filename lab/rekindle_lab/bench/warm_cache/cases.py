@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rekindle_lab import guests
-from rekindle_lab.bench.stage import NoRoomError
+from rekindle_lab.bench.stage import NotPlannedError
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.web import Client, rates
 
@@ -18,8 +18,7 @@ from .rows import Row
 from .stage import CacheGuest, Stage
 from .watch import Watch, cached_kib
 
-WEB = [f"/many/{n:04}" for n in range(4000)]
-"""What the web server has."""
+MICRO_FILE = "/bytes/65536"
 TPCH = Path(__file__).parent / "tpch"
 OTHER_ROUNDS = 3
 """With other limits of the disk than the first."""
@@ -109,7 +108,7 @@ def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Pla
     def case(stage: Stage, plan: Plan) -> None:
         accesses = [one for one in plan.files if kind(one)]
         if not accesses or limit >= len(plan.limits):
-            raise NoRoomError("is not asked for that by this plan")
+            raise NotPlannedError
         name = plan.limits[limit]
         stage.hold(None)
         with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
@@ -129,7 +128,7 @@ def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Pla
 def folios(stage: Stage, plan: Plan) -> None:
     """The same from a file system that caches in large pieces, so that a guest has less to do for each page."""
     if not plan.folios:
-        raise NoRoomError("is not asked for that by this plan")
+        raise NotPlannedError
     stage.hold(None)
     limit = plan.limits[0]
     with stage.ours(replace(stage.cached("folios", plan.memory_mib, 7), data=True)) as guest:
@@ -150,7 +149,7 @@ def folios(stage: Stage, plan: Plan) -> None:
 def peers(stage: Stage, plan: Plan) -> None:
     """Figures 11 and 12: QEMU has the disk, with the host's cache and without."""
     if not plan.peers:
-        raise NoRoomError("is not asked for that by this plan")
+        raise NotPlannedError
     limit = plan.limits[0]
     for cache in ("writeback", "none"):
         stage.hold(None)
@@ -248,12 +247,14 @@ def http(stage: Stage, plan: Plan) -> None:
         # It would begin while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
         stage.hold(limit)
-        with Client(guest.netns, guest.address, WEB) as client:
-            client.wait(len(WEB))
+        # micro, which stands in for the guest in a trial, has one file.
+        paths = [MICRO_FILE if guest.stands_in else f"/many/{n:04}" for n in range(plan.web_files)]
+        with Client(guest.netns, guest.address, paths) as client:
+            client.wait(len(paths))
             for number in range(plan.http):
                 for how in turns(number, (WARM, COLD)):
                     # All files once more after a cold reboot, so that all are cached.
-                    client.wait(len(WEB))
+                    client.wait(len(paths))
                     begin = time.monotonic()
                     time.sleep(plan.http_s)
                     rebooted = time.monotonic()

@@ -16,7 +16,6 @@ from .plan import Plan
 from .rows import Row
 from .stage import Stage
 
-SPAN_MIB = 1024
 START_DEADLINE_S = 30.0
 
 
@@ -88,11 +87,11 @@ def daemon(stage: Stage, image: Path) -> AbstractContextManager[Server]:
     return _process(command, socket, stage.work / "qsd.log")
 
 
-def ask(stage: Stage, server: Server, kind: Kind, *options: str) -> dict[str, int]:
+def ask(stage: Stage, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
     """Let the client do something; what it tells."""
-    client = stage.root / "target" / "release" / "examples" / "native"
+    client = stage.rekindle.binary.parent / "examples" / "native"
     command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
-    command += ["--depth", str(kind.depth), "--span", str(SPAN_MIB * MIB), "--server", str(server.pid), *options]
+    command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != 0:
         raise RekindleError(f"native: {done.stderr[-1000:]}")
@@ -105,12 +104,12 @@ def _row(what: Kind, how: str, number: int, told: dict[str, int]) -> Row:
 
 
 @contextmanager
-def image(stage: Stage) -> Iterator[Path]:
+def image(stage: Stage, span_mib: int) -> Iterator[Path]:
     """A disk without holes, which is on a real one."""
-    stage.need(memory_mib=3 * SPAN_MIB, disk_mib=SPAN_MIB)
+    stage.need(memory_mib=3 * span_mib, disk_mib=span_mib)
     path = stage.disk_dir / "native.raw"
     try:
-        subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={SPAN_MIB}", "status=none"], check=True)
+        subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
         subprocess.run(["sync", str(path)], check=True)
         yield path
     finally:
@@ -119,12 +118,12 @@ def image(stage: Stage) -> Iterator[Path]:
 
 def native(stage: Stage, plan: Plan) -> None:
     """Windows with each server in turn."""
-    with image(stage) as path:
+    with image(stage, plan.span_mib) as path:
         for number in range(plan.native):
             for how in ("server", "qsd") if number % 2 == 0 else ("qsd", "server"):
                 with ours(stage, path) if how == "server" else daemon(stage, path) as server:
                     for kind in KINDS:
-                        told = ask(stage, server, kind, "--seconds", str(plan.native_s))
+                        told = ask(stage, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
                         stage.rows.append(_row(kind, how, number, told))
             stage.say(f"native: {number + 1} of {plan.native}")
 
@@ -132,15 +131,15 @@ def native(stage: Stage, plan: Plan) -> None:
 def attic(stage: Stage, plan: Plan) -> None:
     """All is read, the client goes, the next one reads it out of the attic: into buffers, or memory nobody touched."""
     kind = KINDS[1]
-    every = ("--requests", str(SPAN_MIB * MIB // kind.block))
-    with image(stage) as path, ours(stage, path) as server:
+    every = ("--requests", str(plan.span_mib * MIB // kind.block))
+    with image(stage, plan.span_mib) as path, ours(stage, path) as server:
         control = f"{server.socket}.control"
         for number in range(plan.attic):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
-                ask(stage, server, kind, *every)
+                ask(stage, server, kind, plan.span_mib, *every)
                 _idle(stage, control)
                 stage.rekindle.call("disk", "keep", control)
-                told = ask(stage, server, kind, *every, option)
+                told = ask(stage, server, kind, plan.span_mib, *every, option)
                 _idle(stage, control)
                 status = stage.rekindle.call("disk", "status", control)
                 served = (status["attic"] or [0, status["emptied"]])[1]["served"]

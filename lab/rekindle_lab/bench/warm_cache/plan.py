@@ -45,6 +45,10 @@ class Plan:
     """Seconds before, and after."""
     memory_mib: int = 2048
     """Of a guest that reads the file of 1 GiB."""
+    span_mib: int = 1024
+    """Of a disk that is read and written without a guest."""
+    web_files: int = 4000
+    """What the web server is asked for."""
     budget_s: float | None = None
     """A case that would begin later than this is left out."""
 

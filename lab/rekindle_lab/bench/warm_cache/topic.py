@@ -7,11 +7,11 @@ from rekindle_lab.bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out
+from .plan import left_out
 from .stage import IMAGE, stage
 
 TOPIC = "warm-cache"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, FULL, QUICK, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

@@ -1,0 +1,74 @@
+"""Whether a row can be true: the types that it declares, and numbers that are possible in the time of the run."""
+
+import dataclasses
+import math
+import os
+import time
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+SIGNED = ("at", "second")
+"""Counted from a reboot: before it they are negative."""
+SINCE_1970_US = 10**15
+"""A number of microseconds above this is a time of the host's clock; below it is a duration."""
+SLACK_US = 2_000_000
+
+
+def plausible_since(begin_us: int) -> Callable[[Any], list[str]]:
+    """The check of rows of a run that began then (microseconds since 1970). It gives what is wrong with one."""
+
+    def check(row: Any) -> list[str]:  # noqa: ANN401
+        return problems(row, begin_us, time.time_ns() // 1000)
+
+    return check
+
+
+def problems(row: Any, begin_us: int, now_us: int) -> list[str]:  # noqa: ANN401
+    """What is wrong with a row that was made between these two times."""
+    hints = get_type_hints(type(row))
+    found, measured = [], False
+    for field in dataclasses.fields(row):
+        value, hint = getattr(row, field.name), hints[field.name]
+        if not _is(value, hint):
+            found.append(f"{field.name} is {value!r}, not {getattr(hint, '__name__', hint)}")
+            continue
+        # What has no default says which row it is.
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        measured |= has_default and value is not None and value not in ("", [])
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found += _number(field.name, float(value), begin_us, now_us)
+    if not measured:
+        found.append("nothing in it was measured")
+    key = " ".join(str(getattr(row, name)) for name in ("case", "what", "kind", "how") if getattr(row, name, ""))
+    return [f"row {key}: {problem}" for problem in found]
+
+
+def _is(value: object, hint: Any) -> bool:  # noqa: ANN401
+    if hint is Any:
+        return True
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_is(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _number(name: str, value: float, begin_us: int, now_us: int) -> list[str]:
+    if not math.isfinite(value):
+        return [f"{name} is {value}"]
+    if value < 0 and name not in SIGNED:
+        return [f"{name} is negative: {value:g}"]
+    if name == "us" or name.endswith("_us"):
+        if value > SINCE_1970_US:
+            if not begin_us - SLACK_US <= value <= now_us + SLACK_US:
+                return [f"{name} is no time of this run: {value:.0f}"]
+        # Processor time, and that of requests of several clients, passes faster than the clock.
+        elif value > (now_us - begin_us) * max(os.cpu_count() or 1, 2) + SLACK_US:
+            return [f"{name} is longer than the run: {value:.0f}"]
+    return []
