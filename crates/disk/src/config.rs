@@ -8,7 +8,7 @@ pub const BYTES: usize = 60;
 
 const SEGMENTS: u32 = 254;
 /// Sectors of one range of a discard or of zeroes: 1 GiB.
-const RANGE_SECTORS: u32 = 1 << 21;
+pub const RANGE_SECTORS: u32 = 1 << 21;
 
 /// `VIRTIO_BLK_F_*`.
 mod feature {

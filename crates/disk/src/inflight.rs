@@ -29,6 +29,14 @@ const AT_USED: usize = 14;
 const AT_NEXT: usize = 6;
 const AT_COUNTER: usize = 8;
 
+/// No queue is served so long that it has more.
+const MOST_REQUESTS: u64 = u64::MAX / 2;
+
+/// Bytes of a file that can be mapped.
+fn length(file: &File) -> io::Result<u64> {
+    Ok(file.metadata()?.len())
+}
+
 /// The memory of all queues.
 #[derive(Debug)]
 pub struct Inflight {
@@ -48,16 +56,16 @@ impl Inflight {
     /// New memory, with nothing under way, and the file that QEMU is to hold.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's; `InvalidData` for no queue.
     pub fn create(queues: u16, descriptors: u16) -> io::Result<(Self, File, u64)> {
-        let bytes = (queue_bytes(descriptors) * usize::from(queues)).max(1) as u64;
+        let bytes = (queue_bytes(descriptors) * usize::from(queues)) as u64;
         let file = File::from(memfd_create("rekindle-inflight", MemfdFlags::CLOEXEC)?);
         file.set_len(bytes)?;
         let made = Self::open(file.try_clone()?, 0, bytes, queues, descriptors)?;
         Ok((made, file, bytes))
     }
 
-    /// That of a server before.
+    /// That of a server before. Its content is QEMU's: it may be anything.
     ///
     /// # Errors
     /// `InvalidData`: it is not what was made for so many queues.
@@ -65,7 +73,9 @@ impl Inflight {
         let invalid =
             |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the requests under way: {what}"));
         let needed = queue_bytes(descriptors) * usize::from(queues);
-        if bytes < needed as u64 {
+        // What is mapped and not in the file would end this process.
+        let is_there = offset.checked_add(needed as u64).is_some_and(|end| end <= length(&file).unwrap_or(0));
+        if bytes < needed as u64 || needed == 0 || !is_there {
             return Err(invalid("there is too little memory for so many queues"));
         }
         let region = MmapRegion::from_file(FileOffset::new(file, offset), needed).map_err(io::Error::other)?;
@@ -83,6 +93,9 @@ impl Inflight {
             }
             let counters = (0..descriptors).map(|head| opened.load::<u64>(opened.descriptor(queue, head) + AT_COUNTER));
             let highest = counters.collect::<io::Result<Vec<_>>>()?.into_iter().max().unwrap_or(0);
+            if highest > MOST_REQUESTS {
+                return Err(invalid("they are numbered as no server does it"));
+            }
             if let Some(counter) = opened.counters.get_mut(usize::from(queue)) {
                 *counter = highest;
             }
@@ -201,6 +214,22 @@ mod tests {
         assert_eq!((&queue[8..12], queue[16 + 3 * 16], queue[16 + 3 * 16 + 8]), (&[1, 0, 8, 0][..], 1, 1));
         assert!(Inflight::open(file.try_clone().unwrap(), 0, 100, 2, 8).is_err());
         assert!(Inflight::open(file, 0, bytes, 2, 4).is_err());
+    }
+
+    #[test]
+    fn memory_that_is_not_as_a_server_made_it_is_refused() {
+        let (_, file, bytes) = Inflight::create(2, 8).unwrap();
+        assert!(Inflight::create(0, 8).is_err());
+        let open = |offset, bytes| Inflight::open(file.try_clone().unwrap(), offset, bytes, 2, 8);
+        assert!(open(0, bytes).is_ok());
+        // Longer than its file: an access would end the process.
+        file.set_len(100).unwrap();
+        assert!(open(0, bytes).is_err());
+        file.set_len(bytes).unwrap();
+        assert!(open(4096, bytes).is_err() && open(u64::MAX - 4095, bytes).is_err());
+        // A number after which there is none.
+        std::os::unix::fs::FileExt::write_all_at(&file, &u64::MAX.to_ne_bytes(), 16 + 8).unwrap();
+        assert!(open(0, bytes).is_err());
     }
 
     #[test]

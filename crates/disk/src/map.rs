@@ -15,6 +15,7 @@ use crate::digest::Digest;
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A frame of the guest's memory: its address in pages.
@@ -41,6 +42,14 @@ impl BlockMap {
     pub fn new(frames: Frame) -> Self {
         let seed = RandomState::new().hash_one(0);
         Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), seed }
+    }
+
+    /// The same, or `None` where the host has no room for it.
+    #[must_use]
+    pub fn try_new(frames: Frame) -> Option<Self> {
+        // Only asked for: what is then made is zero, and takes what is used of it.
+        Vec::<Record>::new().try_reserve_exact(frames as usize).ok()?;
+        Some(Self::new(frames))
     }
 
     /// Frames of the guest's memory.
@@ -106,6 +115,22 @@ impl BlockMap {
         let frame = self.frames.find_entry(hash(key, self.seed), same).ok()?.remove().0;
         let [_, a, b, c, d] = std::mem::take(self.records.get_mut(frame as usize)?);
         Some((frame, joined([a, b, c, d])))
+    }
+
+    /// What was known of `blocks`, and is not any more: the frames. Takes no longer than a look at each frame, however many blocks there are.
+    pub fn take_all(&mut self, blocks: Range<u64>, mut each: impl FnMut(Frame)) {
+        let few = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
+        if self.is_empty() {
+        } else if few {
+            blocks.filter_map(|block| self.take(block)).for_each(|(frame, _)| each(frame));
+        } else {
+            for frame in 0..self.frames() {
+                if self.block_in(frame).is_some_and(|block| blocks.contains(&block)) {
+                    self.reused(frame);
+                    each(frame);
+                }
+            }
+        }
     }
 
     /// Something else than a whole block was moved into `frame`.
@@ -226,6 +251,22 @@ mod tests {
                 prop_assert_eq!((0..30).filter(|frame| map.block_in(*frame).is_some()).count(), held.len());
                 prop_assert_eq!(map.held().collect::<Vec<_>>(), held);
             }
+        }
+    }
+
+    #[test]
+    fn blocks_of_a_range_are_forgotten_however_long_it_is() {
+        for range in [0..3, 2..40, 0..u64::MAX, 7..7, 30..u64::MAX] {
+            let mut map = BlockMap::new(64);
+            (0..40).for_each(|block| map.moved(block, 63 - block as Frame, 1));
+            let mut taken = Vec::new();
+            map.take_all(range.clone(), |frame| taken.push(frame));
+            taken.sort_unstable();
+            let expected: Vec<_> = (24..64).filter(|frame| range.contains(&u64::from(63 - frame))).collect();
+            assert_eq!(taken, expected);
+            let left = (0..40).filter(|block| !range.contains(block)).collect::<Vec<_>>();
+            assert_eq!((0..40).filter(|block| map.get(*block).is_some()).collect::<Vec<_>>(), left);
+            assert_eq!(map.len(), left.len());
         }
     }
 

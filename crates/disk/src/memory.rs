@@ -16,7 +16,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{
@@ -25,13 +25,25 @@ use vm_memory::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Pages that were written.
+/// Frames of holes in a guest's memory, at most: 64 GiB, and three times its memory.
+const FAR: u64 = 1 << 24;
+
+/// Who wants to know which pages are written.
 #[derive(Debug, Default)]
 struct Written {
-    /// A protector wants to know.
+    /// A protector does.
     wanted: AtomicBool,
-    pages: RwLock<Vec<AtomicU64>>,
     log: RwLock<Option<Log>>,
+}
+
+/// Pages of one region that were written.
+#[derive(Debug, Default)]
+struct Pages {
+    written: Arc<Written>,
+    /// The first one's number in the guest.
+    first: u64,
+    /// A bit a page; there are none before a protector wants them.
+    bits: OnceLock<Box<[AtomicU64]>>,
 }
 
 /// The bitmap of a QEMU that migrates: a bit a page, from guest address 0 on.
@@ -53,7 +65,7 @@ impl Log {
 /// What is written through a mapping that begins at some guest address.
 #[derive(Debug, Clone, Default)]
 pub struct Marks {
-    written: Arc<Written>,
+    region: Arc<Pages>,
     base: u64,
 }
 
@@ -64,16 +76,17 @@ impl Marks {
         }
         let first = self.base.saturating_add(offset as u64);
         let pages = first / PAGE_SIZE as u64..=(first.saturating_add(len as u64 - 1)) / PAGE_SIZE as u64;
-        if self.written.wanted.load(Ordering::Relaxed) {
-            let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
-            for page in pages.clone() {
+        if self.region.written.wanted.load(Ordering::Relaxed)
+            && let Some(words) = self.region.bits.get()
+        {
+            for page in pages.clone().map(|page| page - self.region.first) {
                 if let Some(word) = words.get((page / 64) as usize) {
                     // Who sees the mark sees what was written.
                     word.fetch_or(1 << (page % 64), Ordering::Release);
                 }
             }
         }
-        if let Some(log) = &*self.written.log.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(log) = &*self.region.written.log.read().unwrap_or_else(PoisonError::into_inner) {
             pages.for_each(|page| log.mark(page));
         }
     }
@@ -91,13 +104,13 @@ impl Bitmap for Marks {
     }
 
     fn dirty_at(&self, offset: usize) -> bool {
-        let page = self.base.saturating_add(offset as u64) / PAGE_SIZE as u64;
-        let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
-        words.get((page / 64) as usize).is_some_and(|word| word.load(Ordering::Relaxed) & (1 << (page % 64)) != 0)
+        let page = self.base.saturating_add(offset as u64) / PAGE_SIZE as u64 - self.region.first;
+        let word = self.region.bits.get().and_then(|words| words.get((page / 64) as usize));
+        word.is_some_and(|word| word.load(Ordering::Relaxed) & (1 << (page % 64)) != 0)
     }
 
     fn slice_at(&self, offset: usize) -> Self {
-        Self { written: Arc::clone(&self.written), base: self.base.saturating_add(offset as u64) }
+        Self { region: Arc::clone(&self.region), base: self.base.saturating_add(offset as u64) }
     }
 }
 
@@ -139,8 +152,8 @@ pub struct Memory {
     /// Its mapping.
     pub map: GuestMemoryMmap<Marks>,
     written: Arc<Written>,
-    /// For each region: its first address, bytes, where the front end has it.
-    fronts: Vec<(u64, u64, u64)>,
+    /// Pages that were written, and for each region: its first address, bytes, where the front end has it.
+    fronts: Vec<(Arc<Pages>, u64, u64, u64)>,
 }
 
 impl Memory {
@@ -150,17 +163,13 @@ impl Memory {
     /// The system's; regions that overlap, or are longer than their files.
     pub fn map(regions: Vec<Region>) -> io::Result<Self> {
         let written = Arc::<Written>::default();
-        let mut mapped = Vec::new();
-        let fronts = regions.iter().map(|region| (region.address, region.bytes, region.front)).collect();
-        let mut end = 0;
-        for Region { address, bytes, file, offset, .. } in regions {
-            let size = usize::try_from(bytes).map_err(io::Error::other)?;
-            let length = file.metadata()?.len();
-            if offset.checked_add(bytes).is_none_or(|end| end > length) {
-                let text = format!("a region of {bytes} bytes does not fit into its file of {length}");
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
-            }
-            let marks = Marks { written: Arc::clone(&written), base: address };
+        let (mut mapped, mut fronts) = (Vec::new(), Vec::new());
+        for Region { address, bytes, file, offset, front } in regions {
+            let size = fits("a region", &file, offset, bytes)?;
+            let pages = Pages { written: Arc::clone(&written), first: address / PAGE_SIZE as u64, ..Pages::default() };
+            let region = Arc::new(pages);
+            fronts.push((Arc::clone(&region), address, bytes, front));
+            let marks = Marks { region, base: address };
             let region = vm_memory::mmap::MmapRegionBuilder::new_with_bitmap(size, marks)
                 .with_file_offset(FileOffset::new(file, offset))
                 .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
@@ -169,13 +178,10 @@ impl Memory {
                 .map_err(io::Error::other)?;
             let invalid = || io::Error::new(io::ErrorKind::InvalidInput, "a region ends behind all addresses");
             mapped.push(GuestRegionMmap::new(region, GuestAddress(address)).ok_or_else(invalid)?);
-            end = end.max(address.saturating_add(bytes));
         }
         mapped.sort_by_key(|region| region.start_addr());
+        fronts.sort_by_key(|(_, start, _, _)| *start);
         let map = GuestMemoryMmap::from_regions(mapped).map_err(io::Error::other)?;
-        let words = end.div_ceil(PAGE_SIZE as u64).div_ceil(64);
-        *written.pages.write().unwrap_or_else(PoisonError::into_inner) =
-            (0..words).map(|_| AtomicU64::new(0)).collect();
         Ok(Self { missing: None, map, written, fronts })
     }
 
@@ -185,7 +191,7 @@ impl Memory {
     /// As [`Memory::map`]; no userfaultfd can be had.
     pub fn map_missing(regions: Vec<Region>, front: Process) -> io::Result<Self> {
         let mut memory = Self::map(regions)?;
-        let place = |(start, bytes, theirs): &(u64, u64, u64)| {
+        let place = |(_, start, bytes, theirs): &(_, u64, u64, u64)| {
             let ours = memory.map.get_host_address(GuestAddress(*start)).map_err(io::Error::other)? as u64;
             Ok(Twice { ours: ours..ours + bytes, theirs: *theirs })
         };
@@ -199,11 +205,20 @@ impl Memory {
         self.missing.iter().for_each(Missing::filled);
     }
 
-    /// Frames up to the end of the guest's memory, holes included.
+    /// Pages up to the end of the guest's memory, holes included.
+    fn pages(&self) -> u64 {
+        self.map.iter().map(|region| region.last_addr().raw_value() / PAGE_SIZE as u64 + 1).max().unwrap_or(0)
+    }
+
+    /// Frames up to the end of the guest's memory, holes included. A region far behind all others, as of a device, has none: of each frame something
+    /// is kept.
     #[must_use]
     pub fn frames(&self) -> Frame {
-        let end = self.map.iter().map(|region| region.last_addr().raw_value()).max().map_or(0, |last| last + 1);
-        Frame::try_from(end.div_ceil(PAGE_SIZE as u64)).unwrap_or(Frame::MAX)
+        let bytes = self.map.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
+        let most = (bytes / PAGE_SIZE as u64).saturating_mul(4).saturating_add(FAR);
+        let ends = self.map.iter().map(|region| region.last_addr().raw_value() / PAGE_SIZE as u64 + 1);
+        let end = ends.filter(|end| *end <= most).max().unwrap_or(0);
+        Frame::try_from(end).unwrap_or(Frame::MAX)
     }
 
     /// Whether each frame is at the same place of the same file, as far as both have it. How the memory is cut into regions does
@@ -298,12 +313,12 @@ impl Memory {
     /// # Errors
     /// The system's; it is too short for the guest's memory.
     pub fn log(&self, file: File, offset: u64, bytes: u64) -> io::Result<()> {
-        let needed = u64::from(self.frames()).div_ceil(8);
+        let needed = self.pages().div_ceil(8);
         if bytes < needed {
-            let text = format!("a log of {bytes} bytes is too short for {} pages", self.frames());
+            let text = format!("a log of {bytes} bytes is too short for {} pages", self.pages());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        let size = usize::try_from(bytes).map_err(io::Error::other)?;
+        let size = fits("a log", &file, offset, bytes)?;
         let region = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(io::Error::other)?;
         *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = Some(Log { region });
         Ok(())
@@ -316,6 +331,10 @@ impl Memory {
 
     /// Begin, or end, to note pages for a protector.
     pub fn note(&self, wanted: bool) {
+        for (pages, start, bytes, _) in self.fronts.iter().filter(|_| wanted) {
+            let count = (start + (bytes - 1)) / PAGE_SIZE as u64 - pages.first + 1;
+            pages.bits.get_or_init(|| (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect());
+        }
         self.written.wanted.store(wanted, Ordering::Relaxed);
     }
 
@@ -325,27 +344,35 @@ impl Memory {
     #[must_use]
     pub fn collect(&self) -> Vec<Span> {
         const PAGE: u64 = PAGE_SIZE as u64;
-        let words = self.written.pages.read().unwrap_or_else(PoisonError::into_inner);
         let mut found: Vec<Span> = Vec::new();
-        for (word, first) in words.iter().zip((0u64..).step_by(64)) {
-            if word.load(Ordering::Relaxed) == 0 {
-                continue;
-            }
-            let bits = word.swap(0, Ordering::AcqRel);
-            for page in (0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit) {
-                let in_front = self.fronts.iter().find_map(|(start, bytes, front)| {
-                    let offset = (page * PAGE).checked_sub(*start).filter(|offset| offset < bytes)?;
-                    Some(front + offset)
-                });
-                let Some(address) = in_front else { continue };
-                match found.last_mut().filter(|last| last.address + last.bytes == address) {
-                    Some(last) => last.bytes += PAGE,
-                    None => found.push(Span { address, bytes: PAGE }),
+        for (pages, start, bytes, front) in &self.fronts {
+            for (word, first) in pages.bits.get().into_iter().flatten().zip((pages.first..).step_by(64)) {
+                if word.load(Ordering::Relaxed) == 0 {
+                    continue;
+                }
+                let bits = word.swap(0, Ordering::AcqRel);
+                for page in (0..64).filter(|bit| bits & (1 << bit) != 0).map(|bit| first + bit) {
+                    let offset = (page * PAGE).checked_sub(*start).filter(|offset| offset < bytes);
+                    let Some(address) = offset.and_then(|offset| front.checked_add(offset)) else { continue };
+                    match found.last_mut().filter(|last| last.address + last.bytes == address) {
+                        Some(last) => last.bytes += PAGE,
+                        None => found.push(Span { address, bytes: PAGE }),
+                    }
                 }
             }
         }
         found
     }
+}
+
+/// Rejects a part of a file that is not in it: an access to what is mapped of it would end this process. Gives its bytes.
+fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
+    let length = file.metadata()?.len();
+    if offset.checked_add(bytes).is_none_or(|end| end > length) {
+        let text = format!("{what} of {bytes} bytes does not fit into its file of {length}");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    usize::try_from(bytes).map_err(io::Error::other)
 }
 
 /// Bytes that files are long, and that they take of the host; each counts once.
@@ -483,6 +510,29 @@ mod tests {
         let shifted = Memory::map(vec![part(4096, (1 << 20) - 4096, 0)]).unwrap();
         assert!(!whole.is_same(&shifted));
         assert!(!whole.is_same(&Memory::map(vec![region(0, 1 << 20)]).unwrap()), "another file");
+    }
+
+    #[test]
+    fn a_region_at_the_end_of_all_addresses_takes_no_room() {
+        let far = 1 << 52;
+        let memory = Memory::map(vec![region(far, 1 << 20), region(0, 1 << 20)]).unwrap();
+        assert_eq!(memory.frames(), 256, "a device's memory holds no blocks that are remembered");
+        memory.note(true);
+        memory.write(far + 4096, &[1]).unwrap();
+        assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + far + 4096, bytes: 4096 }]);
+        // A log has a bit for each page up to there.
+        let log = tempfile::tempfile().unwrap();
+        log.set_len(1 << 20).unwrap();
+        assert!(memory.log(log, 0, 1 << 20).is_err());
+    }
+
+    #[test]
+    fn a_log_that_is_longer_than_its_file_is_refused() {
+        let memory = Memory::map(vec![region(0, 1 << 20)]).unwrap();
+        let log = tempfile::tempfile().unwrap();
+        log.set_len(4096).unwrap();
+        assert!(memory.log(log.try_clone().unwrap(), 0, 4097).is_err());
+        assert!(memory.log(log, 4096, 4096).is_err());
     }
 
     #[test]

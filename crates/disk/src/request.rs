@@ -9,6 +9,7 @@
 //! and the ranges; that data lies in it is found out when it is moved.
 
 use crate::block::SECTOR;
+use crate::config::RANGE_SECTORS;
 
 /// Bytes of the header.
 pub const HEADER: u64 = 16;
@@ -75,6 +76,19 @@ pub enum Kind {
     Discard(Vec<Range>),
     /// Zeroes; `true`: room need not be kept.
     Zeroes(Vec<(Range, bool)>),
+}
+
+impl Kind {
+    /// The parts of the disk that it is about.
+    pub fn ranges(&self) -> impl Iterator<Item = Range> {
+        let (one, discards, zeroes): (_, &[Range], &[(Range, bool)]) = match self {
+            Self::Read(range) | Self::Write(range) => (Some(*range), &[], &[]),
+            Self::Discard(ranges) => (None, ranges, &[]),
+            Self::Zeroes(ranges) => (None, &[], ranges),
+            Self::Flush | Self::Identity => (None, &[], &[]),
+        };
+        one.into_iter().chain(discards.iter().copied()).chain(zeroes.iter().map(|(range, _)| *range))
+    }
 }
 
 /// A request.
@@ -216,7 +230,11 @@ fn ranges(
         if flags & !allowed != 0 {
             return Err(Status::Unsupported);
         }
-        let bytes = u64::from(u32::from_le_bytes(*sectors)) * SECTOR;
+        let sectors = u32::from_le_bytes(*sectors);
+        if sectors > RANGE_SECTORS {
+            return Err(Status::Failed);
+        }
+        let bytes = u64::from(sectors) * SECTOR;
         found.push((Range::of(sector, bytes, disk.capacity).ok_or(Status::Failed)?, flags & 1 != 0));
     }
     Ok(found)
@@ -316,6 +334,15 @@ mod tests {
         assert_eq!(what(11, &[range(0, 8, 1)]), Err(Status::Unsupported));
         assert_eq!(what(13, &[range(0, 8, 2)]), Err(Status::Unsupported));
         assert_eq!(what(13, &[range(2047, 8, 0)]), Err(Status::Failed));
+        let large = |kind, sectors| {
+            let bytes = [header(kind, 0), range(8, sectors, 0)].concat();
+            let chain = [readable(0, bytes.len() as u64), writable(0x5000, 1)];
+            parse(chain.into_iter(), guest(&bytes), Disk { capacity: 1 << 40, ..DISK }).unwrap().what
+        };
+        let whole = Range { at: 4096, bytes: 1 << 30 };
+        assert_eq!(large(11, RANGE_SECTORS), Ok(Kind::Discard(vec![whole])));
+        assert_eq!(large(11, RANGE_SECTORS + 1), Err(Status::Failed), "longer than the guest was told");
+        assert_eq!(large(13, u32::MAX), Err(Status::Failed));
         assert_eq!(what(11, &[]), Err(Status::Failed));
         assert_eq!(what(11, &[vec![0; 15]]), Err(Status::Failed));
         assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(Status::Failed));

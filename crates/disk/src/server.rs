@@ -143,14 +143,30 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     Ok(listener)
 }
 
-/// A thread for each connection.
+/// Connections of a socket at a time, at most: each has a thread.
+const MOST_CONNECTIONS: usize = 64;
+
+/// A thread for each connection. One that is too many is closed.
 fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, UnixStream) + Clone + Send + 'static) {
     let engine = engine.clone();
+    let connected = Arc::new(());
     thread::spawn(move || {
         for (stream, number) in listener.incoming().zip(1..) {
             let (engine, each) = (engine.clone(), each.clone());
             match stream {
-                Ok(stream) => drop(thread::spawn(move || each(engine, number, stream))),
+                Ok(_) if Arc::strong_count(&connected) > MOST_CONNECTIONS => {
+                    warn_limited!("a connection was closed: there are {MOST_CONNECTIONS} already");
+                }
+                Ok(stream) => {
+                    let connected = Arc::clone(&connected);
+                    let served = thread::Builder::new().spawn(move || {
+                        each(engine, number, stream);
+                        drop(connected);
+                    });
+                    if let Err(e) = served {
+                        warn_limited!("a connection was not accepted: no thread can be started: {e}");
+                    }
+                }
                 Err(e) => {
                     warn_limited!("a connection was not accepted: {e}");
                     // Out of descriptors, most likely: not again at once.
@@ -175,7 +191,8 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         match ahead.as_ref().map(channel::offered) {
-            Ok(Ok(Some(channel))) => engine.tell(Command::Channel(session, channel)),
+            // Waits, so that a front end that hands over many has no more than one here.
+            Ok(Ok(Some(channel))) => drop(engine.ask(|answer| Command::Channel(session, channel, answer))),
             Ok(Ok(None)) => {}
             Ok(Err(e)) => break Error::SocketError(e),
             Err(e) => break Error::SocketError(e.kind().into()),

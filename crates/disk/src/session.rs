@@ -9,14 +9,15 @@
 //! refused.
 
 use crate::config::{EVENT_IDX, LOG_ALL, Shape};
-use crate::engine::Handle;
 use crate::engine::command::{Command, Ends, Notify, Refused, Rings, Session};
+use crate::engine::{Handle, MOST_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
 use rekindle_kernel::process::Process;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vhost::VhostUserMemoryRegionBase;
@@ -69,6 +70,16 @@ fn failed(e: io::Error) -> Error {
     Error::ReqHandlerError(e)
 }
 
+/// Rejects what is not an eventfd, and has it not block: the engine reads and writes it, and waits for nothing but the disk.
+fn prepare_eventfd(file: &File) -> io::Result<()> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    if name.as_os_str() != "anon_inode:[eventfd]" {
+        let text = format!("a kick, call or error descriptor must be an eventfd, and is {}", name.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
+}
+
 impl Frontend {
     /// For a front end that has just connected.
     #[must_use]
@@ -116,8 +127,15 @@ impl Frontend {
         Ok(())
     }
 
+    /// Rejects memory for more requests than there can be: all of it is read.
+    fn check_inflight(&self, about: &VhostUserInflight) -> Result<()> {
+        let fits = about.num_queues <= self.shape.queues && about.queue_size <= MOST_ENTRIES;
+        if fits { Ok(()) } else { Err(Error::InvalidParam) }
+    }
+
     fn set_notify(&mut self, index: u8, which: Notify, fd: Option<File>) -> Result<()> {
         let session = self.session;
+        fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
         let queue = self.queue(index.into())?;
         let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         match which {
@@ -240,6 +258,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
         self.stop(index.into())?;
         self.queue(index.into())?.kick = fd.map(OwnedFd::from);
         // Without protocol features a queue is enabled from the start.
@@ -292,6 +311,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         let (queues, size) = (wanted.num_queues, wanted.queue_size);
+        self.check_inflight(wanted)?;
         let (inflight, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
         // It is the front end that hands it to us, now and after a restart.
         drop(inflight);
@@ -299,6 +319,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_inflight_fd(&mut self, given: &VhostUserInflight, file: File) -> Result<()> {
+        self.check_inflight(given)?;
         let opened = Inflight::open(file, given.mmap_offset, given.mmap_size, given.num_queues, given.queue_size)
             .map_err(failed)?;
         let session = self.session;
@@ -350,5 +371,24 @@ impl VhostUserBackendReqHandlerMut for Frontend {
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
         Err(Error::InvalidOperation("a disk maps nothing into its guest"))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    #[test]
+    fn only_an_eventfd_is_a_notification_and_it_never_blocks() {
+        let event = File::from(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        prepare_eventfd(&event).unwrap();
+        assert_eq!(rustix::io::read(&event, &mut [0; 8]), Err(rustix::io::Errno::AGAIN));
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        assert_eq!(rustix::io::write(&event, &1u64.to_ne_bytes()), Err(rustix::io::Errno::AGAIN));
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert!(prepare_eventfd(&File::from(OwnedFd::from(reader))).is_err());
+        assert!(prepare_eventfd(&File::open("/dev/zero").unwrap()).is_err());
     }
 }

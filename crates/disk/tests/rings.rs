@@ -4,7 +4,11 @@
 
 mod common;
 
-use common::{Ask, Disk, ENTRIES, FIRST, Guest, content, wait_for};
+use common::{Ask, Disk, ENTRIES, FIRST, Guest, PAGE, content, wait_for};
+use rekindle_disk::control::Ask as Control;
+use std::fs::OpenOptions;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserInflight;
 
 /// A guest with two queues that run. Both have served a request.
 fn guest(disk: &Disk) -> Guest {
@@ -91,4 +95,69 @@ fn requests_under_way_end_when_their_ring_breaks() {
     ended.extend(guest.ended(0));
     assert_eq!(ended.len() as u32 + 1, base, "each that was taken has ended");
     assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+}
+
+/// Reads of 16 pieces of memory that is named several times: long ones, in a small guest.
+fn long_reads(guest: &mut Guest, count: usize) {
+    for _ in 0..count {
+        let piece = (FIRST * PAGE, 12 << 20, true);
+        guest.put(0, &Ask { kind: 0, sector: 0, data: vec![piece, piece] });
+    }
+    guest.kick(0);
+}
+
+#[test]
+fn a_queue_of_long_requests_is_stopped_when_a_few_of_them_have_been_done() {
+    let disk = Disk::with(16, |service| service.settings.limits.bps = Some(1 << 20));
+    OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 << 20).unwrap();
+    disk.control().ask::<u64>(&Control::Resize {}).unwrap();
+    let mut guest = Guest::start(&disk.socket());
+    long_reads(&mut guest, 16);
+    let under_way = || disk.control().status().unwrap().under_way;
+    wait_for("requests to be taken", || (under_way() > 1).then_some(()));
+    assert!(under_way() <= 6, "as many as have 128 MiB");
+    // They do not wait for the rate, of which they have two minutes' worth.
+    let base = guest.stop(0) as u16;
+    assert!((2..=7).contains(&base), "{base}");
+    assert_eq!(guest.ended(0).len(), usize::from(base));
+    disk.control().ask::<()>(&Control::Limit { bps: None, iops: None }).unwrap();
+    guest.run_from(0, base).unwrap();
+    let mut ended = usize::from(base);
+    wait_for("the others to end", || {
+        ended += guest.ended(0).len();
+        (ended == 16).then_some(())
+    });
+}
+
+#[test]
+fn discards_of_a_whole_large_disk_keep_nobody_waiting() {
+    let disk = Disk::with(16, |_| ());
+    OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(1 << 40).unwrap();
+    disk.control().ask::<u64>(&Control::Resize {}).unwrap();
+    let mut guest = guest(&disk);
+    let range = |n: u64| [(n << 21).to_le_bytes(), (1u64 << 21).to_le_bytes()].concat();
+    guest.fill(FIRST, &(0..64).flat_map(range).chain([0; 3072]).collect::<Vec<_>>());
+    for _ in 0..15 {
+        guest.put(0, &Ask { kind: 11, sector: 0, data: vec![(FIRST * PAGE, 1024, false)] });
+    }
+    guest.kick(0);
+    let mut ended = Vec::new();
+    wait_for("all to end", || {
+        ended.extend(guest.ended(0));
+        (ended.len() == 15).then_some(())
+    });
+    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+    assert_eq!(disk.control().status().unwrap().mapped, 0);
+}
+
+#[test]
+fn a_front_end_that_asks_for_too_much_is_refused() {
+    let disk = Disk::new(16);
+    for (queues, size) in [(5, 64), (1, 1025), (u16::MAX, u16::MAX), (0, 64)] {
+        let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
+        let wanted = VhostUserInflight::new(0, 0, queues, size);
+        assert!(guest.front.get_inflight_fd(&wanted).is_err(), "{queues} queues of {size}");
+    }
+    let mut guest = Guest::start(&disk.socket());
+    read(&mut guest, 0);
 }

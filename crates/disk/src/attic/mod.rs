@@ -21,6 +21,7 @@ use crate::map::{BlockMap, Frame};
 use crate::memory::{Files, Memory};
 use claim::Claim;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tend::Tending;
 
@@ -207,10 +208,14 @@ impl Attic {
         found
     }
 
-    /// The disk gets another content as `block`.
-    pub fn changed(&mut self, block: u64) {
-        if self.forget(block) {
-            self.told.overwritten += 1;
+    /// The disk gets another content as these blocks.
+    pub fn changed(&mut self, blocks: Range<u64>) {
+        let (mut done, before) = (std::mem::take(&mut self.done), self.map.len());
+        self.map.take_all(blocks, |frame| done.push(frame));
+        self.done = done;
+        self.told.overwritten += (before - self.map.len()) as u64;
+        if self.done.len() >= TOGETHER {
+            self.give_back();
         }
     }
 

@@ -99,8 +99,8 @@ fn what_is_not_as_the_disk_is_is_not_given() {
     // A single bit, somewhere.
     memory.write(8 * 4096 + 2000, &[content(8)[0] ^ 0x10]).unwrap();
     assert_eq!(attic.take(1008, &mut block)[0].is_some(), UNCHECKED);
-    attic.changed(1012);
-    attic.changed(5);
+    attic.changed(1012..1013);
+    attic.changed(5..6);
     assert_eq!(attic.take(1012, &mut block), [None], "the disk has another one now");
     assert_eq!(
         attic.told(),
@@ -228,7 +228,7 @@ fn nothing_is_given_back_before_it_is_known_what_others_need() {
     let mut two = two();
     two.tend(Some(0));
     assert!(two.of(0).take(1004, &mut [0; BLOCK])[0].is_some());
-    two.of(0).changed(1012);
+    two.of(0).changed(1012..1013);
     two.tend(Some(0));
     assert_eq!(there(&two.file), PAGES, "all of it is there");
     assert!(two.of(0).is_unshared());
@@ -247,19 +247,19 @@ fn a_frame_that_two_disks_claim_is_served_to_the_right_one_and_stays_until_both_
     // What the first had there has another digest now; the frame is not taken from the second.
     let mut block = [0; BLOCK];
     assert_eq!(two.of(0).take(1000, &mut block)[0].is_some(), UNCHECKED);
-    two.of(0).changed(1008);
+    two.of(0).changed(1008..1009);
     two.tend(None);
     assert_eq!(there(&two.file), 128);
     assert!(two.of(1).take(8, &mut block)[0].is_some());
     assert_eq!(block, [8 ^ 0xa5; BLOCK]);
-    two.of(1).changed(0);
+    two.of(1).changed(0..1);
     two.tend(None);
     assert_eq!((there(&two.file), two.needed()), (126, 126));
     // The other way round: the second lets go first.
     assert!(two.of(1).take(16, &mut block)[0].is_some());
     two.tend(None);
     assert_eq!(there(&two.file), 126, "the first has not been asked for it yet");
-    two.of(0).changed(1016);
+    two.of(0).changed(1016..1017);
     two.tend(None);
     assert_eq!((there(&two.file), two.needed()), (125, 125));
 }
@@ -322,7 +322,7 @@ proptest::proptest! {
                     let found = attic.take(base + frame, &mut block)[0].is_some();
                     proptest::prop_assert_eq!(found, known && !stale, "disk {}, frame {}", number, frame);
                 }
-                2 => attic.changed(base + frame),
+                2 => attic.changed(base + frame..base + frame + 1),
                 _ => {
                     attic.look(None);
                     attic.tend();

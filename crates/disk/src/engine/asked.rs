@@ -22,7 +22,10 @@ impl Engine {
             match command {
                 Command::Join(session, process) => self.join(session, process),
                 Command::Leave(session) => self.leave(session),
-                Command::Channel(session, channel) => self.set_channel(session, channel),
+                Command::Channel(session, channel, answer) => {
+                    self.set_channel(session, channel);
+                    let _ = answer.send(Ok(()));
+                }
                 Command::Memory(session, memory, answer) => drop(answer.send(self.set_memory(session, memory))),
                 Command::Inflight(session, inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
                 Command::Start(session, queue, rings, ends, answer) => {

@@ -120,7 +120,7 @@ pub enum Command {
     /// It has gone.
     Leave(Session),
     /// Where it may be told something unasked.
-    Channel(Session, OwnedFd),
+    Channel(Session, OwnedFd, Answer<()>),
     /// Its memory.
     Memory(Session, Arc<Memory>, Answer<()>),
     /// The requests that are under way, as memory that QEMU holds.

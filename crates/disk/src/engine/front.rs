@@ -18,14 +18,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 use virtio_queue::{Queue, QueueT};
-use vm_memory::GuestAddress;
+use vm_memory::{GuestAddress, GuestMemory, Permissions};
 
 /// Entries of a queue at most (virtio 1.2, 2.7).
-pub(crate) const MOST_ENTRIES: u16 = 1024;
+pub const MOST_ENTRIES: u16 = 1024;
 /// Requests that are under way at a time, at most.
 const MOST_JOBS: usize = 1024;
-/// Requests that are taken out of a queue before something else has its turn, at most.
-const MOST_TAKEN: usize = 256;
+/// Nothing more is taken while those under way have as many bytes: whoever stops a queue waits for what was taken.
+const MOST_BYTES: u64 = 128 << 20;
+/// Requests that are taken out of a queue before something else has its turn, at most. A long one counts as several.
+const TURN: u64 = 256;
 
 /// See [the module](self).
 #[derive(Default)]
@@ -161,7 +163,13 @@ impl Engine {
         set.map_err(|e| odd(&e.to_string()))?;
         queue.set_event_idx(rings.event_idx);
         queue.set_ready(true);
-        if !queue.is_valid(&memory.map) {
+        let is_there = |at, bytes| memory.map.check_range(address(at), bytes, Permissions::ReadWrite);
+        let entries = usize::from(rings.size);
+        // A descriptor has 16 bytes, an entry of the available ring 2 and one of the used ring 8; both rings have 6 more.
+        let is_valid = is_there(rings.descriptors, entries * 16)
+            && is_there(rings.available, entries * 2 + 6)
+            && is_there(rings.used, entries * 8 + 6);
+        if !is_valid {
             return Err(odd("its rings are not in the guest's memory"));
         }
         let Wrapping(used) = queue.used_idx(&memory.map, Ordering::Acquire).map_err(|e| odd(&e.to_string()))?;
@@ -227,7 +235,12 @@ impl Engine {
         let is_same = self.map.as_ref().is_some_and(|(_, before)| before.is_same(memory));
         match &mut self.map {
             Some((_, before)) if is_same => *before = Arc::clone(memory),
-            _ => self.map = Some((BlockMap::new(memory.frames()), Arc::clone(memory))),
+            _ => {
+                self.map = BlockMap::try_new(memory.frames()).map(|map| (map, Arc::clone(memory)));
+                if self.map.is_none() {
+                    warn_limited!("the host has no room to remember where blocks are: the next reboot's cache is cold");
+                }
+            }
         }
     }
 
@@ -297,15 +310,16 @@ impl Engine {
         if self.ended || self.jobs.iter().any(|(_, job)| job.session != session) {
             return;
         }
-        for _ in 0..MOST_TAKEN {
-            if self.jobs.len() >= MOST_JOBS {
+        let mut cost = 0;
+        while cost < TURN {
+            if self.jobs.len() >= MOST_JOBS || self.taken_bytes >= MOST_BYTES {
                 return;
             }
             let Some(front) = self.fronts.get_mut(&session) else { return };
             let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
             match line.next(&memory) {
-                Ok(Next::Request { head, is_new }) => self.begin(session, number, head, &memory, is_new),
-                Ok(Next::Again) => {}
+                Ok(Next::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
+                Ok(Next::Again) => cost += 1,
                 Ok(Next::Wait) => return,
                 Err(e) => return self.ring_failed(session, number, &e),
             }

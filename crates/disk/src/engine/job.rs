@@ -72,6 +72,8 @@ pub(super) struct Job {
     pub serial: u64,
     request: Request,
     pub parts: Vec<Part>,
+    /// Bytes that it moves or zeroes.
+    bytes: u64,
     left: usize,
     status: Status,
     /// It has been let through by the rate.
@@ -82,9 +84,15 @@ pub(super) struct Job {
 }
 
 impl Job {
+    /// The parts of the disk that it is about.
+    fn ranges(&self) -> impl Iterator<Item = Range> {
+        self.wants().ok().into_iter().flat_map(Kind::ranges)
+    }
+
+    /// Looks at the ranges of the request: of a long one there are many more parts.
     fn touches(&self, range: Range) -> bool {
-        let (mine, other) = (|part: &Part| touched(part.at, part.bytes), touched(range.at, range.bytes));
-        self.parts.iter().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
+        let (mine, other) = (|range: Range| touched(range.at, range.bytes), touched(range.at, range.bytes));
+        self.ranges().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
     }
 
     /// What it wants.
@@ -93,7 +101,7 @@ impl Job {
     }
 
     fn changes_disk(&self) -> bool {
-        self.parts.iter().any(|part| !matches!(part.work, Work::Read | Work::Sync))
+        matches!(self.wants(), Ok(Kind::Write(_) | Kind::Discard(_) | Kind::Zeroes(_)))
     }
 
     /// Move the data of part `number` between `bytes` and the guest. `None`: it leads out of the guest's memory.
@@ -115,7 +123,7 @@ impl Job {
                 at += before.len;
             }
             let segment = segments.peek()?;
-            let address = segment.address + (offset - at);
+            let address = segment.address.checked_add(offset - at)?;
             let fits = offset + BLOCK as u64 <= at + segment.len && address.is_multiple_of(BLOCK as u64);
             fits.then(|| Frame::try_from(address / BLOCK as u64).ok()).flatten()
         })

@@ -1,7 +1,7 @@
 //! Writes that go to the log, and reads of what is there.
 
 use super::job::{Part, Place, Work};
-use super::{Engine, Token};
+use super::{DEPTH, Engine, Token};
 use crate::redo::files::LocalFile;
 use crate::redo::format::{PAGE, What};
 use crate::redo::index::Source;
@@ -364,7 +364,14 @@ impl Engine {
     pub(super) fn punch(&mut self) {
         let Some(logged) = self.logged.as_mut().filter(|logged| !logged.grace.is_empty()) else { return };
         let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
-        let free: Vec<Grace> = logged.grace.extract_if(.., |grace| grace.before <= oldest).collect();
+        // Places in the ring are kept for requests, and for who waits for kicks.
+        let mut room = (DEPTH as usize / 2).saturating_sub(self.ring.under_way());
+        let is_free = |grace: &mut Grace| {
+            let is_free = grace.before <= oldest && room > 0;
+            room -= usize::from(is_free);
+            is_free
+        };
+        let free: Vec<Grace> = logged.grace.extract_if(.., is_free).collect();
         for Grace { file, at, bytes, .. } in free {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             self.begin_own(&file, Operation::Allocate { mode, at, len: bytes }, Own::Punch);

@@ -39,6 +39,7 @@ use crate::map::BlockMap;
 use crate::memory::Memory;
 use command::{Command, Refused, Session};
 use front::Front;
+pub use front::MOST_ENTRIES;
 use hand::Hand;
 use job::{Job, Late};
 use logged::Logged;
@@ -195,6 +196,8 @@ struct Engine {
     has_room: bool,
     /// There may be more in a queue than was taken in its turn.
     has_more: bool,
+    /// Bytes of all requests that were taken out of the queues and have not ended.
+    taken_bytes: u64,
     /// Bytes that are under way.
     moving: usize,
     /// Bytes that were moved since the disk was seen to.
@@ -264,6 +267,7 @@ pub fn start(
             tending: false,
             has_room: false,
             has_more: false,
+            taken_bytes: 0,
             moving: 0,
             has_moved: 0,
             pool: Vec::new(),

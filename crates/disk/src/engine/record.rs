@@ -20,6 +20,16 @@ impl Record {
     /// The front end's memory is mapped anew. Nothing of it is under way.
     pub fn goes_on(&mut self, before: Option<Arc<Memory>>, memory: &Memory) {
         self.before.extend(before.iter().flat_map(|memory| memory.collect()));
+        // As often as a guest has its memory mapped anew, there is no more than its pages.
+        self.before.sort_unstable_by_key(|span| span.address);
+        self.before.dedup_by(|next, span| {
+            let end = span.address.saturating_add(span.bytes);
+            let joins = next.address <= end;
+            if joins {
+                span.bytes = end.max(next.address.saturating_add(next.bytes)) - span.address;
+            }
+            joins
+        });
         memory.note(true);
     }
 }

@@ -218,11 +218,12 @@ impl Engine {
     /// Answer.
     pub(super) fn finish(&mut self, number: usize) {
         let Some(job) = self.jobs.try_remove(number) else { return };
+        self.taken_bytes = self.taken_bytes.saturating_sub(job.bytes);
         if job.status != Status::Ok
             && let Some((map, _)) = &mut self.map
         {
             // What a write that failed has left there is not known.
-            job.parts.iter().flat_map(|part| touched(part.at, part.bytes)).for_each(|block| map.changed(block));
+            job.ranges().for_each(|range| map.take_all(touched(range.at, range.bytes), |_| ()));
         }
         let written = if job.status == Status::Ok { job.request.written } else { 1 };
         let answered = job.memory.write(job.request.status, &[job.status as u8]);

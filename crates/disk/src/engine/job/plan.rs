@@ -12,8 +12,11 @@ use crate::report::warn_limited;
 use crate::request::{self, Disk, IDENTITY, Kind, Range, Status};
 use std::sync::Arc;
 
+/// So many bytes of the disk cost as much as a short request.
+const COST: u64 = 1 << 20;
+
 impl Engine {
-    /// Begin a request. `is_new`: it has not been taken before.
+    /// Begin a request. `is_new`: it has not been taken before. Gives what that has cost, as a multiple of a short request's.
     pub(in crate::engine) fn begin(
         &mut self,
         session: Session,
@@ -21,11 +24,11 @@ impl Engine {
         head: u16,
         memory: &Arc<Memory>,
         is_new: bool,
-    ) {
+    ) -> u64 {
         if is_new {
             self.note_taken(session, queue, head);
         }
-        let Some((table, size)) = self.table(session, queue) else { return };
+        let Some((table, size)) = self.table(session, queue) else { return 1 };
         let disk = Disk { capacity: self.capacity, readonly: self.image.how.readonly };
         let read = |at: u64, into: &mut [u8]| memory.read(at, into);
         let request = match walk(read, table, size, head) {
@@ -38,23 +41,28 @@ impl Engine {
         let Some(request) = request else {
             // There is no place for an answer; the guest gets its descriptors back.
             self.tell(session, queue, head, 0);
-            return;
+            return 1;
         };
         let memory = Arc::clone(memory);
-        let (parts, left, status) = (Vec::new(), 0, Status::Ok);
+        let (parts, bytes, left, status) = (Vec::new(), 0, 0, Status::Ok);
         let (serial, admitted, stale) = (self.serial, false, false);
         self.serial += 1;
-        let job = Job { session, queue, head, memory, serial, request, parts, left, status, admitted, stale };
+        let job = Job { session, queue, head, memory, serial, request, parts, bytes, left, status, admitted, stale };
         let number = self.jobs.insert(job);
         self.note_touched(number);
         self.plan(number);
-        let Some(job) = self.jobs.get_mut(number) else { return };
+        let Some(job) = self.jobs.get_mut(number) else { return 1 };
+        let cost = job.ranges().map(|range| 1 + range.bytes / COST).sum::<u64>().max(1);
         job.left = job.parts.len();
+        let is_data = |part: &&Part| !matches!(part.work, Work::Discard | Work::Sync);
+        job.bytes = job.parts.iter().filter(is_data).map(|part| part.bytes).sum();
+        self.taken_bytes += job.bytes;
         if job.left == 0 {
             self.finish(number);
         } else {
             self.waiting.extend((0..job.parts.len() as u32).map(|part| (number, part)));
         }
+        cost
     }
 
     /// Find out what is to be done for a job, and do what needs no disk.
@@ -107,26 +115,25 @@ impl Engine {
                 ranges.iter().filter(|(range, _)| range.bytes > 0).map(part).collect()
             }
         };
-        self.change(number, &parts);
+        if !matches!(job.wants(), Ok(Kind::Flush)) {
+            self.change(number);
+        }
         if let Some(job) = self.jobs.get_mut(number) {
             job.parts = parts;
         }
     }
 
     /// What is on the disk there is about to become something else.
-    fn change(&mut self, number: usize, parts: &[Part]) {
+    fn change(&mut self, number: usize) {
         let mut stale = false;
-        for part in parts.iter().filter(|part| part.work != Work::Sync) {
-            for block in touched(part.at, part.bytes) {
-                if let Some((map, _)) = &mut self.map {
-                    map.changed(block);
-                }
-                if let Some(attic) = &mut self.attic {
-                    attic.changed(block);
-                }
+        let ranges: Vec<Range> = self.jobs.get(number).into_iter().flat_map(Job::ranges).collect();
+        for range in ranges {
+            let blocks = touched(range.at, range.bytes);
+            if let Some(attic) = &mut self.attic {
+                attic.changed(blocks.clone());
             }
-            if self.map.is_some() {
-                let range = Range { at: part.at, bytes: part.bytes };
+            if let Some((map, _)) = &mut self.map {
+                map.take_all(blocks, |_| ());
                 for (_, other) in self.jobs.iter_mut().filter(|(of, other)| *of != number && other.touches(range)) {
                     (other.stale, stale) = (true, true);
                 }
