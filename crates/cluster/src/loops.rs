@@ -7,6 +7,7 @@ use crate::resource::Resource;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_vm::attach::protector;
+use rekindle_vm::logs::begin_anew;
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -62,12 +63,8 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
     if running(rundir).is_some() {
         return Ok(false);
     }
-    // What the one before has said is told no more; it would grow for ever.
-    let log = rundir.file("protect.log");
-    match fs::rename(&log, log.with_extension("log.old")) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
+    // What the previous one has reported is not this one's.
+    begin_anew(&rundir.file("protect.log"))?;
     let mut command = command(rundir, resource.protect_arguments(false))?;
     let child = detach(&mut command).stdin(Stdio::null()).spawn()?;
     let Process { pid, started } = Process::of(child.id())?;

@@ -49,7 +49,7 @@ const LATE: Duration = Duration::from_secs(60);
 pub enum Verdict {
     /// Its guest runs.
     Running,
-    /// Its guest runs, and a fail-over would take it back by more than it should.
+    /// Its guest runs; a process that serves it is missing, or a fail-over would take it back by more than it should.
     Degraded(String),
     /// Nothing of it runs that could harm a guest elsewhere.
     NotRunning,
@@ -85,12 +85,15 @@ impl fmt::Display for Verdict {
 #[must_use]
 pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
-    match look(&rundir, resource, deadline) {
-        Verdict::Running => {}
-        other => return other,
+    let looked = look(&rundir, resource, deadline);
+    if !matches!(looked, Verdict::Running | Verdict::Degraded(_)) {
+        return looked;
     }
     if let Some(verdict) = protect_again(&rundir, resource) {
         return verdict;
+    }
+    if let Verdict::Degraded(_) = looked {
+        return looked;
     }
     match if deep { service(&rundir, resource, deadline) } else { Verdict::Running } {
         Verdict::Running => late(&rundir, resource).map_or(Verdict::Running, Verdict::Degraded),
@@ -189,7 +192,10 @@ fn look(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
 /// Whether a guest that has come to its end may be one that is about to be booted again, by `rekindle watch`.
 fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
     let ended = matches!(status, Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()));
-    ended && matches!(flock_holder(&rundir.watch_lock()), Ok(Some(_)))
+    let is_watched = |state: State| state.definition.watches_guest();
+    ended
+        && State::read(rundir).ok().flatten().is_some_and(is_watched)
+        && matches!(flock_holder(&rundir.watch_lock()), Ok(Some(_)))
 }
 
 /// `None`: to be looked at again.
@@ -199,6 +205,10 @@ fn judge(rundir: &RunDir, status: &Status) -> Option<Verdict> {
         Status::Protected => Some(Verdict::Running),
         Status::Running => match stays_when_shut_down(rundir) {
             Ok(()) => Some(Verdict::Running),
+            Err(_) => None,
+        },
+        Status::Degraded(why) => match stays_when_shut_down(rundir) {
+            Ok(()) => Some(Verdict::Degraded(format!("its guest runs, but is degraded: {why}"))),
             Err(_) => None,
         },
         // It was in order, and is not to be gone back behind.

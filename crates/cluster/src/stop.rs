@@ -84,7 +84,7 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
         return Ok(Stopped { how, ended: Ended::Before, lost: None });
     }
     let status = life::status(&rundir);
-    let runs = matches!(status, Ok(Status::Running | Status::Stopped(_) | Status::Protected));
+    let runs = matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let shut_down = has_shut_down(&rundir);
     let lost = match status {
         Ok(Status::Silent) => Some("its QEMU does not answer".into()),
@@ -136,7 +136,8 @@ fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
         tracing::warn!("{}: it cannot be asked to shut down: {e}", rundir.name());
         return;
     }
-    while Instant::now() < deadline && matches!(life::status(rundir), Ok(Status::Running | Status::Stopped(_))) {
+    let runs = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
+    while Instant::now() < deadline && life::status(rundir).is_ok_and(|status| runs(&status)) {
         if has_shut_down(rundir) {
             return;
         }

@@ -376,7 +376,7 @@ impl Letting<'_> {
 }
 
 fn lock_file(rundir: &RunDir) -> Result<(PathBuf, File), FillError> {
-    let path = rundir.file("pager.lock");
+    let path = rundir.pager_lock();
     let mut options = OpenOptions::new();
     let opened = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = opened.map_err(|source| FillError::File { path: path.clone(), source })?;

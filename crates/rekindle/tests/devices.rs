@@ -7,7 +7,7 @@ mod common;
 use common::device::{Device, Small, run};
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
-use common::served::{BLOCK, BLOCKS, digest, image, read, section, server, status};
+use common::served::{BLOCK, BLOCKS, digest, image, kill_server, read, section, server, status};
 use common::{DEADLINE, Lab, wait_for};
 use std::fs;
 use std::path::Path;
@@ -41,11 +41,9 @@ fn agrees(guest: &Guest<'_>, device: &Device) {
 
 /// The host dies: QEMU, the disk's server and the protector with it.
 fn host_dies(guest: &Guest<'_>, protector: Protector) {
-    let server = server(guest).expect("a server");
-    server.kill().unwrap();
+    kill_server(guest);
     crash(guest);
     protector.kill();
-    assert!(server.wait_end(DEADLINE).unwrap());
 }
 
 #[test]
@@ -134,7 +132,7 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     let newest = ask(&guest, &format!("read vda 0 {BLOCKS}"));
     ask(&guest, "drop-caches");
     assert_eq!(ask(&guest, &format!("read vda 0 {BLOCKS}")), newest, "memory and disk agree");
-    server(&guest).expect("a server").kill().unwrap();
+    kill_server(&guest);
     crash(&guest);
     lab.rekindle(["run", definition, "--newest-disk"]).ok();
     guest.wait_ready();

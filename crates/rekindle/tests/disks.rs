@@ -5,10 +5,9 @@
 mod common;
 
 use common::guest::Guest;
-use common::served::{BLOCK, READ, digest, image, read, section, server, status};
+use common::served::{BLOCK, READ, digest, image, kill_server, read, section, server, status, watcher};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::attic::Told;
-use rekindle_kernel::process::{self, Process};
 use rekindle_qemu::qmp::Qmp;
 use serde_json::Value;
 use std::fs::{self, File};
@@ -97,17 +96,6 @@ fn a_guest_that_reboots_itself_or_panics_has_its_cache_and_one_that_powers_off_i
     assert_eq!(guest.status(), "ended");
 }
 
-fn watcher(guest: &Guest<'_>) -> Option<Process> {
-    let found = process::with_argument_containing("watch").unwrap();
-    found.into_iter().find(|process| {
-        let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-        let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
-        let root = String::from_utf8_lossy(&root).into_owned();
-        line.ends_with(format!("watch\0{}\0", guest.name).as_bytes())
-            && root.contains(guest.lab.run_root().to_str().unwrap())
-    })
-}
-
 /// Whether QEMU has been told what to do: its socket for that has somebody.
 fn waits(guest: &Guest<'_>) -> bool {
     let events = guest.only_qemu().directory.join("events.sock");
@@ -145,8 +133,7 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("killed").section(&section(&path, "")).boot(&[]);
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
-    let killed = server(&guest).expect("a server");
-    killed.kill().unwrap();
+    let killed = kill_server(&guest);
     guest.rekindle(&["recover"]).ok().says(&["server"]);
     // QEMU connects again and hands over what was under way.
     guest.ask("write vda 10 100 3");
@@ -155,7 +142,7 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     assert_ne!(server(&guest), Some(killed));
     guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
     // Dead when the guest is rebooted: there is nothing to keep, and it boots cold.
-    server(&guest).expect("a server").kill().unwrap();
+    kill_server(&guest);
     let told = reboot_os(&guest, &["--how", "warm-cache"]);
     assert_eq!(told["kept"], Value::Null);
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));

@@ -6,7 +6,7 @@ mod common;
 
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
-use common::served::{self, image, section, server, status};
+use common::served::{self, image, kill_server, section, status};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::engine::logged::Told;
 use std::path::{Path, PathBuf};
@@ -35,11 +35,9 @@ fn told(guest: &Guest<'_>) -> Option<Told> {
 
 /// The host dies: QEMU, the disk's server and the protector with it.
 fn host_dies(guest: &Guest<'_>, protector: Protector) {
-    let server = server(guest).expect("a server");
-    server.kill().unwrap();
+    kill_server(guest);
     crash(guest);
     protector.kill();
-    assert!(server.wait_end(Duration::from_secs(10)).unwrap());
 }
 
 /// Memory and disk agree: what the guest has of the disk in its cache is what is on it.
@@ -156,11 +154,7 @@ fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_a
     let expected = read(&guest);
     guest.ask("write vda 0 64 2");
     assert_ne!(read(&guest), expected, "newer than the checkpoint");
-    let die = || {
-        let server = server(&guest).expect("a server");
-        server.kill().unwrap();
-        assert!(server.wait_end(Duration::from_secs(10)).unwrap());
-    };
+    let die = || drop(kill_server(&guest));
     die();
     crash(&guest);
     restore(&guest, &store, &[]);

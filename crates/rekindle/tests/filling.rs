@@ -6,6 +6,7 @@
 mod common;
 
 use common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
+use common::served::kill_watcher;
 use common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
@@ -299,6 +300,7 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
         } else {
             let victim = pager(&case.guest).expect("it is filling");
             drop(slow);
+            kill_watcher(&case.guest);
             victim.kill().unwrap();
             assert!(victim.wait_end(Duration::from_secs(10)).unwrap());
             // No checkpoint stops the guest while nobody brings what it may need then.
@@ -392,8 +394,10 @@ fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out(
         let restored = if of_pager {
             crash(&case.guest);
             let restored = restore_with(&case.guest, &case.store, &[], &environment);
-            wait_for("the pager to die", DEADLINE, || pager(&case.guest).is_none().then_some(()));
-            assert!(case.guest.file("fill.json").exists());
+            wait_for("the pager to die, and another one in its place", DEADLINE, || {
+                let told = fs::read_to_string(case.guest.file("helpers.json")).unwrap_or_default();
+                told.contains("\"pager\"").then_some(())
+            });
             restored["checkpoint"].as_u64().unwrap()
         } else {
             let (restored, slow) = case.restore();
@@ -404,10 +408,6 @@ fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out(
             restored
         };
         let mut protector = case.protect(&all);
-        if of_pager {
-            protector.wait("waiting");
-            case.guest.rekindle(&["recover"]).ok();
-        }
         for _ in 0..2 {
             case.compare_next(&mut protector, restored);
         }

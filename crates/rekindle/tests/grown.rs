@@ -6,7 +6,7 @@ mod common;
 
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
-use common::served::{BLOCK, BLOCKS, digest, image, read, section, server};
+use common::served::{BLOCK, BLOCKS, digest, image, kill_server, read, section};
 use common::{DEADLINE, Done, Lab, qemu_new, qemu_old, wait_for};
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -44,7 +44,7 @@ fn a_disk_that_has_grown_is_so_in_its_guest_and_one_that_is_shorter_is_refused()
     // Another QEMU, and another server.
     guest.warm(&["--qemu", qemu_new().to_str().unwrap()]);
     grow(&guest, &path, BLOCKS + 128);
-    server(&guest).expect("a server").kill().unwrap();
+    kill_server(&guest);
     guest.rekindle(&["recover"]).ok();
     grow(&guest, &path, BLOCKS + 192);
     // Shorter: by name, and the guest goes on with what there is.
@@ -89,11 +89,9 @@ fn a_disk_with_epochs_grows_too_and_goes_back() {
     grow(&guest, &path, BLOCKS + 64);
     protector.next_checkpoint();
     let newest = read(&guest, BLOCKS, 64);
-    let server = server(&guest).expect("a server");
-    server.kill().unwrap();
+    kill_server(&guest);
     crash(&guest);
     protector.kill();
-    assert!(server.wait_end(DEADLINE).unwrap());
     restore(&guest, &store, &[]);
     wait_for("the command of the checkpoint to end", DEADLINE, || {
         guest.try_ask("write vda 0 1 1").ok().filter(|answer| !answer.contains("busy"))

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::served::{digest, image, read, section, server};
+use common::served::{digest, image, kill_server, read, section};
 use common::{DEADLINE, Done, Guest, Lab, wait_for};
 use rekindle_vm::lock::Lock;
 use rekindle_vm::phases;
@@ -118,7 +118,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
     announce(&guest);
 
     // What was written while another server had it, or none, nobody knows.
-    server(&guest).expect("a server").kill().unwrap();
+    kill_server(&guest);
     guest.rekindle(&["recover"]).ok().says(&["server"]);
     assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("server is another one"));
     guest.ask("phase services");

@@ -6,7 +6,7 @@
 mod common;
 
 use common::protector::Protector;
-use common::served::{image, section, server};
+use common::served::{image, kill_server, section};
 use common::{DEADLINE, Done, Guest, Lab, Net, eyes, lab::entries, qemu_old, wait_for};
 use rekindle_disk::control::Control;
 use rekindle_kernel::process;
@@ -380,11 +380,9 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     protector.next_checkpoint();
     protector.next_checkpoint();
     let boot = guest.boot_id();
-    let server = server(&guest).expect("a server");
-    server.kill().unwrap();
+    kill_server(&guest);
     crash(&guest);
     protector.kill();
-    assert!(server.wait_end(DEADLINE).unwrap());
     let restored = spare.json(&["restore", "served", "--store", &store]);
     assert_eq!((restored["prepared"].clone(), restored["unused"].clone()), (true.into(), Value::Null), "{restored}");
     assert_eq!((spare.qemu().process, guest.boot_id()), (waits.process, boot));

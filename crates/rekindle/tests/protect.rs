@@ -5,6 +5,7 @@
 mod common;
 
 use common::protector::{Protector, crash, pager, restore, store, wait_filled};
+use common::served::kill_watcher;
 use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
@@ -112,6 +113,7 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
         crash(&guest);
         restore(&guest, &store, &[]);
         // It may have brought everything by now: then once more.
+        kill_watcher(&guest);
         if let Some(pager) = pager(&guest) {
             pager.kill().unwrap();
             assert!(pager.wait_end(Duration::from_secs(10)).unwrap());
@@ -124,9 +126,9 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
             let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
             protector.wait("waiting");
             drop(protector);
-            guest.rekindle(&["recover"]).ok();
-            wait_filled(&guest);
         }
+        guest.rekindle(&["recover"]).ok();
+        wait_filled(&guest);
         assert_eq!(guest.boot_id(), boot);
         guest.verify();
         guest.assert_sound();

@@ -5,7 +5,7 @@
 mod common;
 
 use common::protector::{Protector, crash, pager, restore, store, wait_filled};
-use common::served::{BLOCK, READ, digest, image, read, section, server};
+use common::served::{BLOCK, READ, digest, image, kill_server, kill_watcher, read, section, server};
 use common::{Guest, Lab};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -108,6 +108,7 @@ fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
         assert_eq!(restored["filled"], false, "{restored}");
         if round == 1 {
             // The pager dies, and whoever waits for a page, in the guest or in the disk's server, waits.
+            kill_watcher(&guest);
             if let Some(pager) = pager(&guest) {
                 pager.kill().unwrap();
             }
@@ -115,7 +116,7 @@ fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
         }
         if round == 2 {
             // The one that comes after it waits for missing pages too.
-            server(&guest).expect("a server").kill().unwrap();
+            kill_server(&guest);
             guest.rekindle(&["recover"]).ok();
         }
         guest.ask(&format!("write vda {} 64 {round}", 600 + 64 * round));

@@ -161,7 +161,7 @@ pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, Attac
     let everybody = File::open(&host.root).map_err(failed)?;
     flock(&everybody, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
     let was_there = rundir.exists();
-    rundir.create().map_err(failed)?;
+    host.create_run_dir(&rundir).map_err(failed)?;
     let made = Lock::acquire(&rundir, "attach").map_err(LifeError::from).map_err(AttachError::from).and_then(|lock| {
         let state = make(host, &rundir, name, monitor)?;
         drop(lock);
@@ -180,7 +180,7 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
             Some(vmm) => return Err(LifeError::Running { name: name.to_string(), pid: vmm.pid }.into()),
             None if before.attached.is_some() => {
                 clean_up(host, rundir, &before)?;
-                rundir.create().map_err(failed)?;
+                host.create_run_dir(rundir).map_err(failed)?;
             }
             // A VM of Rekindle's own: it may be wanted once more.
             None => return Err(LifeError::NameTaken { name: name.to_string() }.into()),

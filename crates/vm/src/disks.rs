@@ -1,13 +1,16 @@
 //! The servers of a VM's disks: a process for each disk (`rekindle disk serve`) that outlives the QEMUs which come and go.
 //!
-//! One that has died is started again by the next operation on the VM; QEMU, which tries every second, goes on with it. What it
-//! knew of the guest's cache is gone then.
+//! One that has died is restarted by `rekindle watch` ([`crate::helpers`]), or by the next operation on the VM; QEMU connects to it again.
+//! What it knew of the guest's cache is lost then.
 
 mod kept;
 mod since;
 
 pub use kept::{Kept, let_go, reuse};
 
+use crate::helpers::served_now;
+use crate::lock::Servers;
+use crate::logs;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
@@ -15,11 +18,13 @@ use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::process::{self, Process};
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
+use rustix::net::sockopt::socket_peercred;
 use since::Since;
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::thread;
@@ -29,6 +34,9 @@ use std::time::{Duration, Instant};
 const START: Duration = Duration::from_secs(30);
 /// How long one that was asked to end, or killed, may take for what it has under way.
 const END: Duration = Duration::from_secs(10);
+
+/// How long another process may take to start or end servers of the same VM.
+const BUSY: Duration = Duration::from_secs(60);
 
 /// How long one may take to merge a log: as long as it is, and its guest has ended.
 const MERGE: Duration = Duration::from_secs(600);
@@ -72,6 +80,15 @@ pub enum DisksError {
         #[source]
         source: MergeError,
     },
+    /// The run directory.
+    #[error("run directory {}", path.display())]
+    RunDir {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The system refuses.
     #[error("disk {id}: {doing}")]
     Io {
@@ -97,12 +114,24 @@ pub fn control(rundir: &RunDir, id: &str) -> PathBuf {
 }
 
 fn log(rundir: &RunDir, id: &str) -> PathBuf {
-    rundir.file(&format!("disk-{id}.log"))
+    rundir.file(&log_name(id))
+}
+
+fn log_name(id: &str) -> String {
+    format!("disk-{id}.log")
 }
 
 /// As one argument, so that no other command is taken for a server.
 fn mark(rundir: &RunDir, id: &str) -> String {
     format!("--control={}", control(rundir, id).display())
+}
+
+/// The process that serves a disk, if one does: the peer of its control socket.
+#[must_use]
+pub fn server(rundir: &RunDir, id: &str) -> Option<Process> {
+    let stream = UnixStream::connect(control(rundir, id)).ok()?;
+    let pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get();
+    Process::of(u32::try_from(pid).ok()?).ok().filter(Process::is_alive)
 }
 
 fn answers(rundir: &RunDir, id: &str) -> bool {
@@ -178,7 +207,10 @@ pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
         let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
         status.is_ok_and(|status| status.waits)
     };
-    let ended = served(hardware).filter(|disk| !waits(disk)).try_for_each(|disk| end_server(rundir, disk));
+    let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
+    let ended = Servers::acquire(rundir, BUSY)
+        .map_err(failed)
+        .and_then(|_lock| served(hardware).filter(|disk| !waits(disk)).try_for_each(|disk| end_server(rundir, disk)));
     if let Err(e) = ended.and_then(|()| start_waiting(rundir, hardware)) {
         tracing::warn!("what was prepared is of no use any more: {e}");
     }
@@ -194,7 +226,32 @@ enum Begin<'a> {
     Waiting,
 }
 
+/// Restart the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a VM that ends or moves.
+///
+/// *On success:* a QEMU can connect to each of them; gives how many were started.
+///
+/// # Errors
+/// [`DisksError`].
+pub fn restart(rundir: &RunDir) -> Result<usize, DisksError> {
+    let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
+    let Some(_lock) = Servers::acquire(rundir, BUSY).map_err(failed)? else { return Ok(0) };
+    // Looked at with the lock held: whoever ends them ends QEMU, or notes the move, before that.
+    match served_now(rundir).map_err(failed)? {
+        Some(hardware) => start_locked(rundir, &hardware, &Begin::Newest),
+        None => Ok(0),
+    }
+}
+
 fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result<usize, DisksError> {
+    if served(hardware).next().is_none() {
+        return Ok(0);
+    }
+    let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
+    let _lock = Servers::acquire(rundir, BUSY).map_err(failed)?;
+    start_locked(rundir, hardware, begin)
+}
+
+fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result<usize, DisksError> {
     // One that has died while a restore fills waits too.
     let filling = matches!(begin, Begin::At(_)) || rundir.fill().exists();
     let mut started = Vec::new();
@@ -262,6 +319,7 @@ fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksErr
 fn spawn(rundir: &RunDir, disk: &Disk, command: &mut Command) -> Result<Child, DisksError> {
     let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
     let mut options = OpenOptions::new();
+    logs::link_log(rundir, &log_name(&disk.id));
     let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
     let log = opened.map_err(failed("opening its log"))?;
     let again = log.try_clone().map_err(failed("opening its log"))?;
@@ -293,6 +351,8 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
 /// # Errors
 /// [`DisksError`].
 pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
+    let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
+    let _lock = Servers::acquire(rundir, BUSY).map_err(failed)?;
     served(hardware).try_for_each(|disk| end_server(rundir, disk))
 }
 

@@ -1,10 +1,13 @@
 //! Where this user keeps VMs on this host.
 //!
 //! Root's run directories are under `/run/rekindle`, another user's under `$XDG_RUNTIME_DIR/rekindle`;
-//! `REKINDLE_RUN_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
+//! `REKINDLE_RUN_DIR` names another place. Logs are in `/var/log/rekindle`, another user's in `$XDG_STATE_HOME/rekindle/log`; where
+//! `REKINDLE_RUN_DIR` names another place than those, below that; `REKINDLE_LOG_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
 //! sizes Rekindle's own tmpfs for guest RAM, or names another place.
 
 use crate::definition::{Bytes, Definition};
+use crate::logs;
+use crate::rundir::RunDir;
 use rekindle_memory::directory::{RamDirectory, RamError};
 use serde::Deserialize;
 use std::env;
@@ -49,6 +52,8 @@ struct Config {
     ram_dir: Option<PathBuf>,
     save_dir: Option<PathBuf>,
     suspend_dir: Option<PathBuf>,
+    log_dir: Option<PathBuf>,
+    log_limit: Option<Bytes>,
 }
 
 /// Where this user keeps VMs on this host.
@@ -60,6 +65,10 @@ pub struct Host {
     pub save_dir: PathBuf,
     /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is lost are known too.
     pub suspend_dir: PathBuf,
+    /// Under which each VM has a directory of its name for its logs.
+    pub log_dir: PathBuf,
+    /// Bytes that one log may have before it is rotated.
+    pub log_limit: u64,
     ram: RamPlace,
 }
 
@@ -79,15 +88,17 @@ impl Host {
         let root_user = rustix::process::geteuid().is_root();
         let config_path = env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from);
         let config = read_config(&config_path)?;
-        let named = env::var_os("REKINDLE_RUN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
-        let root = match named {
-            Some(dir) => std::path::absolute(&dir).map_err(|source| HostError::RunDir { path: dir, source })?,
-            None if root_user => "/run/rekindle".into(),
-            None => {
-                let runtime =
-                    env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()).ok_or(HostError::NoRunDir)?;
-                PathBuf::from(runtime).join("rekindle")
-            }
+        let named = |name: &str| env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        let absolute =
+            |dir: PathBuf| std::path::absolute(&dir).map_err(|source| HostError::RunDir { path: dir, source });
+        let usual = if root_user {
+            Some("/run/rekindle".into())
+        } else {
+            named("XDG_RUNTIME_DIR").map(|runtime| runtime.join("rekindle"))
+        };
+        let root = match named("REKINDLE_RUN_DIR") {
+            Some(dir) => absolute(dir)?,
+            None => usual.clone().ok_or(HostError::NoRunDir)?,
         };
         make_private(&root).map_err(|source| HostError::RunDir { path: root.clone(), source })?;
         let ram = match config.ram_dir {
@@ -107,7 +118,18 @@ impl Host {
         let suspend_dir = config.suspend_dir.unwrap_or_else(|| {
             if root_user { "/var/lib/rekindle/suspended".into() } else { user_state_dir(&root).join("suspended") }
         });
-        Ok(Self { root, save_dir, suspend_dir, ram })
+        let log_dir = match named("REKINDLE_LOG_DIR").or(config.log_dir) {
+            Some(dir) => absolute(dir)?,
+            None if Some(&root) != usual.as_ref() => root.join(".log"),
+            None if root_user => "/var/log/rekindle".into(),
+            None => user_state_dir(&root).join("log"),
+        };
+        let log_limit = config.log_limit.map_or(logs::LIMIT, |limit| limit.as_u64());
+        if log_limit < logs::SMALLEST {
+            let message = format!("log_limit must be at least {} bytes", logs::SMALLEST);
+            return Err(HostError::Config { path: config_path, message });
+        }
+        Ok(Self { root, save_dir, suspend_dir, log_dir, log_limit, ram })
     }
 
     /// One whose run directories are in `root`.
@@ -118,8 +140,19 @@ impl Host {
             root: root.to_owned(),
             save_dir: directory("saved"),
             suspend_dir: directory("suspended"),
+            log_dir: directory(".log"),
+            log_limit: logs::LIMIT,
             ram: RamPlace::Named(directory(".ram")),
         }
+    }
+
+    /// Make the run directory of a VM, and have its logs where they belong. One that exists is no error.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn create_run_dir(&self, rundir: &RunDir) -> io::Result<()> {
+        rundir.create()?;
+        logs::begin(&self.log_dir, rundir)
     }
 
     /// The RAM directory of a VM: the one its definition names, or this host's.

@@ -12,7 +12,9 @@
 //! | [`samples`] | what host and guests have left, over time |
 //! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
 //! | [`disks`] | the servers of its disks |
+//! | [`helpers`] | the processes that serve it apart from its QEMU, and which of them are missing |
 //! | [`phases`] | whether its disks are still what the guest of a phase knew |
+//! | [`logs`] | its logs: where they are, and that they are bounded |
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
@@ -28,10 +30,12 @@ pub mod disks;
 pub mod doctor;
 pub mod fault;
 pub mod hardware;
+pub mod helpers;
 pub mod host;
 pub mod journal;
 pub mod life;
 pub mod lock;
+pub mod logs;
 pub mod network;
 pub mod phases;
 pub mod place;

@@ -3,6 +3,7 @@
 use crate::attach;
 use crate::definition::Definition;
 use crate::disks::{self, DisksError};
+use crate::helpers;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
@@ -181,6 +182,8 @@ pub enum Status {
     Stopped(String),
     /// QEMU waits with empty RAM for a checkpoint.
     Prepared,
+    /// QEMU runs, and a process that serves its guest is missing: which, and what becomes of it.
+    Degraded(String),
     /// QEMU does not answer on its second socket.
     Silent,
     /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has stopped it.
@@ -201,6 +204,7 @@ impl std::fmt::Display for Status {
             Self::Running => f.pad("running"),
             Self::Stopped(why) => f.pad(&format!("stopped ({why})")),
             Self::Prepared => f.pad("prepared"),
+            Self::Degraded(why) => f.pad(&format!("degraded ({why})")),
             Self::Silent => f.pad("silent"),
             Self::Protected => f.pad("protected"),
             Self::Ended => f.pad("ended"),
@@ -246,9 +250,21 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
         // A QEMU that is gone may be the one before, if an operation came to its end while this one looked.
         let gone = matches!(status, Status::Ended | Status::Silent);
         if !gone || State::read(rundir)?.and_then(|state| state.vmm) == recorded {
-            return Ok(status);
+            return with_helpers(rundir, status);
         }
     }
+}
+
+/// A QEMU that does not answer may wait for what a missing process should supply.
+fn with_helpers(rundir: &RunDir, status: Status) -> io::Result<Status> {
+    Ok(match status {
+        Status::Running => helpers::degraded(rundir)?.map_or(Status::Running, Status::Degraded),
+        Status::Silent => match helpers::degraded(rundir)? {
+            Some(why) => Status::Degraded(format!("{why}; QEMU does not answer")),
+            None => Status::Silent,
+        },
+        other => other,
+    })
 }
 
 fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {

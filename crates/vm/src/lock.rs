@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -115,13 +115,59 @@ impl Lock {
             }
             // The run directory may have been removed and made anew between the open and the lock: then the lock is
             // on a file that nobody else sees.
-            let ours = file.metadata().map_err(failed)?.ino();
-            if std::fs::metadata(&path).is_ok_and(|now| now.ino() == ours) {
+            if is_at(&file, &path).map_err(failed)? {
                 let Process { pid, started } = Process::current().map_err(failed)?;
                 let holder = Holder { pid, started, operation: operation.into() };
                 let text = serde_json::to_vec(&holder).map_err(|e| failed(e.into()))?;
                 file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(&text)).map_err(failed)?;
                 return Ok(Self { file });
+            }
+        }
+    }
+}
+
+/// Whether an open file is the one that is at `path` now.
+///
+/// # Errors
+/// The system's, of the open file.
+pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let ours = file.metadata()?;
+    Ok(std::fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
+}
+
+/// Held while servers of a VM's disks are started or ended, by an operation or by `rekindle watch`: so that a disk never gets two, and
+/// that none is started after the VM's end has ended them.
+#[derive(Debug)]
+pub struct Servers {
+    _file: File,
+}
+
+impl Servers {
+    /// Wait for it, at most for `patience`. None where the VM has no run directory.
+    ///
+    /// # Errors
+    /// The system's; that it is held for so long.
+    pub fn acquire(rundir: &RunDir, patience: Duration) -> io::Result<Option<Self>> {
+        let path = rundir.file("servers.lock");
+        let deadline = Instant::now() + patience;
+        loop {
+            let mut options = OpenOptions::new();
+            let file = match options.write(true).create(true).truncate(false).mode(0o600).open(&path) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                other => other?,
+            };
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                // The run directory may have been removed and made anew since it was opened.
+                Ok(()) if is_at(&file, &path)? => return Ok(Some(Self { _file: file })),
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
+                    let text = format!("{} is locked by another process for {} s", path.display(), patience.as_secs());
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+                }
+                Err(e) => return Err(e.into()),
             }
         }
     }
@@ -205,6 +251,22 @@ mod tests {
             let next = scope.spawn(|| RunState::acquire(&rundir, Duration::from_secs(30)).map(drop));
             drop(first);
             next.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn servers_are_started_and_ended_one_after_another_and_not_without_a_run_directory() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        assert!(Servers::acquire(&rundir, Duration::ZERO).unwrap().is_none());
+        rundir.create().unwrap();
+        let first = Servers::acquire(&rundir, Duration::ZERO).unwrap();
+        assert!(first.is_some());
+        assert_eq!(Servers::acquire(&rundir, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        thread::scope(|scope| {
+            let next = scope.spawn(|| Servers::acquire(&rundir, Duration::from_secs(30)).unwrap().is_some());
+            drop(first);
+            assert!(next.join().unwrap());
         });
     }
 

@@ -65,7 +65,7 @@ impl<'a> Site<'a> {
         let name = name.to_owned();
         let failed = |source| LifeError::RunDir { name: name.clone(), source };
         let rundir = RunDir::new(&host.root, &name);
-        rundir.create().map_err(failed)?;
+        host.create_run_dir(&rundir).map_err(failed)?;
         let lock = Lock::acquire(&rundir, operation)?;
         if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
             Journal::left_behind(&rundir).map_err(failed)?
@@ -118,7 +118,7 @@ impl<'a> Site<'a> {
             clean_up(self.host, &self.rundir, state)?;
             self.state = None;
             let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
-            self.rundir.create().map_err(failed)?;
+            self.host.create_run_dir(&self.rundir).map_err(failed)?;
         }
         Ok(())
     }

@@ -6,10 +6,12 @@
 //!   state.json      what runs            (docs/run-directory.md)
 //!   operation.json  the operation in hand
 //!   timeline.jsonl  what happened when
-//!   console.log     the guest's serial console, over all QEMUs
+//!   logs            -> /var/log/rekindle/NAME ([`crate::logs`])
+//!   console.log     -> logs/console.log: the guest's serial console, over all QEMUs
 //!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
 //! ```
 
+use crate::logs;
 use rekindle_qemu::command::Directory;
 use serde::Serialize;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -76,7 +78,7 @@ impl RunDir {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.path)
     }
 
-    /// Remove it with all that is in it.
+    /// Remove it with all that is in it. The logs stay where they are.
     ///
     /// # Errors
     /// When something in it cannot be removed.
@@ -110,16 +112,34 @@ impl RunDir {
         self.file("watch.lock")
     }
 
+    /// Locked by the pager, and by a restore until that has begun.
+    #[must_use]
+    pub fn pager_lock(&self) -> PathBuf {
+        self.file("pager.lock")
+    }
+
+    /// Locked by the process that saves phases of the guest's boot.
+    #[must_use]
+    pub fn phases_lock(&self) -> PathBuf {
+        self.file("phases.lock")
+    }
+
+    /// What `rekindle watch` has done about helpers that died.
+    #[must_use]
+    pub fn helpers(&self) -> PathBuf {
+        self.file("helpers.json")
+    }
+
     /// What a restore that has not brought all of the guest's memory yet leaves to its pager.
     #[must_use]
     pub fn fill(&self) -> PathBuf {
         self.file("fill.json")
     }
 
-    /// The guest's serial console.
+    /// The log of the guest's serial console, by the path that does not depend on the run directory.
     #[must_use]
     pub fn console_log(&self) -> PathBuf {
-        self.file("console.log")
+        logs::directory(self).join("console.log")
     }
 
     /// The directory of the `generation`-th QEMU.
@@ -139,6 +159,7 @@ impl RunDir {
             _ => {}
         }
         DirBuilder::new().mode(0o700).create(&directory.0)?;
+        logs::link_qemu(self, generation);
         Ok(directory)
     }
 }

@@ -125,6 +125,8 @@ impl Recorder {
 }
 
 const FILE: &str = "timeline.jsonl";
+/// Bytes of it, above which the next operation begins a new one. One older one is kept, as `timeline.jsonl.1`.
+const LONGEST: u64 = 1 << 20;
 
 /// Append steps to the timeline of a VM.
 ///
@@ -136,7 +138,12 @@ pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
         serde_json::to_writer(&mut text, entry)?;
         text.push(b'\n');
     }
-    OpenOptions::new().create(true).append(true).mode(0o600).open(rundir.file(FILE))?.write_all(&text)
+    let path = rundir.file(FILE);
+    // A guest that reboots itself all the time has it written without end.
+    if fs::metadata(&path).is_ok_and(|found| found.len() > LONGEST) {
+        fs::rename(&path, path.with_extension("jsonl.1"))?;
+    }
+    OpenOptions::new().create(true).append(true).mode(0o600).open(path)?.write_all(&text)
 }
 
 /// The timeline of a VM, oldest first. A last line that a crash cut short is left out.
@@ -154,6 +161,20 @@ pub fn read(rundir: &RunDir) -> io::Result<Vec<Entry>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_timeline_does_not_grow_for_ever() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let mut recorder = Recorder::new("web", "reboot os --how warm-cache");
+        (0..200).for_each(|_| recorder.step("a step of a guest that reboots itself"));
+        (0..100).for_each(|_| recorder.write(&rundir));
+        let all = fs::read_dir(rundir.path()).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len());
+        let lengths: Vec<_> = all.collect();
+        assert!(lengths.len() == 2 && lengths.iter().sum::<u64>() < 3 * LONGEST, "{lengths:?}");
+        assert_eq!(read(&rundir).unwrap().last(), recorder.entries().last());
+    }
 
     #[test]
     fn steps_follow_one_another_without_a_gap_and_are_read_back() {

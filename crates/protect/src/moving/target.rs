@@ -312,7 +312,7 @@ fn look(host: &Host, name: &Name) -> Answer {
         match life::status(&rundir) {
             Ok(Status::Busy(_)) if Instant::now() < deadline => thread::sleep(Duration::from_millis(50)),
             Ok(status) => {
-                let runs = matches!(status, Status::Running | Status::Protected);
+                let runs = matches!(status, Status::Running | Status::Degraded(_) | Status::Protected);
                 return Answer::Found { runs, status: status.to_string() };
             }
             Err(e) => return Answer::Refused { why: chain(&e) },

@@ -108,7 +108,7 @@ fn one(host: &Host, name: &str, how: How, others: Others) -> Result<Option<How>,
         Status::NeedsRecovery => return Err(problem(format!("it needs recovery first: rekindle recover {name}"))),
         Status::Suspended => return Err(problem("it is suspended still: rekindle host resume".into())),
         Status::Busy(operation) => return Err(problem(format!("`{operation}` is at work on it; wait for it to end"))),
-        Status::Running | Status::Stopped(_) | Status::Silent | Status::Protected => {}
+        Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Silent | Status::Protected => {}
     }
     let state = State::read(&rundir).map_err(|e| problem(e.to_string()))?;
     if let Some(attached) = state.as_ref().and_then(|state| state.attached.as_ref()) {

@@ -154,7 +154,7 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
     let name = &entry.state.hardware.name;
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| RebootError::File { path: rundir.path().to_owned(), source };
-    rundir.create().map_err(failed)?;
+    host.create_run_dir(&rundir).map_err(failed)?;
     if State::read(&rundir).map_err(failed)?.is_none() {
         // No process of another boot is one of this boot, whatever its number.
         let qemu = entry.state.vmm.as_ref().map_or(&entry.state.definition.qemu, |vmm| &vmm.binary).clone();
@@ -203,7 +203,7 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
 fn watch_it(rundir: &RunDir) -> Result<(), RebootError> {
     let state = State::read(rundir).map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
     if let Some(state) = state
-        && let Err(e) = watch::start(rundir, &state.definition)
+        && let Err(e) = watch::start(rundir, &state)
     {
         tracing::warn!("{}: nobody waits for its guest to reboot itself: {e}", rundir.name());
     }

@@ -10,6 +10,7 @@
 //! The first two shut it down and boot it in a QEMU of its own; `docs/disk.md` has the argument for the second, `docs/os-reboot.md` the
 //! others.
 
+mod helpers;
 mod kexec;
 pub mod phase;
 pub mod watch;

@@ -1,9 +1,11 @@
-//! Waits beside a VM until its guest reboots itself or panics, and then reboots it with a warm cache, or from a phase.
+//! `rekindle watch`: one process for each VM that Rekindle has started. It restarts the processes that serve the VM
+//! ([`super::helpers`]), and reboots a guest that reboots itself or panics with a warm cache, or from a phase.
 //!
 //! QEMU would reset the guest in place, and its cache with it. So it is told to stop there instead (`set-action`), and the
 //! process here does what `rekindle reboot os --how warm-cache | phase` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
+use super::helpers::Helpers;
 use super::{How, boot_unless, phase, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::{detach, disown};
@@ -12,9 +14,10 @@ use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
+use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{End, LifeError, SHUT_DOWN, run_state};
-use rekindle_vm::lock;
+use rekindle_vm::lock::{self, is_at};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rustix::fs::{FlockOperation, flock};
@@ -24,6 +27,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -39,6 +43,8 @@ const BUSY: Duration = Duration::from_secs(600);
 const SOON: Duration = Duration::from_secs(60);
 /// How long until a store that could not be told something is told it again.
 const STORE: Duration = Duration::from_secs(1);
+/// How long a process may take to begin.
+const BEGINNING: Duration = Duration::from_secs(10);
 /// How long a VM without a QEMU may be between two of them.
 const BETWEEN: Duration = Duration::from_secs(5);
 
@@ -50,21 +56,19 @@ enum Happened {
     Panicked,
 }
 
-/// Whether there is something to wait for.
-fn is_wanted(definition: &Definition) -> bool {
-    definition.on_reboot != OnReboot::Reset || definition.on_crash != OnCrash::Leave
-}
-
-/// Start the process that waits, if the VM's definition wants it. One that is there already is enough: the second one ends.
+/// Start the process for a VM that Rekindle has started, unless it runs, and wait until it has begun.
 ///
 /// # Errors
-/// The system's.
-pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
-    if is_wanted(definition) { spawn(rundir, "watch") } else { Ok(()) }
+/// The system's; that it has ended instead.
+pub fn start(rundir: &RunDir, state: &State) -> io::Result<()> {
+    if state.attached.is_none() { spawn(rundir, "watch", &Helper::Watch) } else { Ok(()) }
 }
 
-/// Start `rekindle COMMAND NAME` beside the VM.
-pub(super) fn spawn(rundir: &RunDir, name: &str) -> io::Result<()> {
+/// Start `rekindle COMMAND NAME`, which is that helper of the VM, and wait until it has its lock. Where it runs already nothing is done.
+pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<()> {
+    if helper.process(rundir).is_some() {
+        return Ok(());
+    }
     let log = rundir.file(&format!("{name}.log"));
     let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
     let mut command = Command::new(std::env::current_exe()?);
@@ -72,7 +76,19 @@ pub(super) fn spawn(rundir: &RunDir, name: &str) -> io::Result<()> {
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
-    detach(&mut command).stdin(Stdio::null()).spawn().map(disown)
+    // A fault that is injected into this process is not one of those that it starts.
+    let mut child = detach(command.env_remove("REKINDLE_FAULT")).stdin(Stdio::null()).spawn()?;
+    let deadline = Instant::now() + BEGINNING;
+    while helper.process(rundir).is_none() && child.try_wait()?.is_none() && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(1));
+    }
+    // It ends without an error where another one was faster, and where the VM is gone.
+    let failed = child.try_wait()?.filter(|status| !status.success());
+    disown(child);
+    match failed {
+        Some(status) => Err(io::Error::other(format!("`rekindle {name}` has ended: {status}; see {}", log.display()))),
+        None => Ok(()),
+    }
 }
 
 /// Why it waits no more.
@@ -99,11 +115,38 @@ pub enum WatchError {
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = lock_file(&rundir.watch_lock()).map_err(failed)? else { return Ok(()) };
+    let Some(lock) = lock_file(&rundir.watch_lock()).map_err(failed)? else { return Ok(()) };
+    let ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| Helpers::new(&rundir, host.log_limit).keep(&ended));
+        let _end = EndOnDrop(&ended);
+        guests(host, &rundir, &lock)
+    })
+}
+
+/// Sets a flag on drop, also during a panic.
+struct EndOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Reboot the VM's guests that reboot themselves or panic, until the VM is gone or its QEMU has ended and is not replaced.
+fn guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchError> {
+    let name = rundir.name();
+    let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
     let mut gone_on: Option<Instant> = None;
     loop {
-        let Some((vmm, definition)) = next(&rundir).map_err(failed)? else { return Ok(()) };
-        match wait(&rundir, &vmm, &definition) {
+        // The VM of this name may be another one by now, with another process that watches it.
+        let is_ours = is_at(lock, &rundir.watch_lock()).map_err(failed)?;
+        let Some((vmm, definition)) = next(rundir).map_err(failed)?.filter(|_| is_ours) else { return Ok(()) };
+        if !definition.watches_guest() {
+            while !vmm.process().wait_end(LONG).map_err(failed)? {}
+            continue;
+        }
+        match wait(rundir, &vmm, &definition) {
             Ok(Some(Happened::PoweredOff) | None) => {}
             Ok(Some(what @ (Happened::Rebooted | Happened::Panicked))) => {
                 tracing::info!(
@@ -278,11 +321,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vm_without_a_warm_cache_has_nobody_waiting() {
+    fn a_vm_without_a_warm_cache_has_its_guest_reset_in_place() {
         let text = "name = \"x\"\n[boot]\nkernel = \"/bin/true\"\n";
         let definition = Definition::parse(text, "/", "x.toml").unwrap();
-        assert!(!is_wanted(&definition));
-        assert!(is_wanted(&Definition { on_crash: OnCrash::WarmCache, ..definition.clone() }));
-        assert!(is_wanted(&Definition { on_reboot: OnReboot::Phase, ..definition }));
+        assert!(!definition.watches_guest());
+        assert!(Definition { on_crash: OnCrash::WarmCache, ..definition.clone() }.watches_guest());
+        assert!(Definition { on_reboot: OnReboot::Phase, ..definition }.watches_guest());
     }
 }

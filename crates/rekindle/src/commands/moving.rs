@@ -8,11 +8,8 @@ use anyhow::{Context, Result};
 use rekindle_protect::moving::source::{Settings, start};
 use rekindle_protect::moving::target;
 use rekindle_protect::moving::{Event, Far, Moved};
-use rekindle_reboot::os::watch;
 use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
-use rekindle_vm::rundir::RunDir;
-use rekindle_vm::state::State;
 use std::process::ExitCode;
 
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
@@ -65,14 +62,7 @@ fn both(store: &StoreUrl) -> Result<StoreUrl> {
 
 pub fn receive() -> Result<ExitCode> {
     let host = Host::open()?;
-    let running = |name: &str| {
-        let rundir = RunDir::new(&host.root, name);
-        let state = State::read(&rundir).ok().flatten();
-        if let Some(Err(e)) = state.map(|state| watch::start(&rundir, &state.definition)) {
-            tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
-        }
-        super::reboot::save_phases(&host, name);
-    };
+    let running = |name: &str| super::reboot::start_helpers(&host, name);
     target::receive(&host, std::io::stdin().lock(), std::io::stdout().lock(), &running)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -13,11 +13,8 @@ use rekindle_cluster::start::{Started, start as begin};
 use rekindle_cluster::stop::{How, stop as end};
 use rekindle_protect::moving::Event;
 use rekindle_protect::protector::{Disks, Settings};
-use rekindle_reboot::os::watch;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
-use rekindle_vm::rundir::RunDir;
-use rekindle_vm::state::State;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -67,14 +64,7 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let (host, resource) = (Host::open()?, resource(arguments));
     let started = begin(&host, &resource, deadline(arguments))?;
     let name = &resource.name;
-    let rundir = RunDir::new(&host.root, name.as_str());
-    // It runs all the same: its reboots are cold then.
-    if let Some(state) = State::read(&rundir)?
-        && let Err(e) = watch::start(&rundir, &state.definition)
-    {
-        tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
-    }
-    super::reboot::save_phases(&host, name.as_str());
+    super::reboot::start_helpers(&host, name.as_str());
     let text = match &started {
         Started::Already => format!("{name} runs already"),
         Started::Restored(restored) => format!("{name} goes on from checkpoint {}", restored.checkpoint),
@@ -115,7 +105,13 @@ fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
     // Not to be known is not to run: whoever asks has to be told of it as of a failure.
     let verdict = match Host::open() {
-        Ok(host) => look(&host, &resource, deadline(&arguments.resource), arguments.deep),
+        Ok(host) => {
+            let verdict = look(&host, &resource, deadline(&arguments.resource), arguments.deep);
+            if let Verdict::Running | Verdict::Degraded(_) = verdict {
+                super::reboot::start_helpers(&host, resource.name.as_str());
+            }
+            verdict
+        }
         Err(e) => Verdict::Failed(e.to_string()),
     };
     output.result(&verdict, format!("{}: {verdict}", resource.name))?;

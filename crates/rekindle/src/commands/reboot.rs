@@ -75,6 +75,7 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let waiting = spinner(output, format!("{how} reboot of {}", names.join(", ")));
     let outcomes = vmm::reboot(&host, &names, &options);
     waiting.finish_and_clear();
+    names.iter().for_each(|name| start_helpers(&host, name));
     tell(output, how, &outcomes)?;
     let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.left), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
@@ -111,7 +112,7 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let rebooted = os::reboot(&host, name, &os::Request { how, kexec, candidate: arguments.candidate.clone(), end });
     waiting.finish_and_clear();
     let Rebooted { report, kept, ended, kexec, phase } = &rebooted?;
-    save_phases(&host, name);
+    start_helpers(&host, name);
     let candidate = phase.as_ref().and_then(|phase| phase.candidate.as_ref());
     let mut text = match (how, kexec) {
         _ if candidate.is_some() => {
@@ -146,15 +147,19 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Have somebody save the phases of the VM's boot, if they are to be: whoever did so may have died, and one is enough.
-pub fn save_phases(host: &Host, name: &str) {
+/// Start the processes that watch over a VM and save phases of its guest's boot, where they do not run. The guest runs without them, too.
+pub fn start_helpers(host: &Host, name: &str) {
     let rundir = RunDir::new(&host.root, name);
-    let started = State::read(&rundir).and_then(|state| match state {
-        Some(state) => keeper::start(&rundir, &state.definition),
-        None => Ok(()),
-    });
-    if let Err(e) = started {
-        tracing::warn!("{name}: nobody saves the phases of its guest's boot: {e}");
+    let state = match State::read(&rundir) {
+        Ok(Some(state)) => state,
+        Ok(None) => return,
+        Err(e) => return tracing::warn!("{name}: {e}; to start what watches over it: rekindle recover {name}"),
+    };
+    if let Err(e) = os::watch::start(&rundir, &state) {
+        tracing::warn!("{name}: `rekindle watch` does not run ({e}); to start it: rekindle recover {name}");
+    }
+    if let Err(e) = keeper::start(&rundir, &state.definition) {
+        tracing::warn!("{name}: no phases of its guest's boot are saved ({e}); to start that: rekindle recover {name}");
     }
 }
 
@@ -183,7 +188,8 @@ fn spinner(output: &Output, message: String) -> ProgressBar {
 
 fn running(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
-    names.retain(|name| matches!(life::status(&RunDir::new(&host.root, name)), Ok(Status::Running)));
+    let runs = |name: &str| life::status(&RunDir::new(&host.root, name));
+    names.retain(|name| matches!(runs(name), Ok(Status::Running | Status::Degraded(_))));
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());
     }

@@ -5,7 +5,6 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::owned::Owned;
 use rekindle_protect::restore::start_pager;
-use rekindle_reboot::os::watch;
 use rekindle_reboot::vmm;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
@@ -29,9 +28,8 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
         start_pager(&rundir)?;
     }
     let recovered = vmm::recover(&host, name.as_str())?;
-    if let Some(state) = State::read(&rundir)?.filter(|state| state.vmm.is_some()) {
-        watch::start(&rundir, &state.definition)?;
-        super::reboot::save_phases(&host, name.as_str());
+    if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
+        super::reboot::start_helpers(&host, name.as_str());
     }
     output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
     Ok(ExitCode::SUCCESS)

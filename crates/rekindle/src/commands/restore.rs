@@ -42,7 +42,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let restored = run(&host, &arguments.name, &request)?;
-    super::reboot::save_phases(&host, &restored.name);
+    super::reboot::start_helpers(&host, &restored.name);
     let rest = if restored.filled { "all of its memory is there" } else { "its memory comes on demand" };
     let text = format!(
         "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {rest}; {}",

@@ -3,11 +3,9 @@
 use crate::cli::Run;
 use crate::output::{Output, Usage};
 use anyhow::Result;
-use rekindle_reboot::os::watch;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
 use rekindle_vm::life;
-use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
 
 pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
@@ -15,11 +13,7 @@ pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let host = Host::open()?;
     let state = life::run(&host, definition, arguments.qemu.as_deref(), arguments.newest_disk)?;
     let name = state.hardware.name.clone();
-    // It runs all the same: its reboots are cold then.
-    if let Err(e) = watch::start(&RunDir::new(&host.root, &name), &state.definition) {
-        tracing::warn!("{name}: nobody waits for its guest to reboot itself: {e}");
-    }
-    super::reboot::save_phases(&host, &name);
+    super::reboot::start_helpers(&host, &name);
     let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
     let text = format!(

@@ -8,8 +8,10 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_reboot::os::phase::Candidate;
 use rekindle_reboot::os::phase::candidates;
+use rekindle_vm::helpers::{self, Running};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError};
+use rekindle_vm::logs;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{self, Entry};
@@ -78,8 +80,9 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
         text += &format!("# QEMU {version}: {} (process {})\n", vmm.binary.display(), vmm.pid);
         text += &match &vmm.monitor {
             Some(monitor) => format!("# monitor: {monitor}\n"),
-            None => format!("# sockets and log: {}\n", vmm.directory.display()),
+            None => format!("# sockets: {}\n", vmm.directory.display()),
         };
+        text += &format!("# logs: {}\n", logs::directory(&rundir).display());
     }
     if let Some(previous) = &state.previous {
         text += &format!("# --rollback goes to {}\n", previous.display());
@@ -92,12 +95,29 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     if state.attached.is_none() {
         text += &format!("# RAM: {}\n", hardware.ram.path.display());
     }
+    for helper in helpers::list(&rundir)? {
+        text += &helper_line(&helper);
+    }
     for candidate in candidates::list(&host, &rundir, &state) {
         text += &line(&candidate);
     }
     text += &format!("\n{definition}");
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A process that serves the VM.
+fn helper_line(helper: &Running) -> String {
+    let Running { helper, pid, restarts } = helper;
+    let process = pid.map_or_else(|| "missing".to_owned(), |pid| format!("process {pid}"));
+    let restarted = match restarts.count {
+        0 => String::new(),
+        1 => ", restarted once".into(),
+        count => format!(", restarted {count} times"),
+    };
+    let given_up =
+        restarts.given_up.as_ref().map_or_else(String::new, |why| format!("; not restarted any more: {why}"));
+    format!("# helper {helper}: {process}{restarted}{given_up}\n")
 }
 
 /// A phase that is kept, or is to be.
@@ -124,8 +144,10 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "name": state.hardware.name,
         "status": life::status(&rundir)?,
         "run_directory": rundir.path(),
+        "logs": logs::directory(&rundir),
         "vmm": state.vmm,
         "attached": state.attached,
+        "helpers": helpers::list(&rundir)?,
         "prepared": state.prepared,
         "phases": candidates::list(host, &rundir, state),
         "qemu_version": state.version,

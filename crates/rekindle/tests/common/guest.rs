@@ -186,8 +186,10 @@ impl<'a> Guest<'a> {
         assert_eq!(self.status(), "running", "{}", self.lab.scene());
         assert!(!self.file("operation.json").exists(), "operation.json is left\n{}", self.lab.scene());
         assert!(!self.file("handover.stream").exists(), "handover.stream is left");
-        let directories: Vec<_> =
-            super::lab::entries(&self.file("")).into_iter().filter(|path| path.is_dir()).collect();
+        let directories: Vec<_> = super::lab::entries(&self.file(""))
+            .into_iter()
+            .filter(|path| path.is_dir() && !path.is_symlink())
+            .collect();
         assert_eq!(directories, std::slice::from_ref(&qemu.directory), "directories of other QEMUs are left");
         let shown = self.rekindle(&["--json", "show"]).ok().json();
         assert_eq!(shown["vmm"]["pid"], qemu.process.pid, "another QEMU is recorded than runs: {shown:#}");

@@ -165,7 +165,7 @@ impl Lab {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
         command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
         command.env("REKINDLE_HOST_CONFIG", self.path("host.toml"));
-        command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG");
+        command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG").env_remove("REKINDLE_LOG_DIR");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
@@ -261,8 +261,8 @@ impl Lab {
         let left: Vec<_> = eyes::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
         assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.scene());
         let root = self.run_root();
-        // What is known of QEMU binaries stays.
-        let stays = |path: &PathBuf| path.ends_with(".netns") || path.ends_with(".binaries");
+        // What is known of QEMU binaries stays, and so do logs.
+        let stays = |path: &PathBuf| [".netns", ".binaries", ".log"].iter().any(|name| path.ends_with(name));
         let left: Vec<_> = entries(&root).into_iter().filter(|path| !stays(path)).collect();
         assert!(left.is_empty(), "left in {}: {left:?}", root.display());
         assert!(entries(&root.join(".netns")).is_empty(), "namespaces are left: {:?}", entries(&root.join(".netns")));

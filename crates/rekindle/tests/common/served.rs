@@ -4,9 +4,10 @@ use super::{Guest, Lab};
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_kernel::process::{self, Process};
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 pub const BLOCK: u64 = 4096;
 /// Of the disk.
@@ -52,4 +53,33 @@ pub fn status(guest: &Guest<'_>) -> Status {
 pub fn server(guest: &Guest<'_>) -> Option<Process> {
     let mark = format!("--control={}", guest.file("disk-disk0.control").display());
     process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
+}
+
+/// The process that restarts its helpers, and reboots it.
+pub fn watcher(guest: &Guest<'_>) -> Option<Process> {
+    let found = process::with_argument_containing("watch").unwrap();
+    found.into_iter().find(|process| {
+        let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
+        let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
+        let root = String::from_utf8_lossy(&root).into_owned();
+        line.ends_with(format!("watch\0{}\0", guest.name).as_bytes())
+            && root.contains(guest.lab.run_root().to_str().unwrap())
+    })
+}
+
+/// Nothing restarts its helpers any more, until `recover`.
+pub fn kill_watcher(guest: &Guest<'_>) {
+    if let Some(watcher) = watcher(guest) {
+        watcher.kill().unwrap();
+        assert!(watcher.wait_end(Duration::from_secs(10)).unwrap());
+    }
+}
+
+/// The process that has its first disk dies, and is not restarted until `recover`.
+pub fn kill_server(guest: &Guest<'_>) -> Process {
+    kill_watcher(guest);
+    let server = server(guest).expect("a server");
+    server.kill().unwrap();
+    assert!(server.wait_end(Duration::from_secs(10)).unwrap());
+    server
 }

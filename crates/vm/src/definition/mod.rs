@@ -269,6 +269,12 @@ pub enum DiskCache {
 }
 
 impl Definition {
+    /// Whether a guest that reboots itself or panics is stopped there, for `rekindle watch` to reboot it.
+    #[must_use]
+    pub fn watches_guest(&self) -> bool {
+        self.on_reboot != OnReboot::Reset || self.on_crash != OnCrash::Leave
+    }
+
     /// Reads and checks the file at `path`.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ use super::save::{Saved, save};
 use crate::os::watch::{self, WatchError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Definition;
+use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::RunDir;
@@ -29,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// # Errors
 /// The system's.
 pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
-    if definition.phase.is_empty() { Ok(()) } else { watch::spawn(rundir, "phases") }
+    if definition.phase.is_empty() { Ok(()) } else { watch::spawn(rundir, "phases", &Helper::Phases) }
 }
 
 /// Wait, until the VM is gone or its QEMU has ended and is not replaced.
@@ -39,7 +40,7 @@ pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = watch::lock_file(&rundir.file("phases.lock")).map_err(failed)? else { return Ok(()) };
+    let Some(_lock) = watch::lock_file(&rundir.phases_lock()).map_err(failed)? else { return Ok(()) };
     let mut expected = false;
     while let Some((vmm, definition)) = watch::next(&rundir).map_err(failed)? {
         let health = Health::of(&definition).unwrap_or_else(|e| {

@@ -1,0 +1,246 @@
+//! Restarts the processes that serve a VM ([`rekindle_vm::helpers`]) when they die.
+//!
+//! A part of `rekindle watch`. It holds a pidfd of each, so that a death is known within a millisecond, and looks a few times a second
+//! for helpers that it does not know yet. What it starts is what `rekindle recover` starts, by the same functions and under the same locks.
+
+mod backoff;
+
+use super::phase::keeper;
+use backoff::{Backoff, LIMIT, Next};
+use rekindle_kernel::process::Process;
+use rekindle_protect::restore::start_pager;
+use rekindle_vm::disks;
+use rekindle_vm::helpers::{self, Helper, Record};
+use rekindle_vm::logs;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::host_us;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Between two looks for helpers that are not known yet.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long a helper that was never seen may be missing: it may be about to begin.
+const BEGINNING: Duration = Duration::from_secs(1);
+/// How long one that was started may take to serve.
+const START: Duration = Duration::from_secs(10);
+
+/// What is known of one helper.
+struct Known {
+    /// Its process, since when it is known, and what says that it has died.
+    process: Option<(Process, Instant, OwnedFd)>,
+    backoff: Backoff,
+    /// Since when it is missing, and when it is to be restarted; never if it is given up.
+    missing: Option<(Instant, Option<Instant>)>,
+}
+
+/// The helpers of one VM.
+pub(super) struct Helpers<'a> {
+    rundir: &'a RunDir,
+    log_limit: u64,
+    /// That a log cannot be rotated was reported.
+    unbounded: bool,
+    known: BTreeMap<Helper, Known>,
+    record: Record,
+}
+
+impl<'a> Helpers<'a> {
+    pub(super) fn new(rundir: &'a RunDir, log_limit: u64) -> Self {
+        let mut record = helpers::record(rundir);
+        // A new process has not given anything up.
+        record.values_mut().for_each(|restarts| restarts.given_up = None);
+        Self { rundir, log_limit, unbounded: false, known: BTreeMap::new(), record }
+    }
+
+    /// Watch over them until `end` is set.
+    pub(super) fn keep(mut self, end: &AtomicBool) {
+        while !end.load(Ordering::Relaxed) {
+            if let Err(e) = self.look() {
+                tracing::debug!("{}: {e}", self.rundir.name());
+            }
+            self.bound_logs();
+            self.wait();
+        }
+    }
+
+    fn bound_logs(&mut self) {
+        let failed = logs::bound(self.rundir, self.log_limit);
+        if let Some((log, e)) = failed.first()
+            && !std::mem::replace(&mut self.unbounded, true)
+        {
+            // One of them is this process's own.
+            tracing::warn!("{}: cannot be rotated: {e}", log.display());
+        }
+    }
+
+    /// Restart those that have died.
+    fn look(&mut self) -> std::io::Result<()> {
+        let mut needed = helpers::needed(self.rundir)?;
+        needed.retain(|helper| *helper != Helper::Watch);
+        self.known.retain(|helper, _| needed.contains(helper));
+        for helper in needed {
+            let now = Instant::now();
+            let known = self.known.entry(helper.clone()).or_insert_with(|| Known {
+                process: None,
+                backoff: Backoff::default(),
+                missing: None,
+            });
+            if known.process.as_ref().is_some_and(|(process, ..)| process.is_alive()) {
+                continue;
+            }
+            if let Some(process) = helper.process(self.rundir)
+                && let Ok(pidfd) = process.pidfd()
+            {
+                known.process = Some((process, now, pidfd));
+                known.missing = None;
+                self.forget_given_up(&helper);
+                continue;
+            }
+            self.missing(&helper, now);
+        }
+        Ok(())
+    }
+
+    /// It runs again, whoever has started it.
+    fn forget_given_up(&mut self, helper: &Helper) {
+        if let Some(restarts) = self.record.get_mut(&helper.key())
+            && restarts.given_up.take().is_some()
+        {
+            self.write();
+        }
+    }
+
+    fn missing(&mut self, helper: &Helper, now: Instant) {
+        let Some(known) = self.known.get_mut(helper) else { return };
+        let (since, at) = match (known.process.take(), known.missing) {
+            (Some((process, since, _)), _) => {
+                tracing::warn!("{}: {helper} (process {}) has died", self.rundir.name(), process.pid);
+                let next = known.backoff.died(now, now.saturating_duration_since(since));
+                self.decide(helper, now, next, None)
+            }
+            (None, Some(missing)) => missing,
+            (None, None) => *known.missing.insert((now, Some(now + BEGINNING))),
+        };
+        if at.is_some_and(|at| at <= now) {
+            self.restart(helper, since);
+        }
+    }
+
+    /// Note what is to be done about a helper that is missing since `since`; `why` it could not be started.
+    fn decide(&mut self, helper: &Helper, since: Instant, next: Next, why: Option<&str>) -> (Instant, Option<Instant>) {
+        let missing = match next {
+            Next::RestartAt(at) => (since, Some(at)),
+            Next::GiveUp => {
+                let why = match why {
+                    Some(why) => format!("it failed {LIMIT} times in a row, the last time because: {why}"),
+                    None => format!("it died {LIMIT} times in a row"),
+                };
+                let name = self.rundir.name();
+                tracing::error!(
+                    "{name}: {helper} is not restarted any more: {why}; to restart: rekindle recover {name}"
+                );
+                self.record.entry(helper.key()).or_default().given_up = Some(why);
+                self.write();
+                (since, None)
+            }
+        };
+        if let Some(known) = self.known.get_mut(helper) {
+            known.missing = Some(missing);
+        }
+        missing
+    }
+
+    fn restart(&mut self, helper: &Helper, since: Instant) {
+        let name = self.rundir.name();
+        match start(self.rundir, helper) {
+            Ok(Some(process)) => {
+                let (now, took) = (Instant::now(), since.elapsed());
+                tracing::warn!(
+                    "{name}: {helper} was restarted (process {}) after {} ms",
+                    process.pid,
+                    took.as_millis()
+                );
+                let restarts = self.record.entry(helper.key()).or_default();
+                restarts.count += 1;
+                restarts.last_host_us = Some(host_us());
+                restarts.last_took_us = Some(u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
+                self.write();
+                if let (Some(known), Ok(pidfd)) = (self.known.get_mut(helper), process.pidfd()) {
+                    known.process = Some((process, now, pidfd));
+                    known.missing = None;
+                }
+            }
+            // It is not needed any more.
+            Ok(None) => drop(self.known.remove(helper)),
+            Err(why) => {
+                tracing::warn!("{name}: {helper} cannot be restarted: {why}");
+                let now = Instant::now();
+                let next = self.known.get_mut(helper).map(|known| known.backoff.died(now, Duration::ZERO));
+                self.decide(helper, since, next.unwrap_or(Next::GiveUp), Some(&why));
+            }
+        }
+    }
+
+    fn write(&self) {
+        if let Err(e) = helpers::write_record(self.rundir, &self.record) {
+            tracing::debug!("{}: {e}", self.rundir.helpers().display());
+        }
+    }
+
+    /// Wait until one dies, one is to be restarted, or it is time to look again.
+    fn wait(&self) {
+        let now = Instant::now();
+        let restarts = self.known.values().filter_map(|known| known.missing?.1);
+        let until = restarts.min().map_or(LOOK, |at| at.saturating_duration_since(now).min(LOOK));
+        let all = self.known.values().filter_map(|known| known.process.as_ref());
+        let mut fds: Vec<_> = all.map(|(_, _, pidfd)| PollFd::new(pidfd, PollFlags::IN)).collect();
+        let timeout = Timespec { tv_sec: 0, tv_nsec: until.subsec_nanos().into() };
+        if let Err(e) = poll(&mut fds, Some(&timeout)) {
+            tracing::debug!("waiting for helpers: {e}");
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+/// Start a helper and wait until it serves. None if it is not needed any more.
+fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
+    let started = match helper {
+        Helper::Disk(_) => disks::restart(rundir).map(drop).map_err(|e| chain(&e)),
+        Helper::Pager => start_pager(rundir).map_err(|e| chain(&e)),
+        Helper::Phases => match State::read(rundir) {
+            Ok(Some(state)) => keeper::start(rundir, &state.definition).map_err(|e| e.to_string()),
+            Ok(None) => Ok(()),
+            Err(e) => Err(e.to_string()),
+        },
+        Helper::Watch => Ok(()),
+    };
+    started?;
+    let deadline = Instant::now() + START;
+    loop {
+        if let Some(process) = helper.process(rundir) {
+            return Ok(Some(process));
+        }
+        if !helpers::needed(rundir).map_err(|e| e.to_string())?.contains(helper) {
+            return Ok(None);
+        }
+        if Instant::now() > deadline {
+            return Err(format!("it has not begun to serve within {} s", START.as_secs()));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
+}

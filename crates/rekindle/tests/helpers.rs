@@ -1,0 +1,235 @@
+//! Processes that serve a VM and die: `rekindle watch` restarts them without anybody's help, and what cannot be restarted is shown.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::protector::{Protector, crash, pager, restore, store, wait_filled};
+use common::served::{READ, digest, image, read, section, server, status, watcher};
+use common::{DEADLINE, Guest, Lab, wait_for};
+use rekindle_kernel::process::Process;
+use serde_json::Value;
+use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// What `show` says of one helper.
+fn shown(guest: &Guest<'_>, helper: &str) -> Value {
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    let all = shown["helpers"].as_array().expect("helpers").clone();
+    all.into_iter().find(|one| one["helper"] == helper).unwrap_or_else(|| panic!("no {helper}: {shown:#}"))
+}
+
+fn kill(process: Process) {
+    process.kill().unwrap();
+    assert!(process.wait_end(Duration::from_secs(10)).unwrap());
+}
+
+#[test]
+fn a_disk_server_that_is_killed_is_restarted_and_no_read_is_wrong() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("served").section(&section(&path, "")).boot(&[]);
+    let expected = digest(&path, 0, READ);
+    let done = AtomicBool::new(false);
+    let rounds = 4;
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| {
+            let mut times = 0;
+            while !done.load(Ordering::Relaxed) || times < 2 {
+                assert_eq!(read(&guest, 0, READ), expected);
+                guest.ask("drop-caches");
+                times += 1;
+            }
+        });
+        for _ in 0..rounds {
+            let before = server(&guest).expect("a server");
+            kill(before);
+            let after = wait_for("another server", DEADLINE, || server(&guest));
+            assert_ne!(after, before);
+            wait_for("QEMU to use it", DEADLINE, || {
+                let told = rekindle_disk::control::Control::connect(&guest.file("disk-disk0.control"));
+                told.and_then(|mut control| control.status()).is_ok_and(|status| status.active).then_some(())
+            });
+        }
+        done.store(true, Ordering::Relaxed);
+        reading.join().unwrap();
+    });
+    guest.ask("write vda 10 100 3");
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    wait_for("the last restart to be noted", DEADLINE, || {
+        (shown(&guest, "disk:disk0")["count"] == rounds).then_some(())
+    });
+    assert_eq!(shown(&guest, "disk:disk0")["pid"], server(&guest).expect("a server").pid);
+    guest.rekindle(&["show"]).ok().says(&["# helper disk:disk0: process ", "restarted 4 times"]);
+    assert!(fs::read_to_string(guest.file("watch.log")).unwrap().contains("the server of disk disk0 was restarted"));
+    assert_eq!(status(&guest).connected, 1);
+    guest.assert_sound();
+    // It ends with its VM, and no other one is started for it.
+    let last = server(&guest).expect("a server");
+    guest.rekindle(&["stop", "--now"]).ok();
+    assert!(!last.is_alive() && server(&guest).is_none());
+}
+
+#[test]
+fn a_pager_that_is_killed_is_restarted_and_every_page_comes() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("filled").memory("512M").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "filled");
+    guest.touch("300M");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
+    assert!(protector.child.wait().unwrap().success());
+    crash(&guest);
+    assert_eq!(restore(&guest, &store, &[])["filled"], false);
+    let mut killed = Vec::new();
+    for _ in 0..3 {
+        let found = wait_for("a pager, or the end of the fill", DEADLINE, || {
+            let found = pager(&guest).filter(|pager| !killed.contains(pager));
+            (found.is_some() || !guest.file("fill.json").exists()).then_some(found)
+        });
+        let Some(pager) = found else { break };
+        // So that it does not end first.
+        pager.stop().unwrap();
+        if guest.file("fill.json").exists() {
+            kill(pager);
+            killed.push(pager);
+        } else {
+            pager.kill().unwrap();
+        }
+    }
+    assert!(!killed.is_empty(), "it was to be killed while memory was missing");
+    guest.ask("write vda 600 64 5");
+    let cached = read(&guest, 0, READ);
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), cached, "the disk has what its guest wrote");
+    wait_filled(&guest);
+    guest.verify();
+    guest.assert_sound();
+    assert!(fs::read_to_string(guest.file("watch.log")).unwrap().contains("the pager was restarted"));
+}
+
+#[test]
+fn a_server_that_cannot_be_restarted_is_given_up_and_the_vm_is_degraded() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("gone").section(&section(&path, "")).boot(&[]);
+    let away = lab.path("away.raw");
+    fs::rename(&path, &away).unwrap();
+    kill(server(&guest).expect("a server"));
+    wait_for("it to be given up", DEADLINE, || guest.status().contains("not restarted any more").then_some(()));
+    let said = guest.status();
+    assert!(said.contains("degraded") && said.contains("the server of disk disk0"), "{said}");
+    assert!(said.contains("8 times in a row") && said.contains("rekindle recover gone"), "{said}");
+    guest
+        .rekindle(&["show"])
+        .ok()
+        .says(&["# gone is degraded (the server of disk disk0 is missing", "# helper disk:disk0: missing"]);
+    lab.rekindle(["ls"]).ok().says(&["degraded"]);
+    assert!(shown(&guest, "disk:disk0")["given_up"].as_str().unwrap().contains("8 times in a row"));
+    // The reason is gone.
+    fs::rename(&away, &path).unwrap();
+    guest.rekindle(&["recover"]).ok().says(&["the server of a disk had ended; it is there again"]);
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    wait_for("that to be noted", DEADLINE, || shown(&guest, "disk:disk0")["given_up"].is_null().then_some(()));
+    guest.assert_sound();
+}
+
+#[test]
+fn without_the_process_that_restarts_them_the_vm_is_degraded_until_the_next_command() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("alone").section(&section(&path, "")).boot(&[]);
+    assert_eq!(guest.status(), "running");
+    kill(watcher(&guest).expect("one that watches"));
+    let said = guest.status();
+    assert!(said.contains("degraded") && said.contains("`rekindle watch` is missing"), "{said}");
+    kill(server(&guest).expect("a server"));
+    let said = guest.status();
+    assert!(said.contains("disk disk0 is missing") && said.contains("rekindle recover alone"), "{said}");
+    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    assert_eq!(guest.status(), "running");
+    // A warm reboot starts it as well.
+    kill(watcher(&guest).expect("one that watches"));
+    guest.warm(&[]);
+    guest.assert_sound();
+    let before = server(&guest).expect("a server");
+    kill(before);
+    wait_for("another server", DEADLINE, || server(&guest));
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+}
+
+#[test]
+fn a_server_that_dies_in_an_operation_is_restarted_under_it() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("during").section(&section(&path, "")).boot(&[]);
+    // It stands there with the VM's lock.
+    let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "warm"]);
+    let mut reboot = command.env("REKINDLE_FAULT", "warm.prepare.ready:stop").spawn().unwrap();
+    let stopped = Process::of(reboot.id()).unwrap();
+    let stat = || fs::read_to_string(format!("/proc/{}/stat", stopped.pid)).unwrap();
+    wait_for("it to stand still", DEADLINE, || {
+        stat().rsplit(')').next().unwrap().trim().starts_with('T').then_some(())
+    });
+    let before = server(&guest).expect("a server");
+    kill(before);
+    let after = wait_for("another server", DEADLINE, || server(&guest));
+    assert_ne!(before, after);
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    reboot.kill().unwrap();
+    reboot.wait().unwrap();
+    guest.rekindle(&["recover"]).ok();
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    guest.assert_sound();
+}
+
+#[test]
+fn a_guest_that_prints_without_end_fills_no_more_than_the_bound_and_not_the_run_directory() {
+    const LIMIT: u64 = 8 << 10;
+    let lab = Lab::new();
+    let logs = lab.path("logs");
+    fs::write(lab.path("host.toml"), format!("log_limit = \"8K\"\nlog_dir = {logs:?}\n")).unwrap();
+    // A tick each 20 ms.
+    let guest = lab.vm("talks").boot(&[]);
+    let logs = logs.join("talks");
+    let length = |name: &str| fs::metadata(logs.join(name)).map_or(0, |found| found.len());
+    let shown = guest.rekindle(&["--json", "show"]).ok().json();
+    assert_eq!(shown["logs"], logs.to_str().unwrap());
+    let tick = guest.tick();
+    // It is full for the third time.
+    wait_for("the console's log to be rotated twice", DEADLINE, || {
+        assert!(length("console.log") < 8 * LIMIT, "it has {} bytes", length("console.log"));
+        logs.join("console.log.2").exists().then_some(())
+    });
+    let first = fs::read_to_string(logs.join("console.log.1")).unwrap();
+    wait_for("it to be rotated again", DEADLINE, || {
+        (fs::read_to_string(logs.join("console.log.1")).unwrap() != first).then_some(())
+    });
+    assert!(!logs.join("console.log.3").exists());
+    assert!(["console.log.1", "console.log.2"].iter().all(|name| length(name) <= 2 * LIMIT));
+    // The guest has not noticed, and what it prints is where it was to be found.
+    assert!(guest.tick() > tick);
+    wait_for("what it prints", DEADLINE, || {
+        fs::read_to_string(guest.file("console.log")).unwrap_or_default().contains("tick ").then_some(())
+    });
+    let in_run_directory = |path: &std::path::PathBuf| path.extension().is_some_and(|end| end == "log");
+    let mut plain = common::lab::entries(&guest.file(""));
+    plain.retain(|path| in_run_directory(path) && !path.symlink_metadata().unwrap().is_symlink());
+    assert!(plain.is_empty(), "logs in the run directory: {plain:?}");
+    assert!(logs.join("qemu-1.log").exists() && logs.join("watch.log").exists());
+    // Another QEMU writes the same log.
+    guest.warm(&[]);
+    wait_for("what it prints", DEADLINE, || (length("console.log") > 0).then_some(()));
+    guest.assert_sound();
+    // They stay when the VM goes, and are older parts when it comes again.
+    guest.rekindle(&["stop", "--now"]).ok();
+    assert!(!guest.file("").exists() && length("console.log.1") > 0);
+    lab.rekindle(["run", lab.path("talks.toml").to_str().unwrap()]).ok();
+    guest.wait_ready();
+    guest.assert_sound();
+}

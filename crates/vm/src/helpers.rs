@@ -1,0 +1,234 @@
+//! The processes that serve a VM apart from its QEMU, and which of them are missing.
+//!
+//! | helper | without it | restarted by |
+//! |---|---|---|
+//! | the server of a disk | the guest waits for that disk | `rekindle watch` |
+//! | the pager of a restore | the guest waits for each page that has not come yet | `rekindle watch` |
+//! | the process that saves phases | no phase of the guest's boot is saved | `rekindle watch` |
+//! | `rekindle watch` | nothing restarts the others, and logs are not rotated | the next `rekindle recover`, `reboot` or `restore` |
+//!
+//! Each has a lock file or a socket in the run directory that names its process: nothing is found by its arguments.
+
+use crate::disks;
+use crate::journal::{Journal, Kind, Step};
+use crate::rundir::{RunDir, write_json};
+use crate::state::State;
+use rekindle_kernel::file::flock_holder;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::io;
+
+/// A process that serves a VM.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Helper {
+    /// The server of the disk with this id.
+    Disk(String),
+    /// The pager of a restore that is not complete.
+    Pager,
+    /// The process that saves phases of the guest's boot.
+    Phases,
+    /// The process that restarts the others.
+    Watch,
+}
+
+impl Helper {
+    /// Its name in [`Record`] and in `show --json`.
+    #[must_use]
+    pub fn key(&self) -> String {
+        match self {
+            Self::Disk(id) => format!("disk:{id}"),
+            Self::Pager => "pager".into(),
+            Self::Phases => "phases".into(),
+            Self::Watch => "watch".into(),
+        }
+    }
+
+    /// Its process, if it runs.
+    #[must_use]
+    pub fn process(&self, rundir: &RunDir) -> Option<Process> {
+        let lock = match self {
+            Self::Disk(id) => return disks::server(rundir, id),
+            Self::Pager => rundir.pager_lock(),
+            Self::Phases => rundir.phases_lock(),
+            Self::Watch => rundir.watch_lock(),
+        };
+        let pid = flock_holder(&lock).ok().flatten()?;
+        Process::of(pid).ok().filter(Process::is_alive)
+    }
+}
+
+impl fmt::Display for Helper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disk(id) => write!(f, "the server of disk {id}"),
+            Self::Pager => f.write_str("the pager"),
+            Self::Phases => f.write_str("the process that saves phases"),
+            Self::Watch => f.write_str("`rekindle watch`"),
+        }
+    }
+}
+
+/// What `rekindle watch` has done about one helper: an entry of `helpers.json`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restarts {
+    /// How often it was restarted.
+    pub count: u64,
+    /// When it was restarted last, in µs since 1970.
+    pub last_host_us: Option<u64>,
+    /// From its death, or from when it was found missing, until it served again the last time, in µs.
+    pub last_took_us: Option<u64>,
+    /// It is not restarted any more: why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_up: Option<String>,
+}
+
+/// `helpers.json`: what `rekindle watch` has done, by [`Helper::key`].
+pub type Record = BTreeMap<String, Restarts>;
+
+/// The record of a VM; empty where there is none, or one that cannot be read.
+#[must_use]
+pub fn record(rundir: &RunDir) -> Record {
+    let text = fs::read(rundir.helpers()).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}
+
+/// Write the record of a VM.
+///
+/// # Errors
+/// When it cannot be written; the old one stays.
+pub fn write_record(rundir: &RunDir, record: &Record) -> io::Result<()> {
+    write_json(&rundir.helpers(), record)
+}
+
+/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from being served.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
+    let Some(state) = State::read(rundir)? else { return Ok(None) };
+    let left = Journal::left_behind(rundir)?.map(|journal| journal.operation);
+    let mut qemus = vec![state.vmm.clone()];
+    if let Some(operation) = left {
+        // A move has ended the servers of a stopped guest, and the other host may have its disks by now.
+        if operation.kind == Kind::Move && operation.step >= Step::Suspend {
+            return Ok(None);
+        }
+        qemus.push(operation.from);
+        // One that waits for a checkpoint has servers that wait, too: the restore starts them.
+        qemus.push(operation.to.filter(|_| !matches!(operation.kind, Kind::Restore | Kind::Prepare)));
+    }
+    Ok(qemus.iter().flatten().any(Vmm::is_alive).then_some(state.hardware))
+}
+
+/// The helpers that a VM needs now.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn needed(rundir: &RunDir) -> io::Result<Vec<Helper>> {
+    let Some(state) = State::read(rundir)? else { return Ok(Vec::new()) };
+    let mut needed = Vec::new();
+    if let Some(hardware) = served_now(rundir)? {
+        needed.extend(disks::served(&hardware).map(|disk| Helper::Disk(disk.id.clone())));
+    }
+    if state.vmm.as_ref().is_some_and(Vmm::is_alive) {
+        if rundir.fill().exists() {
+            needed.push(Helper::Pager);
+        }
+        if !state.definition.phase.is_empty() {
+            needed.push(Helper::Phases);
+        }
+        if state.attached.is_none() {
+            needed.push(Helper::Watch);
+        }
+    }
+    Ok(needed)
+}
+
+/// A helper that a VM needs, for a listing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Running {
+    /// Its [`Helper::key`].
+    pub helper: String,
+    /// Its process; none if it is missing.
+    pub pid: Option<u32>,
+    /// What was done when it died.
+    #[serde(flatten)]
+    pub restarts: Restarts,
+}
+
+/// The helpers that a VM needs now, with what has become of them.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn list(rundir: &RunDir) -> io::Result<Vec<Running>> {
+    let mut record = record(rundir);
+    let running = |helper: Helper| Running {
+        helper: helper.key(),
+        pid: helper.process(rundir).map(|process| process.pid),
+        restarts: record.remove(&helper.key()).unwrap_or_default(),
+    };
+    Ok(needed(rundir)?.into_iter().map(running).collect())
+}
+
+/// Why the guest of a VM lacks something, in words; none if all of its helpers run.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn degraded(rundir: &RunDir) -> io::Result<Option<String>> {
+    let missing: Vec<_> = needed(rundir)?.into_iter().filter(|helper| helper.process(rundir).is_none()).collect();
+    if missing.is_empty() {
+        return Ok(None);
+    }
+    // One that has just ended because it is not needed any more is not missing.
+    let still = needed(rundir)?;
+    let missing: Vec<_> = missing.into_iter().filter(|helper| still.contains(helper)).collect();
+    Ok((!missing.is_empty()).then(|| describe(&missing, &record(rundir), rundir.name())))
+}
+
+fn describe(missing: &[Helper], record: &Record, name: &str) -> String {
+    let unwatched = missing.contains(&Helper::Watch);
+    let mut by_hand = unwatched;
+    let each = missing.iter().map(|helper| {
+        let given_up = record.get(&helper.key()).and_then(|restarts| restarts.given_up.as_deref());
+        by_hand |= given_up.is_some();
+        match given_up {
+            Some(why) => format!("{helper} is missing and is not restarted any more: {why}"),
+            None if unwatched => format!("{helper} is missing"),
+            None => format!("{helper} is missing and is being restarted"),
+        }
+    });
+    let text = each.collect::<Vec<_>>().join("; ");
+    if by_hand { format!("{text}; to restart: rekindle recover {name}") } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_described_with_what_to_do() {
+        let disk = Helper::Disk("disk0".into());
+        let mut record = Record::new();
+        let text = describe(std::slice::from_ref(&disk), &record, "web");
+        assert_eq!(text, "the server of disk disk0 is missing and is being restarted");
+        let text = describe(&[disk.clone(), Helper::Watch], &record, "web");
+        assert!(text.ends_with("`rekindle watch` is missing; to restart: rekindle recover web"), "{text}");
+        record.insert(disk.key(), Restarts { given_up: Some("it died 7 times".into()), ..Restarts::default() });
+        let text = describe(&[disk], &record, "web");
+        assert!(text.contains("not restarted any more: it died 7 times; to restart: rekindle recover web"), "{text}");
+    }
+
+    #[test]
+    fn a_vm_without_a_qemu_needs_no_helper() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        assert_eq!(needed(&rundir).unwrap(), []);
+        assert_eq!(degraded(&rundir).unwrap(), None);
+        assert_eq!(record(&rundir), Record::new());
+    }
+}

@@ -1,0 +1,314 @@
+//! The logs of a VM: outside the run directory, and bounded, since a guest can write some of them without end.
+//!
+//! ```text
+//! /run/rekindle/NAME/logs  ->  /var/log/rekindle/NAME/
+//! /run/rekindle/NAME/console.log  ->  logs/console.log         (and so on for each log)
+//!                                     logs/console.log.1, .2   older parts
+//! ```
+//!
+//! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`). Nothing stands between
+//! a writer and its file, so nothing can block a guest. `rekindle watch` looks at the lengths a few times a second ([`bound`]). A log
+//! that is too long is copied to `.1` and truncated: its writer continues at the beginning of the same file. What is written between
+//! the end of the copy and the truncation, some microseconds, is lost.
+
+use crate::rundir::RunDir;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+/// The link to the directory of the logs, in the run directory.
+const DIRECTORY: &str = "logs";
+/// Bytes of one log, unless the host's configuration says otherwise. With its older parts a log may have three times as many.
+pub const LIMIT: u64 = 8 << 20;
+/// The smallest limit that makes sense.
+pub const SMALLEST: u64 = 4 << 10;
+/// Older parts that are kept of each log.
+const KEPT: u32 = 2;
+/// Logs of earlier QEMUs that are kept.
+const QEMUS: u32 = 3;
+/// What a guest can make a process write is in one of these, whatever the VM has.
+const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
+
+/// Have the logs of a VM, whose run directory exists, in its directory below `root`. What an earlier VM of its name has left there becomes
+/// the older parts. Where that is not possible the logs are in the run directory, bounded all the same.
+///
+/// # Errors
+/// When nothing can be made in the run directory.
+pub fn begin(root: &Path, rundir: &RunDir) -> io::Result<()> {
+    let link = rundir.file(DIRECTORY);
+    if link.symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    let directory = root.join(rundir.name());
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory).and_then(|()| set_aside(&directory));
+    match made.and_then(|()| symlink(&directory, &link)) {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
+        Err(e) => {
+            tracing::warn!(
+                "{}: {e}; the logs of {} are in {} until it is stopped",
+                directory.display(),
+                rundir.name(),
+                link.display()
+            );
+            DirBuilder::new().recursive(true).mode(0o700).create(&link)?;
+        }
+    }
+    USUAL.iter().for_each(|name| link_log(rundir, name));
+    Ok(())
+}
+
+/// Where the logs of a VM are.
+#[must_use]
+pub fn directory(rundir: &RunDir) -> PathBuf {
+    let link = rundir.file(DIRECTORY);
+    fs::read_link(&link).unwrap_or_else(|_| if link.exists() { link } else { rundir.path().to_owned() })
+}
+
+/// Have the log `name` of the run directory in the directory of the logs.
+pub(crate) fn link_log(rundir: &RunDir, name: &str) {
+    link(rundir, &rundir.file(name), &Path::new(DIRECTORY).join(name));
+}
+
+/// Have the log of the `generation`-th QEMU there. Those of the last few QEMUs stay.
+pub(crate) fn link_qemu(rundir: &RunDir, generation: u32) {
+    let name = |generation: u32| format!("qemu-{generation}.log");
+    // It may have been removed by whoever made room there.
+    let _ = DirBuilder::new().recursive(true).mode(0o700).create(directory(rundir));
+    // What a VM of the same name had left.
+    let path = rundir.file(DIRECTORY).join(name(generation));
+    remove(&path);
+    if let Some(old) = generation.checked_sub(QEMUS) {
+        remove(&rundir.file(DIRECTORY).join(name(old)));
+    }
+    link(rundir, &rundir.vmm(generation).log(), &Path::new("..").join(DIRECTORY).join(name(generation)));
+}
+
+fn link(rundir: &RunDir, at: &Path, to: &Path) {
+    // One that an older Rekindle has made has its logs in the run directory.
+    if !rundir.file(DIRECTORY).exists() {
+        return;
+    }
+    match symlink(to, at) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+            tracing::debug!("{}: {e}; this log stays in the run directory", at.display());
+        }
+        _ => {}
+    }
+}
+
+/// Remove a log with its older parts.
+fn remove(log: &Path) {
+    for path in (1..=KEPT).map(|n| part(log, n)).chain([log.to_owned()]) {
+        let _ = fs::remove_file(path);
+    }
+}
+
+fn part(log: &Path, n: u32) -> PathBuf {
+    let mut path = log.as_os_str().to_owned();
+    path.push(format!(".{n}"));
+    PathBuf::from(path)
+}
+
+fn is_log(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "log")
+}
+
+fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.path())).collect()
+}
+
+/// Make each log of a directory an older part.
+fn set_aside(directory: &Path) -> io::Result<()> {
+    listed(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
+        shift(log)?;
+        fs::rename(log, part(log, 1))
+    })
+}
+
+/// Have a log begin anew: what is in it becomes an older part. Its writer has ended.
+///
+/// # Errors
+/// The system's. One that is not there is no error.
+pub fn begin_anew(log: &Path) -> io::Result<()> {
+    match fs::canonicalize(log) {
+        Ok(log) => {
+            shift(&log)?;
+            fs::rename(&log, part(&log, 1))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
+/// Make room for another older part.
+fn shift(log: &Path) -> io::Result<()> {
+    for n in (1..KEPT).rev() {
+        match fs::rename(part(log, n), part(log, n + 1)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Rotate each log of a VM that is longer than `limit`. Gives those that cannot be bounded, and why.
+pub fn bound(rundir: &RunDir, limit: u64) -> Vec<(PathBuf, io::Error)> {
+    let in_place = |directory: &Path| listed(directory).unwrap_or_default();
+    let mut logs = in_place(rundir.path());
+    logs.extend(in_place(&rundir.file(DIRECTORY)));
+    let is_long = |path: &PathBuf| is_log(path) && fs::metadata(path).is_ok_and(|found| found.len() > limit);
+    let mut failed = Vec::new();
+    for log in logs.iter().filter(|path| is_long(path)) {
+        if let Err(e) = rotate(log, limit) {
+            failed.push((log.clone(), e));
+        }
+    }
+    failed
+}
+
+/// Copy the last `limit` bytes of a log to its newest older part, and truncate it.
+fn rotate(log: &Path, limit: u64) -> io::Result<()> {
+    let log = fs::canonicalize(log)?;
+    let mut file = OpenOptions::new().read(true).write(true).open(&log)?;
+    // It may have been reached by another name before.
+    if file.metadata()?.len() <= limit {
+        return Ok(());
+    }
+    let copied = shift(&log).and_then(|()| copy(&mut file, &part(&log, 1), limit));
+    // Bounded comes first: a file system that is full has no room for a copy.
+    file.set_len(0)?;
+    copied.inspect_err(|_| drop(fs::remove_file(part(&log, 1))))
+}
+
+fn copy(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
+    let mut to = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)?;
+    let length = from.metadata()?.len();
+    from.seek(SeekFrom::Start(length.saturating_sub(limit)))?;
+    // A writer may be as fast as the copy.
+    io::copy(&mut from.take(2 * limit), &mut to).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
+    fn made(root: &Path) -> RunDir {
+        let rundir = RunDir::new(&root.join("run"), "web");
+        rundir.create().unwrap();
+        begin(&root.join("log"), &rundir).unwrap();
+        rundir
+    }
+
+    fn appending(path: &Path) -> File {
+        OpenOptions::new().create(true).append(true).open(path).unwrap()
+    }
+
+    #[test]
+    fn logs_are_outside_the_run_directory_and_those_of_the_vm_before_are_older_parts() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = made(root.path());
+        let log = root.path().join("log/web");
+        assert_eq!(directory(&rundir), log);
+        fs::write(rundir.console_log(), "first").unwrap();
+        rundir.create_vmm(1).unwrap();
+        fs::write(rundir.vmm(1).log(), "qemu").unwrap();
+        assert_eq!(fs::read_to_string(rundir.file("console.log")).unwrap(), "first");
+        assert!(rundir.file("console.log").symlink_metadata().unwrap().is_symlink());
+        assert_eq!(fs::read_to_string(log.join("console.log")).unwrap(), "first");
+        assert_eq!(fs::read_to_string(log.join("qemu-1.log")).unwrap(), "qemu");
+        // A second time nothing happens to them.
+        begin(&root.path().join("log"), &rundir).unwrap();
+        assert_eq!(fs::read_to_string(rundir.console_log()).unwrap(), "first");
+        rundir.remove().unwrap();
+        made(root.path());
+        assert!(!log.join("console.log").exists());
+        assert_eq!(fs::read_to_string(log.join("console.log.1")).unwrap(), "first");
+        rundir.create_vmm(1).unwrap();
+        assert!(!rundir.vmm(1).log().exists(), "the log of another VM's QEMU");
+    }
+
+    #[test]
+    fn logs_of_few_qemus_are_kept() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = made(root.path());
+        for generation in 1..=10 {
+            rundir.create_vmm(generation).unwrap();
+            fs::write(rundir.vmm(generation).log(), "x").unwrap();
+        }
+        let kept: Vec<_> = (1..=10).filter(|n| root.path().join(format!("log/web/qemu-{n}.log")).exists()).collect();
+        assert_eq!(kept, [8, 9, 10]);
+    }
+
+    #[test]
+    fn a_log_that_is_too_long_is_rotated_under_its_writer() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = made(root.path());
+        let mut writer = appending(&rundir.console_log());
+        for part in ["1", "2", "3", "4"] {
+            writer.write_all(part.repeat(6000).as_bytes()).unwrap();
+            assert!(bound(&rundir, SMALLEST).is_empty());
+            assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
+        }
+        writer.write_all(b"rest").unwrap();
+        assert!(bound(&rundir, SMALLEST).is_empty());
+        let log = |name: &str| fs::read_to_string(root.path().join("log/web").join(name)).unwrap();
+        assert_eq!(log("console.log"), "rest");
+        assert_eq!((log("console.log.1"), log("console.log.2")), ("4".repeat(4096), "3".repeat(4096)));
+        assert!(!root.path().join("log/web/console.log.3").exists());
+        assert_eq!(fs::read_to_string(rundir.file("console.log")).unwrap(), "rest", "by its name in the run directory");
+    }
+
+    #[test]
+    fn a_writer_that_never_stops_fills_no_more_than_a_few_limits() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = made(root.path());
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut writer = appending(&rundir.console_log());
+                while !done.load(Ordering::Relaxed) {
+                    writer.write_all(&[b'x'; 512]).unwrap();
+                }
+            });
+            let mut rotated = 0;
+            while rotated < 200 {
+                let before = fs::metadata(rundir.console_log()).map_or(0, |found| found.len());
+                assert!(bound(&rundir, SMALLEST).is_empty());
+                rotated += u32::from(before > SMALLEST);
+                for n in 1..=KEPT {
+                    let length = fs::metadata(part(&root.path().join("log/web/console.log"), n)).map_or(0, |f| f.len());
+                    assert!(length <= 2 * SMALLEST, "part {n} has {length} bytes");
+                }
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn a_log_that_cannot_be_copied_is_bounded_all_the_same() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = made(root.path());
+        appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
+        // In the way of its older part.
+        fs::create_dir_all(root.path().join("log/web/console.log.1/in-the-way")).unwrap();
+        fs::create_dir_all(root.path().join("log/web/console.log.2/in-the-way")).unwrap();
+        assert_eq!(bound(&rundir, SMALLEST).len(), 1);
+        assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn without_a_place_for_logs_they_are_in_the_run_directory() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("log"), "a file").unwrap();
+        let rundir = made(root.path());
+        appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
+        assert_eq!(directory(&rundir), rundir.file("logs"));
+        assert!(bound(&rundir, SMALLEST).is_empty());
+        assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
+    }
+}
