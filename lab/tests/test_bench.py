@@ -140,6 +140,15 @@ def test_a_row_in_which_nothing_was_measured():
     assert not problems(Bare("x", us=0), BEGIN_US, BEGIN_US)
 
 
+def test_a_row_that_says_that_something_went_wrong():
+    @dataclass
+    class Fault:
+        case: str
+        trouble: str = ""
+
+    assert problems(Fault("x", "no answer"), BEGIN_US, BEGIN_US) == ["row x: no answer"]
+
+
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
         found = Found("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])

@@ -84,7 +84,7 @@ PLANS: dict[str, Any] = {
         http=1,
         http_s=2,
         memory_mib=256,
-        span_mib=64,
+        span_mib=128,
         web_files=20,
     ),
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
