@@ -12,6 +12,9 @@ from rekindle_lab import netns
 
 COMMAND_PORT = 7000
 WORK_PORT = 7001
+KERNEL_WORDS = "console=ttyS0 quiet no_timer_check"
+"""Of every guest's kernel. On a busy host an emulated timer is late: without `no_timer_check`, which the kernel sets by
+itself under KVM, it panics in its boot ("IO-APIC + timer doesn't work")."""
 QEMUS_OWN = "server = false"
 """QEMU has the disks of these experiments: what a server of Rekindle's costs is measured by itself."""
 READY_DEADLINE_S = 300.0
@@ -98,7 +101,7 @@ class Guest:
     @property
     def command_line(self) -> str:
         """Its kernel's."""
-        words = f"console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
+        words = f"{KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
         if self.image.kind in ("debian", "debian-cache"):
             words = f"root=/dev/vda rw {words}"
         if self.image.kind == "debian-work":

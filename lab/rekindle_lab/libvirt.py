@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_lab.guests import COMMAND_PORT, Image
+from rekindle_lab.guests import COMMAND_PORT, KERNEL_WORDS, Image
 
 USER = "nobody"
 START_DEADLINE_S = 60.0
@@ -144,7 +144,7 @@ def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str
     """Start a transient domain of type qemu. `card`: its tap; `address`: the guest's, with prefix."""
     files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
     console = libvirt.folder / "console.log"
-    append = f"console=ttyS0 quiet root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"
+    append = f"{KERNEL_WORDS} root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"
     xml = f"""
         <domain type='qemu'><name>{name}</name><memory unit='MiB'>{memory_mib}</memory><vcpu>1</vcpu>
         <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{files["vmlinuz"]}</kernel>

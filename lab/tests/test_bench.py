@@ -140,6 +140,15 @@ def test_a_row_in_which_nothing_was_measured():
     assert not problems(Bare("x", us=0), BEGIN_US, BEGIN_US)
 
 
+def test_a_row_that_says_that_something_went_wrong():
+    @dataclass
+    class Fault:
+        case: str
+        trouble: str = ""
+
+    assert problems(Fault("x", "no answer"), BEGIN_US, BEGIN_US) == ["row x: no answer"]
+
+
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
         found = Found("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
@@ -244,6 +253,24 @@ def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
     for name, one in command.TOPICS.items():
         assert set(one.CASES) - set(trial.trial(name).not_tried)
         assert trial.PLANS[name].budget_s is None
+
+
+def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
+    assert trial.run_all(["no-such-topic", "vmm"], ["--rekindle", str(tmp_path / "none")], tmp_path) == 2
+    said = capfd.readouterr().out
+    assert "no topic 'no-such-topic'" in said and f"{tmp_path / 'none'} does not exist" in said
+    assert said.splitlines()[-1].startswith("trial of 2 benchmarks in ")
+    assert "no-such-topic" in said.splitlines()[-1] and "vmm" in said.splitlines()[-1]
+
+
+def test_what_a_trial_leaves_out_is_read_from_its_last_line(tmp_path):
+    log = tmp_path / "os.log"
+    log.write_text(
+        '[0.1 s] micro\n{"left_out": ["a trial: small", "case debian: not tried: minutes", "figure x: no rows"]}\n'
+    )
+    assert trial.left_out(log) == ["case debian: not tried: minutes"]
+    log.write_text("bench: interrupted\n")
+    assert trial.left_out(log) == []
 
 
 def test_every_store_of_a_benchmark_has_a_path_of_its_own(tmp_path):

@@ -94,7 +94,9 @@ def main(
         raise refuse("needs root, for taps and network namespaces; run it with sudo")
     taken_down_on_signals("bench")
     if every:
-        raise typer.Exit(1 if trials.run_all(list(TOPICS), ["--rekindle", str(binary), "--qemu", found], folder) else 0)
+        raise typer.Exit(
+            1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", found], folder) else 0
+        )
     chosen = TOPICS[topic]
     plan = trials.PLANS[topic] if trial else chosen.QUICK if quick else chosen.FULL
     command = command_of(topic, only or [], quick=quick, trial=trial)

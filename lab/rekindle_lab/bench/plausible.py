@@ -40,6 +40,8 @@ def problems(row: Any, begin_us: int, now_us: int) -> list[str]:  # noqa: ANN401
             found += _number(field.name, float(value), begin_us, now_us)
     if not measured:
         found.append("nothing in it was measured")
+    if trouble := getattr(row, "trouble", ""):
+        found.append(str(trouble))
     key = " ".join(str(getattr(row, name)) for name in ("case", "what", "kind", "how") if getattr(row, name, ""))
     return [f"row {key}: {problem}" for problem in found]
 

@@ -26,6 +26,43 @@ from rekindle_lab.bench.warm_cache.plan import Files
 _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
 
 PLANS: dict[str, Any] = {
+    "cluster": cluster.Plan(
+        failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
+    ),
+    "restore": restore.Plan(
+        restore={256: {"lazy": 1, "eager": 1, "incoming": 1}},
+        touch={},
+        stores=("disk", "slow", "tls"),
+        store_restores=1,
+        prepared=1,
+        # A second pair goes through what the first one has left behind.
+        after={"compile": 2, "transcode": 1},
+        pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
+        units=Units(40, 200),
+    ),
+    "warm-cache": warm_cache.Plan(
+        native=1,
+        native_s=0.2,
+        attic=1,
+        files=(
+            Files("read", 4096, 16, 1),
+            Files("read", 1024, 4, 1),
+            Files("write", 4096, 16, 1),
+            Files("mmap-read", 4096, 16, 1),
+        ),
+        limits=("paper", "cloud"),
+        folios=(),
+        peers=(Files("read", 4096, 16, 1),),
+        map_rounds=1,
+        map_mib=16,
+        tpch=0,
+        tpch_runs=0,
+        http=1,
+        http_s=2,
+        memory_mib=256,
+        span_mib=128,
+        web_files=20,
+    ),
     "vmm": vmm.Plan(
         ram={128: _ONCE},
         sizes=1,
@@ -52,48 +89,12 @@ PLANS: dict[str, Any] = {
         commit=1,
         wrong=10,
     ),
-    "restore": restore.Plan(
-        restore={256: {"lazy": 1, "eager": 1, "incoming": 1}},
-        touch={},
-        stores=("disk", "slow", "tls"),
-        store_restores=1,
-        prepared=1,
-        # A second pair goes through what the first one has left behind.
-        after={"compile": 2, "transcode": 1},
-        pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
-        units=Units(40, 200),
-    ),
-    "move": move.Plan(sizes={192: "96M"}, loads=(5,), rounds=1),
-    "warm-cache": warm_cache.Plan(
-        native=1,
-        native_s=0.2,
-        attic=1,
-        files=(
-            Files("read", 4096, 16, 1),
-            Files("read", 1024, 4, 1),
-            Files("write", 4096, 16, 1),
-            Files("mmap-read", 4096, 16, 1),
-        ),
-        limits=("paper", "cloud"),
-        folios=(),
-        peers=(Files("read", 4096, 16, 1),),
-        map_rounds=1,
-        map_mib=16,
-        tpch=0,
-        tpch_runs=0,
-        http=1,
-        http_s=2,
-        memory_mib=256,
-        span_mib=64,
-        web_files=20,
-    ),
-    "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
+    "move": move.Plan(sizes={192: "96M"}, loads=(5,), rounds=1),
+    "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
-    "cluster": cluster.Plan(
-        failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
-    ),
 }
+"""By topic. Those that take the longest come first, so that two at a time end together."""
 
 _DISTRIBUTION = "its reboots in every way take minutes without KVM; part `unit` of make test reboots `immutable`"
 _EMULATED = "the emulated host takes minutes; part `host` of make test reboots it"

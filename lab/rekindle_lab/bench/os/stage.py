@@ -76,7 +76,7 @@ class OsGuest(Guest):
             "debian": "root=/dev/vda1 rw ",
             "immutable": "root=/dev/vda ro rekindle.overlay=50% rekindle.data=/dev/vdb1 ",
         }[self.kind]
-        return f"{root}console=ttyS0 quiet rekindle.ip={self.address}/24 rekindle.tick=0"
+        return f"{root}{guests.KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
 
     def disk_lines(self) -> list[str]:
         """What its VM definition says of its disks."""

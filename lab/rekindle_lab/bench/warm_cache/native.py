@@ -94,7 +94,7 @@ def ask(stage: Stage, server: Server, kind: Kind, span_mib: int, *options: str) 
     command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != 0:
-        raise RekindleError(f"native: {done.stderr[-1000:]}")
+        raise RekindleError(f"native: {done.stderr.strip()[:1000]}")
     return json.loads(done.stdout)
 
 
