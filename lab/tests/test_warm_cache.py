@@ -52,6 +52,8 @@ def made_up():
             out.append(Row("native", "read", how, "none", number, **given))
         given = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": 500_000}
         out.append(Row("native", "read", "attic", "none", number, **given))
+    out += [Row("helper", "kill", "server", "none", number, us=80_000 + 1000 * number) for number in range(11)]
+    out.append(Row("helper", "verify", "server", "none", 0, bytes=GIB, errors=0))
     return out
 
 
@@ -68,6 +70,8 @@ def test_known_rows_give_known_figures(tmp_path):
     assert by_id["map_cost"].met and by_id["map_cost_bytes"].value == pytest.approx(1.01, abs=1e-3)
     assert by_id["attic_read_native"].value == pytest.approx(GIB / 5e8)
     assert by_id["host_memory_peak"].value == pytest.approx((2200 - 64) / 2048)
+    back, errors = by_id["helper_back"], by_id["helper_back_errors"]
+    assert (back.value, back.n, back.met, errors.value, errors.met) == (85.0, 11, True, 0, True)
     # More is better here.
     native = by_id["native_vs_qsd"].as_json()
     assert (native["met"], native["verdict"], native["bar"]) == (True, "better", ">= 1")

@@ -10,7 +10,6 @@ use common::served::{self, image, kill_server, section, status};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::engine::logged::Told;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// What the guest writes of its disk.
 const WRITTEN: u64 = 512;
@@ -154,7 +153,9 @@ fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_a
     let expected = read(&guest);
     guest.ask("write vda 0 64 2");
     assert_ne!(read(&guest), expected, "newer than the checkpoint");
-    let die = || drop(kill_server(&guest));
+    let die = || {
+        kill_server(&guest);
+    };
     die();
     crash(&guest);
     restore(&guest, &store, &[]);

@@ -62,6 +62,7 @@ PLANS: dict[str, Any] = {
         memory_mib=256,
         span_mib=128,
         web_files=20,
+        kills=2,
     ),
     "vmm": vmm.Plan(
         ram={128: _ONCE},

@@ -43,6 +43,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
     _map(frame, found)
     _native(frame, found)
     _memory(frame, found)
+    _helper(frame, found)
     return found
 
 
@@ -135,6 +136,18 @@ def _memory(frame: pd.DataFrame, found: Found) -> None:
     extra = {"of_memory_files": max(files)}
     bar = Bar(1.05)
     found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
+
+
+def _helper(frame: pd.DataFrame, found: Found) -> None:
+    kills = [float(us) / 1e3 for us in where(frame, case="helper", what="kill")["us"]]
+    errors = where(frame, case="helper", what="verify")["errors"]
+    if not kills or not len(errors):
+        found.lacks("helper_back")
+        return
+    extra = {"worst": max(kills)}
+    found.add(Figure("helper_back", median(kills), "ms", len(kills), p95(kills), Bar(200), found.raw, extra=extra))
+    wrong = float(errors.sum())
+    found.add(Figure("helper_back_errors", wrong, "errors", len(kills), wrong, Bar(0), found.raw))
 
 
 def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:

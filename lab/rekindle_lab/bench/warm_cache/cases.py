@@ -13,6 +13,7 @@ from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.web import Client, rates
 
 from . import native
+from .helper import helper_back
 from .plan import Files, Plan
 from .rows import Row
 from .stage import CacheGuest, Stage
@@ -285,4 +286,5 @@ CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "http": http,
     "tpch": tpch,
     "peers": peers,
+    "helper": helper_back,
 }

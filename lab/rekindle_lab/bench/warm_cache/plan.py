@@ -43,6 +43,10 @@ class Plan:
     """Reboots of each way."""
     http_s: int
     """Seconds before, and after."""
+    kills: int
+    """Of a disk's server."""
+    kill_every_s: float = 2.5
+    """Longer than a server has to serve for its next restart to have no delay."""
     memory_mib: int = 2048
     """Of a guest that reads the file of 1 GiB."""
     span_mib: int = 1024
@@ -79,6 +83,7 @@ FULL = Plan(
     tpch_runs=2,
     http=3,
     http_s=30,
+    kills=60,
 )
 
 QUICK = Plan(
@@ -95,6 +100,7 @@ QUICK = Plan(
     tpch_runs=1,
     http=1,
     http_s=15,
+    kills=10,
     budget_s=330.0,
 )
 
@@ -108,6 +114,7 @@ def left_out(plan: Plan) -> list[str]:
         ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
         ("reboots of each way with TPC-H", plan.tpch, FULL.tpch),
         ("reboots of each way with a web server", plan.http, FULL.http),
+        ("kills of a disk's server", plan.kills, FULL.kills),
     ):
         if own < full:
             lines.append(f"{name}: {own} of {full}")

@@ -19,7 +19,8 @@ class Row:
     case: str
     """As in the plan."""
     what: str
-    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one a page), `tpch`, `http`, `memory`."""
+    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one a page), `tpch`, `http`, `memory`; `kill` (of a
+    server: until it serves again) and `verify` (what was read and verified meanwhile)."""
     how: str
     """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
     `map` and `no-map`; `server` and `qsd`; `attic` (into buffers) and
@@ -48,6 +49,8 @@ class Row:
     """Of that: what the emulation has translated."""
     cached_kib: int | None = None
     """What the host caches of the image, at the end."""
+    errors: int | None = None
+    """Of the verification."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 

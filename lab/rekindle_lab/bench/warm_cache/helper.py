@@ -1,0 +1,92 @@
+"""A disk's server is killed under load again and again, and is back without anybody's help."""
+
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab.rekindle import RekindleError
+
+from .plan import Plan
+from .rows import Row
+from .stage import CacheGuest, Stage
+
+BACK_DEADLINE_S = 60.0
+LOOK_S = 0.001
+"""Between two questions to the server."""
+SPAN_MIB = 32
+"""Of the disk that is written and verified."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the guest's load has done."""
+
+    bytes_read: int
+    errors: int
+
+
+def verify(guest: CacheGuest, seconds: int) -> Verified:
+    """Write to the disk, and read back and verify what was written, for so long."""
+    path = guest.file if guest.stands_in else "/srv/verify"
+    words = f"fio --name=x --filename={path} --size={SPAN_MIB << 20} --bs=4096 --rw=randwrite --direct=1"
+    words += " --ioengine=libaio --iodepth=8 --verify=crc32c --verify_backlog=256 --continue_on_error=verify"
+    words += f" --time_based --runtime={seconds} --thread --output-format=json || true"
+    said = guest.ssh(words)
+    job = json.loads(said[said.index("{") :])["jobs"][0]
+    if job["read"]["io_bytes"] == 0:
+        raise RekindleError(f"{guest.name}: fio has verified nothing")
+    return Verified(job["read"]["io_bytes"], int(job["error"] != 0) + job.get("total_err", 0))
+
+
+def is_served(control: Path) -> bool:
+    """Whether a server answers there and the queues of a QEMU run."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(str(control))
+            connection.sendall(b'{"command": "status"}\n')
+            with connection.makefile() as answers:
+                return bool(json.loads(answers.readline())["return"]["active"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def kill(stage: Stage, guest: CacheGuest) -> int:
+    """Kill the server of the guest's disk. Gives the microseconds until another one serves the guest."""
+    shown = stage.rekindle.show(guest.name)["helpers"]
+    pid = next((helper["pid"] for helper in shown if helper["helper"] == "disk:disk0"), None)
+    if pid is None:
+        raise RekindleError(f"{guest.name}: the server of its disk is missing: {shown}")
+    control = stage.rekindle.run_dir / guest.name / "disk-disk0.control"
+    began = time.monotonic_ns()
+    os.kill(pid, signal.SIGKILL)
+    while not is_served(control):
+        if time.monotonic_ns() - began > BACK_DEADLINE_S * 1e9:
+            raise RekindleError(f"{guest.name}: its disk is not served again {BACK_DEADLINE_S:.0f} s after the kill")
+        time.sleep(LOOK_S)
+    return (time.monotonic_ns() - began) // 1000
+
+
+def helper_back(stage: Stage, plan: Plan) -> None:
+    """Kill it under a load that verifies what it reads."""
+    if stage.slow:
+        stage.hold(None)
+    seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5
+    with stage.ours(stage.cached("helper", 768, 8)) as guest, ThreadPoolExecutor(1) as pool:
+        assert isinstance(guest, CacheGuest)
+        load: Future[Verified] = pool.submit(verify, guest, seconds)
+        for number in range(plan.kills):
+            time.sleep(plan.kill_every_s)
+            if load.done():
+                break
+            row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(stage, guest))
+            stage.rows.append(row)
+        told = load.result()
+        given = {"bytes": told.bytes_read, "errors": told.errors}
+        stage.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **given))
+        stage.say(f"helper: {plan.kills} kills, {told.errors} errors in {told.bytes_read} bytes")
