@@ -18,7 +18,6 @@ from rekindle_lab.bench.report import NO_BAR, Figure, Found
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.bench.stage import NoRoomError, NotPlannedError, Stage, Trial
 from rekindle_lab.rekindle import Rekindle
-from rekindle_lab.stores import on_disk
 
 app = typer.Typer()
 app.command()(command.main)
@@ -271,10 +270,3 @@ def test_what_a_trial_leaves_out_is_read_from_its_last_line(tmp_path):
     assert trial.left_out(log) == ["case debian: not tried: minutes"]
     log.write_text("bench: interrupted\n")
     assert trial.left_out(log) == []
-
-
-def test_every_store_of_a_benchmark_has_a_path_of_its_own(tmp_path):
-    place = on_disk(tmp_path / "stores")
-    one, other = place.fresh("rates"), place.fresh("rates")
-    assert one.url != other.url and one.folder != other.folder
-    assert one.folder.parent == other.folder.parent == place.folder

@@ -60,10 +60,11 @@ def test_certificates_are_signed_by_their_authority(tmp_path):
         assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_a_store_within_a_place(tmp_path):
+def test_every_store_has_a_path_of_its_own(tmp_path):
     place = on_disk(tmp_path / "stores")
-    store = place.within("one")
-    assert (store.url, store.folder) == (f"{place.url}/one", place.folder / "one")
+    store, other = place.fresh("one"), place.fresh("one")
+    assert store.url == f"{place.url}/{store.folder.name}" and store.folder.parent == place.folder
+    assert store.url != other.url and store.folder != other.folder
     store.folder.mkdir()
     (store.folder / "segment").write_bytes(b"x")
     store.forget()

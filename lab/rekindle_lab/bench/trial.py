@@ -2,8 +2,7 @@
 
 It shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
 (`plausible`), and that the analysis takes them. Times in it mean nothing. `make test` runs all of them (part
-`benches`),
-several topics at a time, with a debug build. `micro` stands in for the Debian guests (guest/stand-in).
+`benches`), two topics at a time, with a debug build. `micro` stands in for the Debian guests (guest/stand-in).
 """
 
 import json
