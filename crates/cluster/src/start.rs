@@ -74,6 +74,12 @@ pub enum StartError {
     /// The run directory.
     #[error(transparent)]
     RunDir(#[from] TargetError),
+    /// A QEMU of it runs here and does not answer.
+    #[error(
+        "its QEMU runs here and does not answer, so that its guest may run; it is not replaced by another one: let the cluster stop the \
+         resource, or resume the process"
+    )]
+    Silent,
     /// Its protector has ended at once.
     #[error("no checkpoints can be taken of it, so that it was not left running: {said}")]
     Unprotected {
@@ -199,6 +205,9 @@ fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
 fn clear(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
     if !rundir.exists() || to_restore && matches!(life::status(rundir), Ok(Status::Prepared)) {
         return Ok(());
+    }
+    if matches!(life::status(rundir), Ok(Status::Silent)) {
+        return Err(StartError::Silent);
     }
     if let Err(e) = loops::end(rundir, deadline.min(Instant::now() + Duration::from_secs(1))) {
         tracing::warn!("{}: its former protector does not end: {e}", rundir.name());

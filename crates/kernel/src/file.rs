@@ -59,7 +59,7 @@ pub enum Lock {
     Exclusive,
 }
 
-fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock> {
+pub(crate) fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock> {
     let start = i64::try_from(byte).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
     Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
 }

@@ -20,6 +20,7 @@ mod ioctl;
 pub mod kexec;
 pub mod large;
 pub mod link;
+pub mod lockfile;
 pub mod mapping;
 pub mod maps;
 pub mod memory;

@@ -83,6 +83,52 @@ impl Process {
         self.signal(Signal::STOP)
     }
 
+    /// Send `SIGCONT`.
+    ///
+    /// # Errors
+    /// When the kernel refuses, e.g. because the process is somebody else's.
+    pub fn resume(&self) -> io::Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    /// Stops the process and waits, at most for `timeout`, until none of its threads runs. `false`: one still does, or the process has ended.
+    ///
+    /// # Errors
+    /// When it cannot be stopped.
+    pub fn stop_fully(&self, timeout: Duration) -> io::Result<bool> {
+        self.stop()?;
+        let deadline = Instant::now() + timeout;
+        loop {
+            if !self.is_alive() {
+                return Ok(false);
+            }
+            if self.is_stopped() {
+                return Ok(true);
+            }
+            if Instant::now() > deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether each of its threads is stopped.
+    fn is_stopped(&self) -> bool {
+        let Ok(threads) = fs::read_dir(format!("/proc/{}/task", self.pid)) else { return false };
+        let mut count = 0;
+        for thread in threads.flatten() {
+            let state = fs::read(thread.path().join("stat")).ok().and_then(|text| parse_stat(&text));
+            match state {
+                Some((b'T' | b't', _)) => count += 1,
+                Some((b'Z' | b'X', _)) => {}
+                // It may have been listed just before it ended.
+                None if !thread.path().exists() => {}
+                _ => return false,
+            }
+        }
+        count > 0
+    }
+
     fn signal(&self, signal: Signal) -> io::Result<()> {
         match self.pidfd() {
             Ok(fd) => match pidfd_send_signal(fd, signal) {
@@ -146,28 +192,6 @@ fn parse_stat(text: &[u8]) -> Option<(u8, u64)> {
     Some((state, started))
 }
 
-/// All processes that have `text` as a part of one of their arguments. Used to find a QEMU that was started but not
-/// yet recorded when its starter was killed.
-///
-/// # Errors
-/// When `/proc` cannot be read.
-pub fn with_argument_containing(text: &str) -> io::Result<Vec<Process>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc")? {
-        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        // A process may end between the listing and the reading.
-        let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
-        let hit = line.split(|&b| b == 0).any(|arg| arg.windows(text.len()).any(|part| part == text.as_bytes()));
-        if hit
-            && pid != std::process::id()
-            && let Ok(process) = Process::of(pid)
-        {
-            found.push(process);
-        }
-    }
-    Ok(found)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -222,20 +246,5 @@ mod tests {
         assert!(!other.is_alive());
         other.kill().unwrap();
         assert!(me.is_alive());
-    }
-
-    #[test]
-    fn a_process_is_found_by_an_argument() {
-        let mark = format!("1000{}", std::process::id());
-        let mut child = Command::new("sleep").arg(&mark).spawn().unwrap();
-        // The kernel wakes the parent before the new program's arguments can be read.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        let mut found = Vec::new();
-        while found.is_empty() && Instant::now() < deadline {
-            found = with_argument_containing(&mark).unwrap();
-        }
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(found.iter().map(|p| p.pid).collect::<Vec<_>>(), [child.id()]);
     }
 }

@@ -247,6 +247,11 @@ impl Directory {
     pub fn pid(&self) -> PathBuf {
         self.0.join("qemu.pid")
     }
+    /// Locked by QEMU from before its program starts until it has ended: by this it is found.
+    #[must_use]
+    pub fn lock(&self) -> PathBuf {
+        self.0.join("qemu.lock")
+    }
     /// What QEMU says.
     #[must_use]
     pub fn log(&self) -> PathBuf {

@@ -5,6 +5,7 @@ use crate::command::Directory;
 use crate::monitor::Monitor;
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
+use rekindle_kernel::lockfile;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use serde::{Deserialize, Serialize};
@@ -102,7 +103,8 @@ impl Vmm {
         command.args(arguments).stdout(open().map_err(failed)?).stderr(open().map_err(failed)?);
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
-        let child = detach(&mut command).spawn().map_err(failed)?;
+        lockfile::hold(detach(&mut command), &directory.lock()).map_err(failed)?;
+        let child = command.spawn().map_err(failed)?;
         let process = Process::of(child.id()).map_err(failed)?;
         disown(child);
         tracing::debug!(pid = process.pid, binary = %binary.display(), "QEMU started");

@@ -1,6 +1,7 @@
 //! What people and machines are told.
 
 use rekindle_protect::moving::MoveError;
+use rekindle_protect::restore::RestoreError;
 use rekindle_reboot::vmm::{Failure, Left, RebootError};
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
@@ -59,9 +60,11 @@ pub fn status_of(error: &anyhow::Error) -> u8 {
         Some(RebootError::Move(e)) => Some(e),
         _ => error.downcast_ref::<MoveError>(),
     };
+    let unrecovered = error.downcast_ref::<RebootError>().is_some_and(RebootError::needs_recovery)
+        || matches!(error.downcast_ref::<RestoreError>(), Some(RestoreError::MayRun { .. }));
     match error.downcast_ref::<Failure>() {
         Some(failure) => status_left(failure.left),
-        None if moved.is_some_and(MoveError::needs_recovery) => 3,
+        None if unrecovered || moved.is_some_and(MoveError::needs_recovery) => 3,
         None if error.downcast_ref::<Usage>().is_some() => 2,
         None => 1,
     }

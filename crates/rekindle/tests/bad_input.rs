@@ -344,7 +344,7 @@ fn records_that_cannot_be_understood_are_named() {
 #[test]
 fn a_ram_directory_that_is_full_or_gone_is_told() {
     let lab = Lab::new();
-    fs::write(lab.path("host.toml"), "ram_size = \"200M\"\n").unwrap();
+    fs::write(lab.path(".host.toml"), "ram_size = \"200M\"\n").unwrap();
     let guest = lab.vm("first").boot(&[]);
     // What is promised to the first counts, though its guest has not touched it.
     let second = lab.vm("second").write();

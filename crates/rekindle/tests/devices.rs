@@ -96,7 +96,7 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     let store = store(&lab, "logged");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
-    assert!(redo.join("logged-disk0.redo").join("state").exists(), "the log is where it is to be");
+    assert!(redo.join("logged.disk0.redo").join("state").exists(), "the log is where it is to be");
     device.cut(SOUND * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");

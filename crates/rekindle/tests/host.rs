@@ -19,7 +19,7 @@ fn lab() -> Lab {
     let lab = Lab::new();
     fs::create_dir(lab.path("ram")).unwrap();
     let config = format!("ram_dir = {:?}\nsuspend_dir = {:?}\n", lab.path("ram"), lab.path("suspended"));
-    fs::write(lab.path("host.toml"), config).unwrap();
+    fs::write(lab.path(".host.toml"), config).unwrap();
     lab
 }
 
@@ -315,6 +315,23 @@ enum After {
     Finished,
     /// It is lost, and booted.
     Lost,
+}
+
+#[test]
+fn a_vm_called_as_the_record_itself_is_resumed_with_its_memory() {
+    let lab = lab();
+    let guests = ["host", "guests"].map(|name| lab.vm(name).memory("96M").boot(&[]));
+    let boots = guests.each_ref().map(Guest::boot_id);
+    lab.rekindle(["--json", "host", "suspend", "--how", "warm"]).ok();
+    forget_the_boot(&lab);
+    another_boot(&lab);
+    let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
+    for (guest, boot) in guests.iter().zip(boots) {
+        assert_eq!(outcome(&resumed, &guest.name)["outcome"], "resumed", "{resumed:#}");
+        assert_eq!(guest.boot_id(), boot);
+    }
+    lab.rekindle(["stop", "--now", "host", "guests"]).ok();
+    assert_nothing_kept(&lab);
 }
 
 use After::{Finished, FromState, Lost, Nobody, Through, Undone, Unpaused};

@@ -96,13 +96,13 @@ fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts(
     let odd = vm(&lab, "odd", &ram).net(Net::None).memory("127M").write();
     refused(&odd, 2, &["`memory = \"127M\"`: not a multiple of 2M", "write \"126M\" or \"128M\""]);
     // The same where the host says where RAM is, and not the definition.
-    fs::write(lab.path("host.toml"), format!("ram_dir = {ram:?}\n")).unwrap();
+    fs::write(lab.path(".host.toml"), format!("ram_dir = {ram:?}\n")).unwrap();
     let place = ram.display().to_string();
     let odd = lab.vm("odd").net(Net::None).memory("127M").write();
     refused(&odd, 1, &["not a multiple of 2M", &place, "\"126M\" or \"128M\""]);
 
     // What the kernel has set aside for one guest is neither counted twice nor given to another.
-    fs::remove_file(lab.path("host.toml")).unwrap();
+    fs::remove_file(lab.path(".host.toml")).unwrap();
     for name in ["one", "two"] {
         vm(&lab, name, &small).net(Net::None).start(&[]);
     }

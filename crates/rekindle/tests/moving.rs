@@ -41,7 +41,7 @@ impl Pair {
             let text = format!(
                 "#!/bin/sh\nshift\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} REKINDLE_FAULT=$FAR_FAULT exec sh -c \"$*\"\n",
                 lab.run_root(),
-                lab.path("host.toml")
+                lab.path(".host.toml")
             );
             fs::write(&script, text).unwrap();
             fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
@@ -243,9 +243,9 @@ fn what_the_other_host_cannot_have_is_told_before_anything_stops() {
     otherwise("128M", &image(&pair.there, "other.raw"));
     refused(&["--definition", &path(&kept)], &["disk0", "another disk than the guest's"]);
     // No room for its RAM.
-    fs::write(pair.there.path("host.toml"), "ram_size = \"64M\"\n").unwrap();
+    fs::write(pair.there.path(".host.toml"), "ram_size = \"64M\"\n").unwrap();
     refused(&[], &["128"]);
-    fs::remove_file(pair.there.path("host.toml")).unwrap();
+    fs::remove_file(pair.there.path(".host.toml")).unwrap();
     // What it reaches under the store's name is another one.
     let script = fs::read_to_string(pair.there.path("ssh")).unwrap();
     let hidden = script.replace(

@@ -8,7 +8,7 @@ use common::protector::{Protector, store};
 use common::served::{image, section};
 use common::vm::Vm;
 use common::{DEADLINE, Done, Guest, Lab, wait_for};
-use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -167,10 +167,13 @@ fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_tim
     kill_process(Pid::from_raw(i32::try_from(qemu.pid).unwrap()).unwrap(), Signal::STOP).unwrap();
     let (code, said) = web.ocf_unseen("monitor", &["--within", "2s"]);
     assert_eq!(code, Some(1), "{said}");
+    let (code, said) = web.ocf_unseen("start", &["--within", "20s"]);
+    assert!(qemu.is_alive(), "{code:?}: {said}");
+    assert!(code != Some(0) && said.contains("does not answer"), "{code:?}: {said}");
     let (code, said) = web.ocf_unseen("stop", &["--within", "5s"]);
     assert!(!qemu.is_alive(), "{code:?}: {said}");
     assert!(code == Some(0) && said.contains("does not answer"), "{code:?}: {said}");
-    assert!(process::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());
+    assert!(common::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());
     assert_eq!(web.start()["started"], "restored");
 }
 

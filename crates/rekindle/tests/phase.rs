@@ -277,7 +277,7 @@ fn every_death_ends_with_a_guest_that_runs() {
     guest.warm(&[]);
     assert_eq!(from(&guest).0.as_deref(), Some("kernel"), "a VMM restart changes nothing");
     // Who saves has died: phases that were saved stay.
-    let keeper = rekindle_kernel::process::with_argument_containing("phases").unwrap();
+    let keeper = common::with_argument_containing("phases").unwrap();
     let keeper = keeper.into_iter().find(|process| {
         let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
         String::from_utf8_lossy(&environment).contains(lab.run_root().to_str().unwrap())

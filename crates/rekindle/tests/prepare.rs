@@ -9,7 +9,6 @@ use common::protector::Protector;
 use common::served::{image, kill_server, section};
 use common::{DEADLINE, Done, Guest, Lab, Net, eyes, lab::entries, qemu_old, wait_for};
 use rekindle_disk::control::Control;
-use rekindle_kernel::process;
 use serde_json::Value;
 use std::fs;
 use std::net::TcpListener;
@@ -401,7 +400,7 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     spare.rekindle(&["stop", "served", "--now"]).ok();
     spare.json(&["restore", "served", "--store", &store, "--prepare"]);
     let mark = format!("--control={}", spare.root.join("served/disk-disk0.control").display());
-    process::with_argument_containing(&mark).unwrap().iter().for_each(|server| server.kill().unwrap());
+    common::with_argument_containing(&mark).unwrap().iter().for_each(|server| server.kill().unwrap());
     let restored = spare.json(&["restore", "served", "--store", &store]);
     assert_eq!(restored["prepared"], false, "{restored}");
     assert!(restored["unused"].as_str().unwrap().contains("the server of disk disk0"), "{restored}");

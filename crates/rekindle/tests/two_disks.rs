@@ -10,7 +10,7 @@ use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::attic::Told;
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
-use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::process::Process;
 use rekindle_vm::fault::POINTS;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ fn became(guest: &Guest<'_>, number: usize) -> Told {
 
 fn server(guest: &Guest<'_>, number: usize) -> Process {
     let mark = format!("--control={}", guest.file(&format!("disk-disk{number}.control")).display());
-    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive).expect("a server")
+    common::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive).expect("a server")
 }
 
 fn reboot(guest: &Guest<'_>) -> Value {

@@ -15,7 +15,8 @@ use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
-use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::lockfile;
+use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
 use rustix::net::sockopt::socket_peercred;
@@ -57,6 +58,17 @@ pub enum DisksError {
     /// It does not end.
     #[error("disk {id}: its server (process {pid}) was killed but does not end")]
     Stuck {
+        /// The disk.
+        id: String,
+        /// The process.
+        pid: u32,
+    },
+    /// A server runs and does not answer. A second one of the same disk is never started.
+    #[error(
+        "disk {id}: its server (process {pid}) runs and does not answer; if it is stopped, resume it: kill -CONT {pid}; if it hangs, \
+         kill it: kill -KILL {pid}, and run this command again"
+    )]
+    Silent {
         /// The disk.
         id: String,
         /// The process.
@@ -121,9 +133,37 @@ fn log_name(id: &str) -> String {
     format!("disk-{id}.log")
 }
 
-/// As one argument, so that no other command is taken for a server.
-fn mark(rundir: &RunDir, id: &str) -> String {
-    format!("--control={}", control(rundir, id).display())
+/// Locked by the disk's server from before its program starts until it has ended: by this it is found.
+fn lock(rundir: &RunDir, id: &str) -> PathBuf {
+    rundir.file(&format!("disk-{id}.lock"))
+}
+
+/// The process that serves a disk of this VM, whether it answers or not.
+///
+/// # Errors
+/// When the disk is served by a process that cannot be seen.
+pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
+    let mut found = lockfile::holders(&lock(rundir, id))?;
+    // One that an earlier version of Rekindle has started holds no lock, but listens.
+    let listener = UnixStream::connect(control(rundir, id)).and_then(|stream| Ok(socket_peercred(&stream)?.pid));
+    let listener = listener.ok().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
+    if let Some(process) = listener.and_then(|pid| Process::of(pid).ok())
+        && !found.contains(&process)
+    {
+        found.push(process);
+    }
+    Ok(found)
+}
+
+/// Rejects a disk whose server runs and does not answer. One that is just ending is waited for.
+fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
+    for server in servers(rundir, &disk.id).map_err(failed)? {
+        if !server.wait_end(END).map_err(failed)? {
+            return Err(DisksError::Silent { id: disk.id.clone(), pid: server.pid });
+        }
+    }
+    Ok(())
 }
 
 /// The process that serves a disk, if one does: the peer of its control socket.
@@ -256,6 +296,7 @@ fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Resu
     let filling = matches!(begin, Begin::At(_)) || rundir.fill().exists();
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
+        refuse_silent(rundir, disk)?;
         let mut command = command(rundir, disk, hardware.vcpus)?;
         match begin {
             Begin::Waiting => drop(command.arg("--wait")),
@@ -289,7 +330,8 @@ fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksErr
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
     let binary = std::env::current_exe().map_err(failed)?;
     let mut command = Command::new(binary);
-    command.args(["disk", "serve"]).arg(&disk.path).arg(mark(rundir, &disk.id));
+    command.args(["disk", "serve"]).arg(&disk.path);
+    command.arg(format!("--control={}", control(rundir, &disk.id).display()));
     // Where QEMU looks for it, whichever of the VM's it is.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
     if disk.readonly {
@@ -323,7 +365,8 @@ fn spawn(rundir: &RunDir, disk: &Disk, command: &mut Command) -> Result<Child, D
     let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
     let log = opened.map_err(failed("opening its log"))?;
     let again = log.try_clone().map_err(failed("opening its log"))?;
-    detach(command).stdout(log).stderr(again).spawn().map_err(failed("starting its server"))
+    let held = lockfile::hold(detach(command).stdout(log).stderr(again), &lock(rundir, &disk.id));
+    held.and_then(Command::spawn).map_err(failed("starting its server"))
 }
 
 fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError> {
@@ -358,7 +401,7 @@ pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
 
 fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
-    let found = process::with_argument_containing(&mark(rundir, &disk.id)).map_err(failed)?;
+    let found = servers(rundir, &disk.id).map_err(failed)?;
     if found.is_empty() {
         return Ok(());
     }

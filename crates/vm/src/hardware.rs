@@ -82,8 +82,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
         cache: disk.cache.as_str().to_owned(),
         serial: disk.serial.clone(),
         server: disk.server,
-        // Named for VM and disk, so that all can have theirs in one folder.
-        redo: disk.redo.as_ref().map(|folder| folder.join(format!("{}-{}.redo", definition.name, disk.id))),
+        redo: disk.redo.as_ref().map(|folder| redo_folder(folder, definition.name.as_ref(), &disk.id)),
         attic_keep_ms: disk.attic_keep.map(Span::as_millis),
         bps: disk.bps.map(Bytes::as_u64),
         iops: disk.iops,
@@ -147,6 +146,16 @@ pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<
     if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.asked_again(kept_in) }
 }
 
+/// Where the redo log of a disk is, in a folder that VMs may share.
+///
+/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them tells `a` with disk `b-c` from `a-b` with disk `c`.
+/// Earlier versions put a dash there; a log that one has left is used where it is.
+fn redo_folder(folder: &Path, name: &str, id: &str) -> PathBuf {
+    let old = folder.join(format!("{name}-{id}.redo"));
+    let new = folder.join(format!("{name}.{id}.redo"));
+    if old.exists() && !new.exists() { old } else { new }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,5 +168,20 @@ mod tests {
             assert_eq!(kvm_module(&format!("processor\t: 0\nflags\t\t: {flags}\nbugs\t: vmx\n")), module, "{flags}");
         }
         assert_eq!(kvm_module("processor\t: 0\n"), None);
+    }
+
+    #[test]
+    fn no_two_disks_have_one_redo_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut seen = std::collections::BTreeMap::new();
+        for name in ["a", "a-b", "a.b", "a-b.c", "a.b-c", "redo", "a.redo"] {
+            for id in ["b", "c", "b-c", "redo", "b_c"] {
+                let path = redo_folder(folder.path(), name, id);
+                let before = seen.insert(path, (name, id));
+                assert_eq!(before, None, "and {name} {id}");
+            }
+        }
+        std::fs::create_dir(folder.path().join("web-disk0.redo")).unwrap();
+        assert!(redo_folder(folder.path(), "web", "disk0").ends_with("web-disk0.redo"), "one that was left is used");
     }
 }

@@ -13,7 +13,8 @@ use crate::place::{Made, Place};
 use crate::ram;
 use crate::rundir::RunDir;
 use crate::state::State;
-use rekindle_kernel::process;
+use rekindle_kernel::lockfile;
+use rekindle_kernel::process::Process;
 use rekindle_memory::directory::{RamDirectory, RamError};
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::command::{Directory, Hardware, Start};
@@ -498,13 +499,20 @@ pub fn stop_with(
     Ok(ended)
 }
 
-/// Processes that run with their sockets in `directory`: a QEMU that was started but not written down.
+/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
+/// a file of it open, is not among them.
 ///
 /// # Errors
-/// When `/proc` cannot be read.
-pub fn processes_of(directory: &Directory) -> io::Result<Vec<process::Process>> {
-    // The pid file's path: only the QEMU itself has it among its arguments.
-    process::with_argument_containing(&directory.pid().to_string_lossy())
+/// When the lock of the directory is held by a process that cannot be seen.
+pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
+    let mut found = lockfile::holders(&directory.lock())?;
+    // One that an earlier version of Rekindle has started holds QEMU's own lock only.
+    if let Some(process) = lockfile::owner(&directory.pid())?
+        && !found.contains(&process)
+    {
+        found.push(process);
+    }
+    Ok(found)
 }
 
 /// Remove all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is gone already is no error, so that

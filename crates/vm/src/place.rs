@@ -8,7 +8,7 @@ use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::disks::{self, DisksError, Epochs};
 use crate::hardware;
 use crate::host::Host;
-use crate::journal::{Journal, Kind, Operation};
+use crate::journal::{Journal, Kind, Operation, Step};
 use crate::life::{LifeError, clean_up, unique_name};
 use crate::lock::Lock;
 use crate::network;
@@ -311,6 +311,13 @@ impl<'a> Place<'a> {
         state.write(&self.rundir).map_err(failed)?;
         journal.close().map_err(failed)?;
         Ok(state)
+    }
+
+    /// The QEMU that may run the guest of a restore: it was told to resume the guest, and has not ended.
+    #[must_use]
+    pub fn may_run(&self) -> Option<Vmm> {
+        let left = Journal::left_behind(&self.rundir).ok().flatten().map(|journal| journal.operation);
+        left.filter(|operation| operation.step >= Step::Resume).and_then(|operation| operation.to).filter(Vmm::is_alive)
     }
 
     /// Take everything away again, QEMUs that were started here too.

@@ -11,7 +11,11 @@
 //!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
 //! ```
 
+<<<<<<< HEAD
 use crate::logs;
+=======
+use rekindle_kernel::lockfile;
+>>>>>>> cb9acf3 (kernel, vm: QEMUs and disk servers are found by a lock that they inherit, so that no other process is taken for one)
 use rekindle_qemu::command::Directory;
 use serde::Serialize;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -151,9 +155,13 @@ impl RunDir {
     /// Make the directory of the `generation`-th QEMU, empty: what an earlier attempt left there is removed.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When it cannot be made, or a QEMU runs in it.
     pub fn create_vmm(&self, generation: u32) -> io::Result<Directory> {
         let directory = self.vmm(generation);
+        if let Some(process) = lockfile::holders(&directory.lock())?.first() {
+            let text = format!("QEMU process {} runs in {}", process.pid, directory.0.display());
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+        }
         match fs::remove_dir_all(&directory.0) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}

@@ -18,6 +18,10 @@
 //!   the kernel lets us (root, `CONFIG_CHECKPOINT_RESTORE`). Elsewhere only calls that every process makes are made.
 //! - **Restartable sequences** (rseq): a thread within one is let go and stopped again a moment later.
 //!
+//! Nothing is taken on trust: at both ends of a call the kernel is asked which call at which instruction the thread stands at, and everything
+//! has a deadline. On any doubt the thread gets its own registers back and is released, and the call is reported as not done. Only a
+//! thread that is within the kernel and cannot be interrupted is waited for, since its registers cannot be restored there.
+//!
 //! If we are killed, the kernel detaches and the thread goes on. Between the first register written and the last one
 //! restored (15 µs in the median, ten times that on a busy machine) it would go on within the vDSO with the registers of our
 //! call: only a death of our whole process at that very moment does that, since the thread that makes the call has all
@@ -30,13 +34,17 @@ use crate::process::Process;
 use nix::sys::signal::SigSet;
 use std::io;
 use std::time::{Duration, Instant};
-use trace::{Stop, Tracee};
+use trace::{Doubt, Stop, Tracee};
 
 /// How long one thread may take to stop before another one is tried. It takes microseconds, unless the thread waits
 /// for a disk.
 const PATIENCE: Duration = Duration::from_millis(250);
-/// How often all threads are tried.
+/// How long all threads together are tried.
+const ALL: Duration = Duration::from_secs(30);
+/// How often a thread that is within a restartable sequence is stopped again.
 const ROUNDS: u32 = 20;
+/// How long one call may take with all that comes in between. It takes microseconds; a machine that is busy may not let the thread run.
+const CALL: Duration = Duration::from_secs(10);
 /// Calls that any process makes under any filter that it can live with.
 const HARMLESS: [i64; 4] = [libc::SYS_ioctl, libc::SYS_close, libc::SYS_fcntl, libc::SYS_dup3];
 
@@ -101,6 +109,25 @@ pub enum InjectError {
         /// The process.
         pid: u32,
     },
+    /// The thread did not come to the call, or did not return from it, in time.
+    #[error("`{call}` inside process {pid} was not done within {} s; the process was released as it was", CALL.as_secs())]
+    Late {
+        /// The process.
+        pid: u32,
+        /// The call.
+        call: &'static str,
+    },
+    /// The thread stopped elsewhere than at the call.
+    #[error(
+        "process {pid} stopped elsewhere than at `{call}`, which it was to make: another program changes its system calls; it was \
+         released as it was"
+    )]
+    Elsewhere {
+        /// The process.
+        pid: u32,
+        /// The call.
+        call: &'static str,
+    },
     /// The call itself failed.
     #[error("`{call}` inside process {pid} failed")]
     Failed {
@@ -142,7 +169,8 @@ impl From<InjectError> for io::Error {
             InjectError::Gone { .. } => io::ErrorKind::NotFound,
             InjectError::Forbidden { .. } | InjectError::Traced { .. } => io::ErrorKind::PermissionDenied,
             InjectError::Unfit { .. } | InjectError::Filtered { .. } => io::ErrorKind::Unsupported,
-            InjectError::Stuck { .. } => io::ErrorKind::TimedOut,
+            InjectError::Stuck { .. } | InjectError::Late { .. } => io::ErrorKind::TimedOut,
+            InjectError::Elsewhere { .. } => io::ErrorKind::Other,
             InjectError::Failed { source, .. } | InjectError::Trace { source, .. } => source.kind(),
         };
         io::Error::new(kind, e)
@@ -213,6 +241,30 @@ impl Injector {
     ) -> Result<T, InjectError> {
         // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
         // detaches.
+        // One for each thread that is tried: one that stops too late would stay stopped as long as its tracer lives.
+        let deadline = Instant::now() + ALL;
+        let mut work = Some(work);
+        loop {
+            for tid in thread::candidates(self.process)? {
+                if let Some(done) = self.run_in(tid, &mut work)? {
+                    return Ok(done);
+                }
+                if Instant::now() > deadline {
+                    return Err(InjectError::Stuck { pid: self.process.pid });
+                }
+            }
+            if !self.process.is_alive() {
+                return Err(InjectError::Gone { pid: self.process.pid });
+            }
+        }
+    }
+
+    /// Stop thread `tid` and let it do `work`. `None`: it could not be stopped, and runs.
+    fn run_in<T: Send>(
+        &self,
+        tid: i32,
+        work: &mut Option<impl FnOnce(&mut Session) -> Result<T, InjectError> + Send>,
+    ) -> Result<Option<T>, InjectError> {
         let traced = |source| InjectError::Trace { pid: self.process.pid, what: "start a tracing thread", source };
         std::thread::scope(|scope| {
             std::thread::Builder::new()
@@ -220,28 +272,13 @@ impl Injector {
                 .spawn_scoped(scope, || {
                     // No handler of ours may run while the registers of the other process are ours.
                     SigSet::all().thread_block().map_err(|e| traced(e.into()))?;
-                    let mut session = self.begin()?;
-                    work(&mut session)
+                    let Some(mut session) = self.stop(tid)? else { return Ok(None) };
+                    work.take().map(|work| work(&mut session)).transpose()
                 })
                 .map_err(traced)?
                 .join()
                 .unwrap_or_else(|_| Err(traced(io::Error::other("it panicked"))))
         })
-    }
-
-    /// Stop the best thread.
-    fn begin(&self) -> Result<Session, InjectError> {
-        for _ in 0..ROUNDS {
-            for tid in thread::candidates(self.process)? {
-                if let Some(session) = self.stop(tid)? {
-                    return Ok(session);
-                }
-            }
-            if !self.process.is_alive() {
-                return Err(InjectError::Gone { pid: self.process.pid });
-            }
-        }
-        Err(InjectError::Stuck { pid: self.process.pid })
     }
 
     /// Stop thread `tid`. `None`: it ended, or does not stop, or is not to be used now.
@@ -312,9 +349,24 @@ impl Session {
             Some(libc::ESRCH) => InjectError::Gone { pid },
             _ => InjectError::Trace { pid, what, source },
         };
+        let doubted = |doubt: Doubt| match doubt {
+            Doubt::Late => InjectError::Late { pid, call: call.name },
+            Doubt::Elsewhere => InjectError::Elsewhere { pid, call: call.name },
+            Doubt::Failed(source) => failed(source),
+        };
+        let deadline = Instant::now() + CALL;
         let result = loop {
-            match self.tracee.enter(self.injector.instruction, call.number, call.arguments).map_err(failed)? {
-                Stop::Call => break self.tracee.leave().map_err(failed)?,
+            if Instant::now() > deadline {
+                return Err(InjectError::Late { pid, call: call.name });
+            }
+            let entered = self.tracee.enter(self.injector.instruction, call.number, call.arguments, deadline);
+            match entered.map_err(doubted)? {
+                // A signal has interrupted it before it did anything; it is delivered first.
+                Stop::Call => {
+                    if let Some(result) = self.tracee.leave(deadline).map_err(doubted)? {
+                        break result;
+                    }
+                }
                 // The thread has its own registers again: the handler is entered, or the call restarted, as ever.
                 Stop::Signal(signal) => {
                     self.tracee.deliver(signal).map_err(failed)?;
@@ -323,6 +375,10 @@ impl Session {
                 Stop::Trap => {}
             }
         };
+        // SECCOMP_RET_TRAP leaves the number where the result would be.
+        if self.filtered && result == call.number && self.tracee.has_pending(self.injector.process, libc::SIGSYS) {
+            return Err(InjectError::Filtered { pid, call: call.name });
+        }
         u64::try_from(result).map_err(|_| {
             let number = i32::try_from(-result).unwrap_or(libc::EINVAL);
             InjectError::Failed { pid, call: call.name, source: io::Error::from_raw_os_error(number) }

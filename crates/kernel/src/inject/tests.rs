@@ -226,7 +226,42 @@ fn act(kind: &str) {
                 libc::syscall(libc::SYS_exit, 0);
             }
         }
+        "denied" | "trapped" => {
+            deny_getpid(kind == "trapped");
+            println!("begun");
+            let mut byte = 0u8;
+            assert_eq!(unsafe { libc::read(0, (&raw mut byte).cast(), 1) }, 1, "{}", errno());
+            println!("right");
+        }
+        "ends" => {
+            println!("begun");
+            let mut byte = 0u8;
+            unsafe {
+                libc::read(0, (&raw mut byte).cast(), 1);
+                libc::_exit(0);
+            }
+        }
         other => panic!("no victim {other}"),
+    }
+}
+
+/// A filter by which `getpid` fails with EPERM, or raises SIGSYS, which is ignored by a handler.
+fn deny_getpid(trap: bool) {
+    extern "C" fn ignore(_: i32) {}
+    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let denied = if trap { libc::SECCOMP_RET_TRAP } else { libc::SECCOMP_RET_ERRNO | libc::EPERM as u32 };
+    let mut filter = [
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
+        libc::sock_filter { jf: 1, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_getpid as u32) },
+        statement(libc::BPF_RET | libc::BPF_K, denied),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the filter lives through the calls, and the handler does nothing.
+    unsafe {
+        libc::signal(libc::SIGSYS, ignore as *const () as usize);
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program), 0);
     }
 }
 
@@ -475,4 +510,167 @@ fn a_process_that_has_ended_is_said_to() {
     victim.child.wait().unwrap();
     assert!(matches!(injector.call(getpid()), Err(InjectError::Gone { .. })));
     assert!(matches!(Injector::new(victim.process), Err(InjectError::Gone { .. })));
+}
+
+/// A victim's first thread, stopped, with none of its filters suspended.
+fn stopped(victim: &Victim) -> Tracee {
+    let mut tracee = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD).unwrap();
+    assert!(tracee.halt(Instant::now() + DEADLINE).unwrap());
+    tracee
+}
+
+fn soon() -> Instant {
+    Instant::now() + DEADLINE
+}
+
+#[test]
+fn a_call_that_a_filter_denies_gives_the_error_and_the_process_continues() {
+    let mut victim = Victim::start("denied");
+    let instruction = victim.injector().instruction;
+    let mut tracee = stopped(&victim);
+    assert_eq!(tracee.enter(instruction, libc::SYS_getpid, [0; 6], soon()).unwrap(), Stop::Call);
+    assert_eq!(tracee.leave(soon()).unwrap(), Some(-i64::from(libc::EPERM)));
+    assert!(!tracee.has_pending(victim.process, libc::SIGSYS));
+    drop(tracee);
+    victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+    victim.right();
+}
+
+#[test]
+fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result() {
+    let mut victim = Victim::start("trapped");
+    let instruction = victim.injector().instruction;
+    let tracee = stopped(&victim);
+    let call = Call::new("getpid", libc::SYS_getpid, []);
+    // As one that makes no others than the harmless calls would have to be.
+    let mut session = Session { injector: victim.injector(), tracee, filtered: false };
+    assert_eq!(session.tracee.enter(instruction, call.number, call.arguments, soon()).unwrap(), Stop::Call);
+    assert_eq!(
+        session.tracee.leave(soon()).unwrap(),
+        Some(libc::SYS_getpid),
+        "the number is where the result would be"
+    );
+    assert!(session.tracee.has_pending(victim.process, libc::SIGSYS));
+    session.filtered = true;
+    assert!(matches!(session.call(call), Err(InjectError::Filtered { .. })));
+    drop(session);
+    victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+    // A handler that returns lets the interrupted `read` begin again, since `signal` asks for that.
+    victim.right();
+}
+
+#[test]
+fn a_call_that_is_changed_on_its_way_is_neither_done_nor_taken_for_ours() {
+    let mut victim = Victim::start("read");
+    // `mov $NUMBER, %eax; syscall`: what comes to the kernel is another call than the one that was set up.
+    let vdso = crate::maps::of(victim.process).unwrap().into_iter().find(|map| map.name == "[vdso]").unwrap().range;
+    let mut text = vec![0; (vdso.end - vdso.start) as usize];
+    crate::memory::read(victim.process, vdso.start, &mut text).unwrap();
+    let at = text.windows(7).position(|part| part[0] == 0xb8 && part[3..] == [0, 0, 0x0f, 0x05]).expect("its fallback");
+    let instruction = vdso.start + at as u64;
+    let mut tracee = stopped(&victim);
+    let doubt = tracee.enter(instruction, libc::SYS_getpid, [0; 6], soon()).unwrap_err();
+    assert!(matches!(doubt, Doubt::Elsewhere), "{doubt:?}");
+    drop(tracee);
+    assert_ne!(fs_state(victim.process.pid), Some('t'));
+    victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+    victim.right();
+}
+
+#[test]
+fn a_thread_that_is_dropped_at_the_beginning_of_a_call_does_not_do_it_and_continues() {
+    for kind in ["read", "epoll-for-ever"] {
+        let mut victim = Victim::start(kind);
+        let instruction = victim.injector().instruction;
+        let mut tracee = stopped(&victim);
+        // Done, it would end the process.
+        let stop = tracee.enter(instruction, libc::SYS_exit_group, [7, 0, 0, 0, 0, 0], soon()).unwrap();
+        assert_eq!(stop, Stop::Call);
+        drop(tracee);
+        victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+        victim.right();
+    }
+}
+
+#[test]
+fn a_call_that_does_not_return_is_interrupted_at_its_deadline() {
+    for kind in ["read", "epoll-for-ever"] {
+        let mut victim = Victim::start(kind);
+        let instruction = victim.injector().instruction;
+        let mut tracee = stopped(&victim);
+        assert_eq!(tracee.enter(instruction, libc::SYS_pause, [0; 6], soon()).unwrap(), Stop::Call);
+        let doubt = tracee.leave(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(doubt, Doubt::Late), "{doubt:?}");
+        drop(tracee);
+        victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+        victim.right();
+    }
+}
+
+#[test]
+fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
+    // The deadline is over before it can have come there; whether it has by then is a matter of chance, and either is to be undone.
+    for kind in ["read", "epoll-for-ever", "compute"] {
+        let mut victim = Victim::start(kind);
+        let instruction = victim.injector().instruction;
+        for _ in 0..200 {
+            if !victim.process.is_alive() {
+                break;
+            }
+            let Ok(mut tracee) = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD) else { break };
+            if !tracee.halt(soon()).unwrap_or(false) {
+                break;
+            }
+            let _ = tracee.enter(instruction, libc::SYS_exit_group, [7, 0, 0, 0, 0, 0], Instant::now());
+        }
+        if kind != "compute" {
+            victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+        }
+        victim.right();
+    }
+}
+
+#[test]
+fn a_process_that_ends_while_it_is_called_into_is_gone() {
+    // It is killed at each place in turn.
+    for place in 0..3 {
+        let victim = Victim::start("read");
+        let injector = victim.injector();
+        let kill = || victim.process.kill().unwrap();
+        let e = injector
+            .run(|session| {
+                if place == 0 {
+                    kill();
+                }
+                session.tracee.enter(injector.instruction, libc::SYS_getpid, [0; 6], soon()).map(drop).or_else(gone)?;
+                if place == 1 {
+                    kill();
+                }
+                session.tracee.leave(soon()).map(drop).or_else(gone)?;
+                if place == 2 {
+                    kill();
+                }
+                session.call(getpid())
+            })
+            .unwrap_err();
+        assert!(matches!(e, InjectError::Gone { .. }), "{place}: {e}");
+    }
+    let mut victim = Victim::start("ends");
+    let injector = victim.injector();
+    victim.input.as_mut().unwrap().write_all(b"x").unwrap();
+    let end = Instant::now() + DEADLINE;
+    let e = loop {
+        match injector.call(getpid()) {
+            Ok(_) => assert!(Instant::now() < end, "it does not end"),
+            Err(e) => break e,
+        }
+    };
+    assert!(matches!(e, InjectError::Gone { .. } | InjectError::Stuck { .. }), "{e}");
+}
+
+fn gone(doubt: Doubt) -> Result<(), InjectError> {
+    match doubt {
+        Doubt::Failed(e) if e.raw_os_error() == Some(libc::ESRCH) => Err(InjectError::Gone { pid: 0 }),
+        other => panic!("{other:?}"),
+    }
 }

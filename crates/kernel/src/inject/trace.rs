@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 /// "Restart the system call unless a signal handler runs" (`linux/errno.h`; never seen by a program).
 const ERESTARTNOHAND: i64 = 514;
+/// The errors by which the kernel has a system call restarted (`linux/errno.h`): the call has not been done.
+const RESTART: [i64; 4] = [-512, -513, -514, -516];
 /// The code segment of a 64-bit program.
 const USER64_CS: u64 = 0x33;
 /// How long a stop is awaited by asking again and again, before sleeping in between.
@@ -39,11 +41,57 @@ struct RseqConfiguration {
     pad: u32,
 }
 
+/// The part of `struct ptrace_syscall_info` that is used.
+#[repr(C)]
+#[derive(Debug, Default)]
+struct SystemCall {
+    /// Which end of a system call this is.
+    op: u8,
+    pad: [u8; 3],
+    arch: u32,
+    instruction: u64,
+    stack: u64,
+    /// At its beginning: the number and the arguments. At its end: the result.
+    data: [u64; 8],
+}
+
+const PTRACE_GET_SYSCALL_INFO: c_uint = 0x420e;
+const OP_ENTRY: u8 = 1;
+const OP_EXIT: u8 = 2;
+const _: () = assert!(size_of::<SystemCall>() == 88);
+/// Length of the `syscall` instruction.
+const INSTRUCTION: u64 = 2;
+
 const PTRACE_GET_RSEQ_CONFIGURATION: c_uint = 0x420f;
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
 const _: () = assert!(size_of::<user_regs_struct>() == 27 * 8);
 
-/// A seized thread. Dropped, it has its registers back and goes on.
+/// Why a call was given up. The thread has its own registers.
+#[derive(Debug)]
+pub(super) enum Doubt {
+    /// It was not where it should have been by the deadline.
+    Late,
+    /// It stopped elsewhere than at the call that was set up.
+    Elsewhere,
+    /// ptrace failed.
+    Failed(io::Error),
+}
+
+impl From<io::Error> for Doubt {
+    fn from(e: io::Error) -> Self {
+        Self::Failed(e)
+    }
+}
+
+/// A call as it is set up.
+#[derive(Debug, Clone, Copy)]
+struct SetUp {
+    instruction: u64,
+    number: c_long,
+    arguments: [u64; 6],
+}
+
+/// A seized thread. Dropped, it has its registers back and continues.
 #[derive(Debug)]
 pub(super) struct Tracee {
     tid: c_int,
@@ -51,13 +99,19 @@ pub(super) struct Tracee {
     home: Option<user_regs_struct>,
     /// Its registers are ours.
     away: bool,
+    /// It is stopped at the beginning of a system call, which the kernel does with whatever registers it has when it continues.
+    at_entry: bool,
+    /// The call that was set up last.
+    set_up: Option<SetUp>,
+    /// A signal that it is stopped for, and that is delivered when it is released.
+    signal: c_int,
 }
 
 impl Tracee {
     /// Become the tracer of thread `tid`, with these options. It runs on.
     pub(super) fn seize(tid: c_int, options: c_int) -> io::Result<Self> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, options as usize)?;
-        Ok(Self { tid, home: None, away: false })
+        Ok(Self { tid, home: None, away: false, at_entry: false, set_up: None, signal: 0 })
     }
 
     /// Stop it with its own registers, wherever it is. `false`: it did not stop by the deadline.
@@ -120,8 +174,14 @@ impl Tracee {
     }
 
     /// Send it into system call `number`, through the instruction at `instruction`.
-    pub(super) fn enter(&mut self, instruction: u64, number: c_long, arguments: [u64; 6]) -> io::Result<Stop> {
-        let Some(home) = self.home else { return Err(io::ErrorKind::InvalidInput.into()) };
+    pub(super) fn enter(
+        &mut self,
+        instruction: u64,
+        number: c_long,
+        arguments: [u64; 6],
+        deadline: Instant,
+    ) -> Result<Stop, Doubt> {
+        let Some(home) = self.home else { return Err(Doubt::Failed(io::ErrorKind::InvalidInput.into())) };
         let [rdi, rsi, rdx, r10, r8, r9] = arguments;
         // No system call is under way (`orig_rax`): keeps the kernel from restarting one with our registers.
         let ours = user_regs_struct {
@@ -136,12 +196,21 @@ impl Tracee {
             r9,
             ..home
         };
+        self.set_up = Some(SetUp { instruction, number, arguments });
         self.away = true;
         self.set_registers(&ours)?;
         ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-        let stopped = wait_ever(self.tid)?;
+        let Some(stopped) = wait(self.tid, Some(deadline))? else {
+            self.recall()?;
+            return Err(Doubt::Late);
+        };
         if stopped.is_system_call() {
-            return Ok(Stop::Call);
+            self.at_entry = true;
+            if self.is_at(OP_ENTRY)? {
+                return Ok(Stop::Call);
+            }
+            self.cancel()?;
+            return Err(Doubt::Elsewhere);
         }
         if stopped.event != 0 {
             return Ok(Stop::Trap);
@@ -150,15 +219,94 @@ impl Tracee {
         Ok(Stop::Signal(stopped.signal))
     }
 
-    /// Let it do the call that it has entered, and give what the call returns.
-    pub(super) fn leave(&mut self) -> io::Result<i64> {
+    /// Let it do the call that it has entered, and give what the call returns. None: it was interrupted before it did anything.
+    ///
+    /// A call that has not returned by the deadline is interrupted. One that the kernel does not let be interrupted is waited for: a thread
+    /// that is within the kernel cannot be given its registers back, and would continue with ours.
+    pub(super) fn leave(&mut self, deadline: Instant) -> Result<Option<i64>, Doubt> {
+        let mut late = false;
+        self.at_entry = false;
         loop {
             ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+            let stopped = match wait(self.tid, Some(deadline))? {
+                Some(stopped) => stopped,
+                None => {
+                    late = true;
+                    ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
+                    wait_ever(self.tid)?
+                }
+            };
             // Nothing else can come between a system call's two ends.
+            if !stopped.is_system_call() {
+                continue;
+            }
+            if !self.is_at(OP_EXIT)? {
+                self.at_entry = true;
+                self.cancel()?;
+                return Err(Doubt::Elsewhere);
+            }
+            let registers = self.registers()?;
+            let is_ours = self.set_up.is_some_and(|set_up| registers.orig_rax as i64 == set_up.number);
+            self.go_home()?;
+            let result = registers.rax as i64;
+            return match (is_ours, late && result == -i64::from(libc::EINTR), RESTART.contains(&result)) {
+                (false, ..) => Err(Doubt::Elsewhere),
+                (true, true, _) => Err(Doubt::Late),
+                (true, _, true) if late => Err(Doubt::Late),
+                (true, _, true) => Ok(None),
+                (true, _, false) => Ok(Some(result)),
+            };
+        }
+    }
+
+    /// Whether it is stopped at this end of the call that was set up, by what the kernel says and not by what was expected.
+    fn is_at(&self, op: u8) -> io::Result<bool> {
+        let Some(set_up) = self.set_up else { return Ok(false) };
+        let mut seen = SystemCall::default();
+        // SAFETY: the kernel writes at most the given size to the address, and both are those of `seen`.
+        let got = unsafe {
+            libc::ptrace(PTRACE_GET_SYSCALL_INFO, self.tid, size_of::<SystemCall>(), (&raw mut seen).cast::<c_void>())
+        };
+        if got < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let there = seen.op == op && seen.instruction == set_up.instruction + INSTRUCTION;
+        let [number, arguments @ .., _] = seen.data;
+        Ok(there && (op != OP_ENTRY || (number as c_long == set_up.number && arguments == set_up.arguments)))
+    }
+
+    /// Whether this signal waits for the thread.
+    pub(super) fn has_pending(&self, process: Process, signal: c_int) -> bool {
+        let path = format!("/proc/{}/task/{}/status", process.pid, self.tid);
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let mask = text.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigPnd:")?.trim(), 16).ok());
+        mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
+    }
+
+    /// Stop it, wherever it has come to with our registers, and give it its own.
+    fn recall(&mut self) -> io::Result<()> {
+        ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
+        // Without a stop its registers cannot be restored, and released it would continue with ours.
+        let stopped = wait_ever(self.tid)?;
+        if stopped.is_system_call() {
+            self.at_entry = true;
+            return self.cancel();
+        }
+        if stopped.event == 0 {
+            self.signal = stopped.signal;
+        }
+        self.go_home()
+    }
+
+    /// At the beginning of a system call: have the kernel do none, and give the thread its own registers.
+    fn cancel(&mut self) -> io::Result<()> {
+        let registers = self.registers()?;
+        self.set_registers(&user_regs_struct { orig_rax: u64::MAX, ..registers })?;
+        self.at_entry = false;
+        loop {
+            ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
             if wait_ever(self.tid)?.is_system_call() {
-                let result = self.registers().map(|registers| registers.rax as i64);
-                self.go_home()?;
-                return result;
+                return self.go_home();
             }
         }
     }
@@ -206,11 +354,14 @@ impl Drop for Tracee {
     fn drop(&mut self) {
         // It may have been killed meanwhile. If it is not stopped, it is let go when the tracing thread ends. Being let
         // go makes the kernel look for signals and for a system call to restart.
+        if self.at_entry {
+            let _ = self.cancel();
+        }
         let _ = self.go_home();
         if let Some(home) = self.home {
             let _ = self.set_registers(&home);
         }
-        let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, 0);
+        let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, self.signal as usize);
     }
 }
 

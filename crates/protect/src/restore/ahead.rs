@@ -161,11 +161,8 @@ impl<'a> Looked<'a> {
                 recorder.write(&place.rundir);
                 Ok(restored)
             }
-            Err(e) => {
-                place.undo();
-                // What follows from it says less.
-                Err(why.into_inner().unwrap_or(e))
-            }
+            // What follows from it says less.
+            Err(e) => Err(super::undo(place, why.into_inner().unwrap_or(e))),
         }
     }
 }

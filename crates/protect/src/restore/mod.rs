@@ -98,6 +98,20 @@ pub enum RestoreError {
     /// The store's owner epoch cannot be noted.
     #[error(transparent)]
     RunDir(TargetError),
+    /// Its guest was told to resume, and something failed after that.
+    #[error(
+        "{name}: its guest was resumed in QEMU (process {pid}), which runs, but the restore failed after that; nothing was undone: \
+         rekindle recover {name}"
+    )]
+    MayRun {
+        /// The VM.
+        name: String,
+        /// The QEMU.
+        pid: u32,
+        /// What failed.
+        #[source]
+        source: Box<RestoreError>,
+    },
     /// How to build its VM is not known.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
@@ -340,9 +354,17 @@ fn once(
             recorder.write(&place.rundir);
             Ok(Restored { unused, ..restored })
         }
-        Err(e) => {
+        Err(e) => Err(undo(place, e)),
+    }
+}
+
+/// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `recover`: ending it would lose what the guest has done since.
+fn undo(place: Place<'_>, e: RestoreError) -> RestoreError {
+    match place.may_run() {
+        Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
+        None => {
             place.undo();
-            Err(e)
+            e
         }
     }
 }

@@ -315,10 +315,7 @@ pub(super) fn resume_in(
                 recorder.write(&place.rundir);
                 Ok(restored)
             }
-            Err(e) => {
-                place.undo();
-                Err(e)
-            }
+            Err(e) => Err(super::undo(place, e)),
         }
     })
 }

@@ -7,7 +7,7 @@ use super::record::{Entry, Kept, beside, files_beside};
 use super::survived::write_pages;
 use crate::vmm::handover::{Keeper, disk_times};
 use crate::vmm::warm::put_blocks;
-use crate::vmm::{Change, Options, RUN_STATE_PATIENCE, RebootError, begin, saved, stop, switch};
+use crate::vmm::{Change, Options, Patience, RUN_STATE_PATIENCE, RebootError, begin, saved, stop, switch};
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_memory::directory::RamDirectory;
@@ -309,7 +309,7 @@ impl Saved {
             switch::back(&change.held.rundir, &change.old, journal, change.running)
         } else {
             drop(change);
-            crate::vmm::recover(host, &name).map(drop)
+            crate::vmm::recover(host, &name, Patience::default()).map(drop)
         };
         if let Err(e) = back {
             tracing::error!("{name} does not go on ({e}); rekindle recover {name}");

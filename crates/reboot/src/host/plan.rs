@@ -8,7 +8,7 @@ use super::setup::{self, reserve};
 use super::survived::{PARAMETER, command_line};
 use super::{HostError, How};
 use crate::vmm::{Problem, RebootError};
-use rekindle_kernel::{kexec, process};
+use rekindle_kernel::kexec;
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Status};
@@ -252,8 +252,7 @@ fn keep_over_shutdown(host: &Host, plan: &Plan) -> Result<(), HostError> {
         let Some(state) = State::read(&rundir).map_err(failed)? else { continue };
         pids.extend(state.vmm.as_ref().filter(|vmm| vmm.is_alive()).map(|vmm| vmm.pid));
         for disk in disks::served(&state.hardware) {
-            let control = disks::control(&rundir, &disk.id).to_string_lossy().into_owned();
-            let servers = process::with_argument_containing(&control).map_err(failed)?;
+            let servers = disks::servers(&rundir, &disk.id).map_err(failed)?;
             pids.extend(servers.iter().map(|server| server.pid));
         }
     }

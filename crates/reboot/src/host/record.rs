@@ -4,7 +4,7 @@
 //! SUSPEND_DIR/              on a disk: a host whose RAM is lost must still know whom it has lost
 //!   lock                    flock: held by who suspends or resumes
 //!   host.json               written last: it makes the others count, if they have its token
-//!   NAME.json               one guest
+//!   guests/NAME.json        one guest; in a folder of their own, so that a VM may have any name
 //! RAM_DIR/.suspended/       beside the RAM, and gone with it
 //!   token                   the token once more: this RAM belongs to that record
 //!   NAME-HASH.stream        a guest without its main RAM
@@ -31,8 +31,11 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// The format of these files.
-const FORMAT: u32 = 1;
+///
+/// 1: guests beside `host.json`, as `NAME.json`. Such files are still read.
+const FORMAT: u32 = 2;
 const HOST: &str = "host.json";
+const GUESTS: &str = "guests";
 const LOCK: &str = "lock";
 /// Beside the RAM.
 const BESIDE: &str = ".suspended";
@@ -171,19 +174,10 @@ impl Record {
     }
 
     fn files(&self) -> Result<Vec<String>, HostError> {
-        let failed = |source| HostError::Record { path: self.directory.clone(), source };
-        let entries = match fs::read_dir(&self.directory) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(failed)?,
-        };
-        let mut names = Vec::new();
-        for entry in entries {
-            let name = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
-            if let Some(stem) = name.strip_suffix(".json").filter(|_| name != HOST) {
-                names.push(stem.to_owned());
-            }
-        }
+        let old = json_files(&self.directory)?.into_iter().filter(|name| self.old_file(name).is_some());
+        let mut names: Vec<_> = json_files(&self.directory.join(GUESTS))?.into_iter().chain(old).collect();
         names.sort();
+        names.dedup();
         Ok(names)
     }
 
@@ -193,12 +187,32 @@ impl Record {
     /// [`HostError::Record`].
     pub fn entry(&self, name: &str) -> Result<Option<Entry>, HostError> {
         let Some(head) = &self.head else { return Ok(None) };
-        let entry: Option<Entry> = read_json(&self.file(name))?;
-        Ok(entry.filter(|entry| entry.token == head.token))
+        Ok(self.read_entry(name)?.filter(|entry| entry.token == head.token))
+    }
+
+    fn read_entry(&self, name: &str) -> Result<Option<Entry>, HostError> {
+        match read_json(&self.file(name))? {
+            Some(entry) => Ok(Some(entry)),
+            None => self.old_file(name).map_or(Ok(None), |path| read_json(&path)),
+        }
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        self.directory.join(format!("{name}.json"))
+        self.directory.join(GUESTS).join(format!("{name}.json"))
+    }
+
+    /// Where format 1 had a guest's file. It had none of a VM `host`.
+    fn old_file(&self, name: &str) -> Option<PathBuf> {
+        let file = format!("{name}.json");
+        (file != HOST).then(|| self.directory.join(file))
+    }
+
+    /// Remove what is known of VM `name`: the newer file last, since it is the one that counts.
+    fn remove_files(&self, name: &str) -> io::Result<()> {
+        if let Some(old) = self.old_file(name) {
+            remove(&old)?;
+        }
+        remove(&self.file(name))
     }
 
     /// Begin a new record; nothing counts before [`Record::commit`]. What an earlier one that was not committed has left goes.
@@ -214,7 +228,7 @@ impl Record {
         let failed = |source| HostError::Record { path: directory.to_owned(), source };
         remove(&directory.join(HOST)).map_err(failed)?;
         for name in record.files()? {
-            remove(&record.file(&name)).map_err(failed)?;
+            record.remove_files(&name).map_err(failed)?;
         }
         sync_directory(directory).map_err(failed)?;
         record.head = None;
@@ -227,7 +241,11 @@ impl Record {
     /// [`HostError::Record`].
     pub fn list(&self, entry: &Entry) -> Result<(), HostError> {
         let path = self.file(&entry.state.hardware.name);
-        write_json(&path, entry).map_err(|source| HostError::Record { path, source })
+        let folder = self.directory.join(GUESTS);
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
+        made.and_then(|()| sync_directory(&self.directory))
+            .and_then(|()| write_json(&path, entry))
+            .map_err(|source| HostError::Record { path, source })
     }
 
     /// All entries with this token count from here on.
@@ -256,9 +274,13 @@ impl Record {
     /// [`HostError::Record`].
     pub fn forget(&self, name: &str) -> Result<(), HostError> {
         let failed = |source| HostError::Record { path: self.file(name), source };
-        let entry: Option<Entry> = read_json(&self.file(name))?;
-        remove(&self.file(name)).map_err(failed)?;
+        let entry = self.read_entry(name)?;
+        self.remove_files(name).map_err(failed)?;
         if let Some(entry) = entry {
+            let folder = self.directory.join(GUESTS);
+            if folder.exists() {
+                sync_directory(&folder).map_err(failed)?;
+            }
             sync_directory(&self.directory).map_err(failed)?;
             let saved = entry.saved.as_ref().map(|saved| &saved.path);
             for path in saved.into_iter().chain(entry.pages.as_ref().map(|pages| &pages.path)) {
@@ -266,6 +288,8 @@ impl Record {
             }
             if self.files()?.is_empty() {
                 remove(&self.directory.join(HOST)).map_err(failed)?;
+                // Another guest's file may just be being written; then it stays.
+                let _ = fs::remove_dir(&folder);
             }
             self.leave(&beside(&entry.state));
         }
@@ -324,6 +348,21 @@ pub(super) fn paired(state: &State) -> Option<String> {
     fs::read_to_string(beside(state).join("token")).ok()
 }
 
+/// The names of the files `*.json` of a directory, without that.
+fn json_files(directory: &Path) -> Result<Vec<String>, HostError> {
+    let failed = |source| HostError::Record { path: directory.to_owned(), source };
+    let entries = match fs::read_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
+        names.extend(name.strip_suffix(".json").map(str::to_owned));
+    }
+    Ok(names)
+}
+
 fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -362,5 +401,69 @@ mod tests {
         assert!(!path.join(HOST).exists());
         fs::write(path.join(HOST), r#"{"format": 9, "token": "", "boot_id": "", "committed_us": 0}"#).unwrap();
         assert!(Record::read(&path).unwrap_err().to_string().contains("host.json"));
+    }
+
+    /// Names that a VM may have, and that files of the record, or of other parts of Rekindle, have too.
+    const ODD: [&str; 16] = [
+        "host",
+        "lock",
+        "guests",
+        "token",
+        "host.json",
+        "host.new",
+        "lock.json",
+        "guests.json",
+        "a",
+        "a.json",
+        "a.new",
+        "new",
+        "json",
+        "0",
+        "a-b",
+        "state",
+    ];
+
+    #[test]
+    fn a_vm_may_have_any_name_whatever_the_files_of_the_record_are_called() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::begin(directory.path()).unwrap();
+        fs::create_dir(directory.path().join(GUESTS)).unwrap();
+        record.commit("new".into(), "boot".into(), 7).unwrap();
+        for name in ODD {
+            name.parse::<rekindle_vm::definition::Name>().unwrap();
+            write_json(&record.file(name), &format!("this is {name}")).unwrap();
+            // As its temporary file would be, if it was left.
+            fs::write(record.file(name).with_extension("new"), "left").unwrap();
+        }
+        record.commit("newer".into(), "boot".into(), 8).unwrap();
+        assert_eq!(Record::read(directory.path()).unwrap().head.unwrap().token, "newer");
+        let mut all: Vec<_> = ODD.map(str::to_owned).into();
+        all.sort();
+        assert_eq!(record.files().unwrap(), all);
+        for name in ODD {
+            assert_eq!(read_json::<String>(&record.file(name)).unwrap().unwrap(), format!("this is {name}"));
+            assert!(record.entry(name).is_err(), "{name}: what is no entry is not left out");
+            record.remove_files(name).unwrap();
+            assert_eq!(Record::read(directory.path()).unwrap().head.unwrap().token, "newer", "{name} is not the head");
+        }
+        assert!(record.files().unwrap().is_empty());
+    }
+
+    #[test]
+    fn files_of_the_first_format_are_read_and_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::begin(directory.path()).unwrap();
+        record.commit("old".into(), "boot".into(), 7).unwrap();
+        fs::write(directory.path().join("web.json"), "{}").unwrap();
+        assert_eq!(record.files().unwrap(), ["web"]);
+        assert!(record.entry("web").is_err(), "it is read");
+        assert!(record.entry("host").unwrap().is_none(), "that is the head");
+        // The newer file is the one that counts.
+        fs::create_dir(directory.path().join(GUESTS)).unwrap();
+        fs::write(record.file("web"), "null").unwrap();
+        assert_eq!(record.files().unwrap(), ["web"]);
+        record.remove_files("web").unwrap();
+        assert!(record.files().unwrap().is_empty());
+        assert!(record.remove_files("host").is_ok() && directory.path().join(HOST).exists());
     }
 }

@@ -4,7 +4,7 @@ use super::one::{Ready, Saved, look};
 use super::record::{Entry, Record, beside, pair};
 use super::survived::boot_id;
 use super::{HostError, How};
-use crate::vmm::{Problem, RebootError};
+use crate::vmm::{Patience, Problem, RebootError};
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Status};
@@ -175,7 +175,7 @@ pub fn take_up(host: &Host, names: &[String], token: &str) -> Result<bool, HostE
     for name in names {
         let rundir = RunDir::new(&host.root, name);
         if matches!(life::status(&rundir), Ok(Status::NeedsRecovery))
-            && let Err(error) = crate::vmm::recover(host, name)
+            && let Err(error) = crate::vmm::recover(host, name, Patience::default())
         {
             tracing::warn!("{name}: {}", why(&error));
         }

@@ -268,9 +268,11 @@ enum Lost {
 
 fn lost(held: &Held, lost: &Lost) -> RebootError {
     let name = held.rundir.name();
+    // A guest that does not answer may run.
+    let force = if matches!(lost, Lost::Silent) { " --force" } else { "" };
     let what = format!(
         "its guest was told to start the kernel that it has loaded, and is not there again: {lost}; look at its console (rekindle \
-         console {name}), or have it booted: rekindle recover {name}"
+         console {name}), or have it booted: rekindle recover {name}{force}"
     );
     RebootError::Kexec { name: name.into(), what }
 }
@@ -283,31 +285,37 @@ fn is_another(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, QmpE
     Ok(agent::boot_id(&vmm.directory().agent(), ANSWER).ok().map(|now| now != boot))
 }
 
-/// After Rekindle was killed: whether the guest has come through, as its agent tells. None: it does not say so in time, and has to be
-/// booted. Gives whether it runs another kernel.
-pub(crate) fn recover(held: &Held, journal: &Journal) -> Option<bool> {
-    let vmm = held.vmm().ok()?;
-    let mut qmp = vmm.connect(vmm::START).ok()?;
+/// After Rekindle was killed: whether the guest runs another kernel. None: it has come to its end, or does not answer and is to be booted
+/// because of `force`.
+///
+/// # Errors
+/// [`RebootError::Kexec`] if its agent does not answer: the guest may run.
+pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
+    let Ok(vmm) = held.vmm() else { return Ok(None) };
+    let mut qmp = match vmm.connect(vmm::START) {
+        Err(_) if !vmm.is_alive() => return Ok(None),
+        other => other?,
+    };
     if journal.operation.step == Step::Prepare {
-        return Some(false);
+        return Ok(Some(false));
     }
     let boot = journal.operation.boot.clone().unwrap_or_default();
     // It may not have begun to shut down: a moment later it is another boot, or the port is closed.
     let settled = held.state.definition.shutdown_timeout.as_duration();
     let (began, mut same_since) = (Instant::now(), None);
     while began.elapsed() < settled + BOOT {
-        if life::SHUT_DOWN.contains(&run_state(&mut qmp).ok()?.as_str()) {
-            return None;
+        if !vmm.is_alive() || life::SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
+            return Ok(None);
         }
-        match is_another(vmm, &mut qmp, &boot).ok()? {
-            Some(true) => return Some(true),
-            Some(false) if same_since.get_or_insert_with(Instant::now).elapsed() > OBEYED => return Some(false),
+        match is_another(vmm, &mut qmp, &boot)? {
+            Some(true) => return Ok(Some(true)),
+            Some(false) if same_since.get_or_insert_with(Instant::now).elapsed() > OBEYED => return Ok(Some(false)),
             Some(false) => {}
             None => same_since = None,
         }
         thread::sleep(LOOK);
     }
-    None
+    if force { Ok(None) } else { Err(lost(held, &Lost::Silent)) }
 }
 
 #[cfg(test)]

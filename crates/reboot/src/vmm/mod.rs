@@ -8,6 +8,7 @@
 //!
 //! `docs/vmm-restart.md` has the sequence and the argument; `docs/run-directory.md` what is written down when.
 
+mod answer;
 pub(crate) mod cold;
 mod generation;
 pub(crate) mod handover;
@@ -18,6 +19,7 @@ pub(crate) mod switch;
 mod verify;
 pub(crate) mod warm;
 
+pub use answer::Patience;
 pub use preflight::Problem;
 pub use recover::{Recovered, recover};
 
@@ -186,6 +188,21 @@ pub enum RebootError {
         name: String,
         /// The end of its log.
         said: String,
+    },
+    /// A QEMU that may run the guest does not answer.
+    #[error(
+        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was changed. If it is \
+         stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, end that one; then: rekindle \
+         recover {name}. To kill it, with what its guest has not written to disk: rekindle recover {name} --force",
+        waited.as_secs()
+    )]
+    Silent {
+        /// The VM.
+        name: String,
+        /// The QEMU.
+        pid: u32,
+        /// How long an answer was waited for.
+        waited: Duration,
     },
     /// The new QEMU died while it waited for the guest of a candidate to go on.
     #[error("the new QEMU of {name} died before its guest went on; it said:\n{said}")]

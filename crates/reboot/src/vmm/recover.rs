@@ -7,9 +7,9 @@
 //! 3. The saved state is whole and the guest has not run since: a fresh QEMU is started from it.
 //! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
 
+use super::answer::{self, Patience};
 use super::handover::Taps;
 use super::{RUN_STATE_PATIENCE, RebootError, handover, resume, saved, switch};
-use rekindle_kernel::process::Process;
 use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_qemu::command::Start;
@@ -25,7 +25,7 @@ use rekindle_vm::phases;
 use rekindle_vm::ram;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -85,48 +85,12 @@ impl std::fmt::Display for Recovered {
 /// *On failure:* nothing runs that did not before; it can be done again.
 ///
 /// # Errors
-/// [`RebootError`].
-pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
+/// [`RebootError`]; [`RebootError::Silent`] if a QEMU that may run the guest does not answer.
+pub fn recover(host: &Host, name: &str, patience: Patience) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
     let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
-    let Some(journal) = journal else {
-        if let Ok(vmm) = held.vmm()
-            && held.state.hardware.disks.iter().any(|disk| disk.server)
-        {
-            if has_ended(vmm) {
-                return boot_ended(&held, vmm);
-            }
-            // It was asked, and may have been about to end.
-            vmm.wait_released().map_err(|source| file(&held, source))?;
-        }
-        return match held.vmm() {
-            Ok(vmm) => {
-                forget_saved(host, &held);
-                // Its guest waits for it, and may not answer before.
-                let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
-                match end_pause(&held, vmm)? {
-                    Recovered::Nothing if served > 0 => Ok(Recovered::Served),
-                    recovered => Ok(recovered),
-                }
-            }
-            // What it was started with is not ours to do again.
-            Err(_) if held.state.attached.is_some() => {
-                held.refuse_attached("its QEMU has ended, and starting it again")?;
-                Ok(Recovered::Nothing)
-            }
-            Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
-            // A start that was cut off before it began, or a QEMU that has waited and ended.
-            Err(_) if held.state.vmm.is_none() => {
-                life::clean_up(host, &held.rundir, &held.state)?;
-                Ok(Recovered::Removed)
-            }
-            Err(_) => {
-                let generation = held.state.generation + 1;
-                let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
-                lose(&held, journal.map_err(|source| file(&held, source))?, None)
-            }
-        };
-    };
+    let Some(journal) = journal else { return recover_idle(host, &held, patience) };
+    answer::require(&held, &journal.operation, patience)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
         // A hand-over that was cut off has left its threads first; harmless, and not to stay.
         let _ = sched::normal(vmm.process());
@@ -141,7 +105,7 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
             Ok(Recovered::Removed)
         }
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
-        Kind::OsKexec => recover_kexec(&held, journal),
+        Kind::OsKexec => recover_kexec(&held, journal, patience.force),
         // A candidate whose guest was not let go is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(&held, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
@@ -150,9 +114,56 @@ pub fn recover(host: &Host, name: &str) -> Result<Recovered, RebootError> {
     Ok(recovered)
 }
 
+/// A VM on which no operation was under way.
+fn recover_idle(host: &Host, held: &Held, patience: Patience) -> Result<Recovered, RebootError> {
+    if let Ok(vmm) = held.vmm()
+        && held.state.hardware.disks.iter().any(|disk| disk.server)
+    {
+        if has_ended(vmm, patience.wait) {
+            return boot_ended(held, vmm);
+        }
+        // It was asked, and may have been about to end.
+        vmm.wait_released().map_err(|source| file(held, source))?;
+    }
+    match held.vmm() {
+        Ok(vmm) => {
+            forget_saved(host, held);
+            // Its guest waits for it, and may not answer before.
+            let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
+            // Of one that Rekindle has not started, the only monitor may be its protector's.
+            if held.state.attached.is_none() && !answer::wait(held.rundir.name(), vmm, patience)? {
+                return boot_lost(held);
+            }
+            match end_pause(held, vmm)? {
+                Recovered::Nothing if served > 0 => Ok(Recovered::Served),
+                recovered => Ok(recovered),
+            }
+        }
+        // What it was started with is not ours to do again.
+        Err(_) if held.state.attached.is_some() => {
+            held.refuse_attached("its QEMU has ended, and starting it again")?;
+            Ok(Recovered::Nothing)
+        }
+        Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
+        // A start that was cut off before it began, or a QEMU that has waited and ended.
+        Err(_) if held.state.vmm.is_none() => {
+            life::clean_up(host, &held.rundir, &held.state)?;
+            Ok(Recovered::Removed)
+        }
+        Err(_) => boot_lost(held),
+    }
+}
+
+/// Boots a guest whose QEMU has ended with the guest's memory.
+fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
+    let generation = held.state.generation + 1;
+    let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
+    lose(held, journal.map_err(|source| file(held, source))?, None)
+}
+
 /// Whether a guest has rebooted itself or panicked, and QEMU was told to stop there; who was to boot it has died.
-fn has_ended(vmm: &Vmm) -> bool {
-    let state = vmm.connect(vmm::START).map_err(RebootError::from).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?));
+fn has_ended(vmm: &Vmm, wait: Duration) -> bool {
+    let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?));
     state.is_ok_and(|state| life::SHUT_DOWN.contains(&state.as_str()))
 }
 
@@ -244,8 +255,8 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
 }
 
 /// A guest that was to start another kernel: it has, or goes on as it was, or is booted.
-fn recover_kexec(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
-    match crate::os::recover_kexec(held, &journal) {
+fn recover_kexec(held: &Held, mut journal: Journal, force: bool) -> Result<Recovered, RebootError> {
+    match crate::os::recover_kexec(held, &journal, force)? {
         Some(another) => {
             journal.close().map_err(|source| file(held, source))?;
             Ok(if another { Recovered::Started } else { Recovered::Undone })
@@ -262,7 +273,9 @@ fn recover_kexec(held: &Held, mut journal: Journal) -> Result<Recovered, RebootE
 pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let generation = journal.operation.generation;
     let lost = journal.operation.lost;
-    if let Some((new, qmp)) = alive(held, generation).filter(|_| journal.operation.step >= Step::Resume) {
+    if journal.operation.step >= Step::Resume
+        && let Some((new, qmp)) = alive(held, generation)?
+    {
         return finish(held, journal, &new, qmp, if lost { Recovered::Booted } else { Recovered::Started });
     }
     switch::end_generation(&held.rundir, generation)?;
@@ -284,14 +297,14 @@ pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, R
     boot(held, journal, Recovered::Started, None)
 }
 
-/// The QEMU of `generation` if it lives and answers.
-fn alive(held: &Held, generation: u32) -> Option<(Vmm, Qmp)> {
-    let directory = held.rundir.vmm(generation);
-    let process = life::processes_of(&directory).ok()?.into_iter().find(Process::is_alive)?;
-    let binary = std::fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_else(|_| PathBuf::from("qemu"));
-    let vmm = Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None };
-    let qmp = vmm.connect(Duration::from_secs(10)).ok()?;
-    Some((vmm, qmp))
+/// The QEMU of `generation`, if it runs.
+fn alive(held: &Held, generation: u32) -> Result<Option<(Vmm, Qmp)>, RebootError> {
+    let Some(vmm) = answer::of_generation(held, generation)? else { return Ok(None) };
+    match vmm.connect(vmm::START) {
+        Ok(qmp) => Ok(Some((vmm, qmp))),
+        Err(_) if vmm.process().wait_end(Duration::ZERO).map_err(|source| file(held, source))? => Ok(None),
+        Err(_) => Err(RebootError::Silent { name: held.rundir.name().into(), pid: vmm.pid, waited: vmm::START }),
+    }
 }
 
 /// A warm or saved reboot.
@@ -300,7 +313,7 @@ pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recov
     let generation = operation.generation;
     // The decision for the new QEMU was written: it is asked whether it obeyed.
     if operation.step >= Step::Resume
-        && let Some((new, qmp)) = alive(held, generation)
+        && let Some((new, qmp)) = alive(held, generation)?
     {
         return finish(held, journal, &new, qmp, Recovered::Finished);
     }

@@ -19,7 +19,7 @@ use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
 use rekindle_qemu::command::{Start, Tap};
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::ramblock::{self, MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_qemu::transfer::{self, Feed, wait_loaded};
@@ -33,6 +33,11 @@ use serde_json::Value;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
+
+/// How long the new QEMU may take from `cont` to its `RESUME`: it may still load.
+const RESUMED: Duration = Duration::from_secs(60);
+/// How long its threads may take to stop when it does not answer.
+const STOPPED: Duration = Duration::from_secs(2);
 
 /// A new QEMU that waits for the guest, beside the old one that still runs it.
 pub(crate) struct Prepared {
@@ -427,7 +432,7 @@ fn hand_over(
     let resumed = if staged_cont {
         new_qmp.fire("cont")?;
         new_qmp.reply::<Value>("cont")?;
-        wait_resumed(new_qmp, Duration::from_secs(60))?
+        wait_resumed(new_qmp, RESUMED)?
     } else {
         resume(new_qmp, change.running)?
     };
@@ -471,11 +476,30 @@ fn settle(
 fn failed_at_resume(change: &Change, journal: Journal, new: &Vmm, error: RebootError) -> Failure {
     let rundir = &change.held.rundir;
     let said = log_tail(&new.directory(), 10);
+    let untouched = || handover::untouched(&change.held.state.hardware.ram.path, journal.operation.untouched_since_ns);
+    if is_silent(&error) && new.is_alive() {
+        // It may run the guest. Once it is stopped, the RAM file tells.
+        let process = new.process();
+        if !process.stop_fully(STOPPED).is_ok_and(|stopped| stopped && untouched()) {
+            let _ = process.resume();
+            tracing::warn!("{}: {error}", rundir.name());
+            let error = RebootError::Silent { name: rundir.name().into(), pid: new.pid, waited: RESUMED };
+            return Failure::new(Left::NeedsRecovery, error);
+        }
+    }
     let ended = new.kill();
-    let untouched = handover::untouched(&change.held.state.hardware.ram.path, journal.operation.untouched_since_ns);
-    if ended.is_ok() && untouched {
+    if ended.is_ok() && untouched() {
         return switch::give_up(rundir, &change.old, journal, change.running, error);
     }
     let error = RebootError::DiedRunning { name: rundir.name().into(), said };
     Failure::new(Left::NeedsRecovery, error)
+}
+
+/// Whether QEMU has not answered, as opposed to having answered with an error or having closed its socket.
+fn is_silent(error: &RebootError) -> bool {
+    let error = match error {
+        RebootError::NewFailed { source, .. } => source,
+        other => other,
+    };
+    matches!(error, RebootError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. }))
 }

@@ -18,7 +18,7 @@ pub use protect::{DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
-pub use vm::{Attach, NameOnly, Run, Show, Stop};
+pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
 use clap::{Parser, Subcommand};
 
@@ -79,8 +79,8 @@ pub enum Command {
     ///
     /// Needs: nothing else at work on the VM.
     /// On success: exactly one QEMU runs the guest; what became of its memory is said.
-    /// On failure: nothing runs that did not before; it can be done again.
-    Recover(NameOnly),
+    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. It can be done again.
+    Recover(Recover),
     /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
     ///
     /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.

@@ -48,6 +48,18 @@ pub struct NameOnly {
 }
 
 #[derive(Debug, Args)]
+pub struct Recover {
+    /// The VM.
+    pub name: Name,
+    /// How long a QEMU that runs may take to answer.
+    #[arg(long, value_name = "TIME", default_value = "60s")]
+    pub wait: Span,
+    /// Kill a QEMU that does not answer by then, although it may run the guest: the guest's memory is lost.
+    #[arg(long)]
+    pub force: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct Stop {
     /// The VMs.
     #[arg(required = true)]

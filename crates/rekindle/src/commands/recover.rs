@@ -1,18 +1,18 @@
 //! `rekindle recover`.
 
-use crate::cli::NameOnly;
+use crate::cli::Recover;
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::owned::Owned;
 use rekindle_protect::restore::start_pager;
-use rekindle_reboot::vmm;
+use rekindle_reboot::vmm::{self, Patience};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::process::ExitCode;
 
-pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
+pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
@@ -27,7 +27,8 @@ pub fn recover(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
         // First of all: a QEMU that itself waits for a page answers nobody. A second pager finds the first, and ends.
         start_pager(&rundir)?;
     }
-    let recovered = vmm::recover(&host, name.as_str())?;
+    let patience = Patience { wait: arguments.wait.as_duration(), force: arguments.force };
+    let recovered = vmm::recover(&host, name.as_str(), patience)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
         super::reboot::start_helpers(&host, name.as_str());
     }

@@ -70,6 +70,16 @@ pub fn qemus(root: &Path) -> Vec<Qemu> {
     qemus_among(root, processes())
 }
 
+/// All processes that have `text` as a part of one of their arguments: good enough for a test, whose directory no other one has.
+pub fn with_argument_containing(text: &str) -> std::io::Result<Vec<Process>> {
+    let has_it = |pid: &u32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.windows(text.len()).any(|part| part == text.as_bytes())
+    };
+    let found = processes().into_iter().filter(|pid| *pid != std::process::id() && has_it(pid));
+    Ok(found.filter_map(|pid| Process::of(pid).ok()).collect())
+}
+
 /// All processes.
 fn processes() -> BTreeSet<u32> {
     let entries = fs::read_dir("/proc").expect("/proc").flatten();

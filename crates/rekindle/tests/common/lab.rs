@@ -2,7 +2,6 @@
 
 use super::vm::Vm;
 use super::{DEADLINE, eyes};
-use rekindle_kernel::process;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -164,7 +163,7 @@ impl Lab {
     pub fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
         command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
-        command.env("REKINDLE_HOST_CONFIG", self.path("host.toml"));
+        command.env("REKINDLE_HOST_CONFIG", self.path(".host.toml"));
         command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG").env_remove("REKINDLE_LOG_DIR");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
@@ -275,7 +274,7 @@ impl Lab {
     fn clean_up(&self) {
         // Only processes that have this test's own directory among their arguments.
         let mark = self.directory.path().to_string_lossy().into_owned();
-        for process in process::with_argument_containing(&mark).unwrap_or_default() {
+        for process in eyes::with_argument_containing(&mark).unwrap_or_default() {
             let _ = process.kill();
             let _ = process.wait_end(Duration::from_secs(10));
         }

@@ -17,7 +17,7 @@ pub mod vm;
 #[allow(unused_imports, reason = "each test binary uses a part of it")]
 pub use {
     bridge::Bridge,
-    eyes::{Watch, ticks_once},
+    eyes::{Watch, ticks_once, with_argument_containing},
     guest::Guest,
     huge::HugePages,
     lab::{Done, Lab, qemu_new, qemu_old},

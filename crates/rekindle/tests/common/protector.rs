@@ -3,7 +3,7 @@
 use super::guest::Guest;
 use super::lab::Lab;
 use super::{DEADLINE, wait_for};
-use rekindle_kernel::process;
+use rekindle_kernel::process::Process;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -140,8 +140,8 @@ pub fn wait_filled(guest: &Guest<'_>) {
 }
 
 /// The pager of a guest.
-pub fn pager(guest: &Guest<'_>) -> Option<process::Process> {
-    let all = process::with_argument_containing("pager").unwrap();
+pub fn pager(guest: &Guest<'_>) -> Option<Process> {
+    let all = super::eyes::with_argument_containing("pager").unwrap();
     all.into_iter().find(|process| {
         let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         line.contains("\0pager\0")

@@ -3,7 +3,7 @@
 use super::{Guest, Lab};
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
-use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::process::Process;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -52,12 +52,12 @@ pub fn status(guest: &Guest<'_>) -> Status {
 /// The process that has its first disk.
 pub fn server(guest: &Guest<'_>) -> Option<Process> {
     let mark = format!("--control={}", guest.file("disk-disk0.control").display());
-    process::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
+    super::eyes::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
 }
 
 /// The process that restarts its helpers, and reboots it.
 pub fn watcher(guest: &Guest<'_>) -> Option<Process> {
-    let found = process::with_argument_containing("watch").unwrap();
+    let found = super::eyes::with_argument_containing("watch").unwrap();
     found.into_iter().find(|process| {
         let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
