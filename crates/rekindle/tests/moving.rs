@@ -46,7 +46,15 @@ impl Pair {
             fs::write(&script, text).unwrap();
             fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
         }
-        Self { here, there, name, disk, store }
+        let pair = Self { here, there, name, disk, store };
+        pair.new_store();
+        pair
+    }
+
+    /// An empty store in the place of the one before.
+    fn new_store(&self) {
+        let _ = fs::remove_dir_all(&self.store);
+        self.here.rekindle(["store", "init", self.store.to_str().unwrap()]).ok();
     }
 
     /// The guest as `lab` sees it.

@@ -38,7 +38,7 @@ fn json_of(output: &Output) -> Value {
 fn sample(path: &Path) -> String {
     let vm = Vm { uuid: Uuid::from_u128(7), name: "web".into() };
     let url = StoreUrl::Directory(path.to_owned());
-    let mut writer = Writer::open(&url, &Options::new(vm, "protect web")).unwrap();
+    let mut writer = Writer::open(&url, &Options { create: true, ..Options::new(vm, "protect web") }).unwrap();
     let blocks = [("pc.ram", 200u64), ("pc.bios", 3)].map(|(id, pages)| Block {
         id: id.into(),
         used: pages * 4096,

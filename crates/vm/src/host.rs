@@ -219,7 +219,8 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     if owner == rustix::process::geteuid().as_raw() {
         Ok(())
     } else {
-        let text = format!("it belongs to user {owner}, not to this one; remove it or choose another place");
+        let by = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
+        let text = format!("it belongs to user {owner}; run this command as {by}, or use a directory of your own");
         Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
     }
 }

@@ -84,7 +84,7 @@ pub enum LifeError {
         said: String,
     },
     /// An operation was cut off.
-    #[error("an operation on VM {name} ({kind:?}) was cut off at step {step:?}; first: rekindle recover {name}")]
+    #[error("VM {name}: `rekindle {kind}` was interrupted {step}; finish or undo it first: rekindle recover {name}")]
     NeedsRecovery {
         /// Its name.
         name: String,
@@ -470,11 +470,7 @@ pub fn stop_with(
     patience: Option<Duration>,
     may_merge: impl FnOnce(&RunDir, &State) -> bool,
 ) -> Result<Ended, LifeError> {
-    // An operation that was cut off does not matter any more: all its QEMUs are ended.
-    let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
-    if held.vmm().is_ok() {
-        held.refuse_attached("shutting it down")?;
-    }
+    let held = take_to_stop(host, name)?;
     let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
@@ -496,6 +492,39 @@ pub fn stop_with(
     }
     clean_up(host, &held.rundir, &held.state)?;
     Ok(ended)
+}
+
+/// What there is to stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stoppable {
+    /// A guest, in this QEMU.
+    Guest(u32),
+    /// A QEMU that waits for a checkpoint.
+    Prepared(u32),
+    /// Files of a VM whose QEMU has ended.
+    Files,
+}
+
+/// Looks at what [`stop`] would stop. Nothing is changed.
+///
+/// # Errors
+/// As [`stop`], before it has stopped anything.
+pub fn stoppable(host: &Host, name: &str) -> Result<Stoppable, LifeError> {
+    let held = take_to_stop(host, name)?;
+    Ok(match held.vmm() {
+        Ok(vmm) => Stoppable::Guest(vmm.pid),
+        Err(LifeError::Prepared { pid, .. }) => Stoppable::Prepared(pid),
+        Err(_) => Stoppable::Files,
+    })
+}
+
+fn take_to_stop(host: &Host, name: &str) -> Result<Held, LifeError> {
+    // An operation that was interrupted does not matter any more: all its QEMUs are ended.
+    let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
+    if held.vmm().is_ok() {
+        held.refuse_attached("shutting it down")?;
+    }
+    Ok(held)
 }
 
 /// Processes that run with their sockets in `directory`: a QEMU that was started but not written down.

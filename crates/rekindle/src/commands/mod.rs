@@ -1,6 +1,8 @@
 //! One file per command.
 
+use crate::output::Usage;
 use anyhow::Result;
+use rekindle_vm::definition::Name;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -8,6 +10,7 @@ pub mod attach;
 pub mod console;
 pub mod disk;
 pub mod doctor;
+pub mod dry_run;
 pub mod generate;
 pub mod host;
 pub mod monitor;
@@ -22,6 +25,18 @@ pub mod run;
 pub mod show;
 pub mod stop;
 pub mod store;
+
+/// Names of VMs, none of them twice.
+fn distinct(given: &[Name]) -> Result<Vec<String>> {
+    let mut names: Vec<String> = Vec::new();
+    for name in given.iter().map(ToString::to_string) {
+        if names.contains(&name) {
+            return Err(Usage(format!("VM {name} is named twice")).into());
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
 
 /// A flag that an interrupt sets, for what ends in order then.
 fn interrupts() -> Result<Arc<AtomicBool>> {

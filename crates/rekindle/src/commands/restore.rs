@@ -11,6 +11,7 @@ use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::utc;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
 
@@ -66,6 +67,9 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
         let _ = output.result(told, format!("{name}: {told}"));
     };
     let rundir = RunDir::new(&host.root, &name);
+    if !rundir.exists() {
+        return Err(LifeError::Unknown { name }.into());
+    }
     let progress = if arguments.hand_over {
         // Whoever listens there brings the pages until then; if nobody does any more, there is nobody to wait for.
         let ready = || {
