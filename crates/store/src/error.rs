@@ -53,7 +53,7 @@ pub enum StoreError {
     },
     /// A directory that holds something else.
     #[error(
-        "{store}: cannot make a store here: there is `{found}` already; name an empty directory, or one to be made"
+        "{store}: no store can be created here, since it contains `{found}`; name an empty directory, or one that does not exist"
     )]
     NotEmpty {
         /// Where.

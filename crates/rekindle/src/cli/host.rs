@@ -49,7 +49,7 @@ pub struct HostInit {
 #[derive(Debug, Args)]
 pub struct HostSuspend {
     /// The VMs.
-    #[arg(required_unless_present_any = ["all", "planned"])]
+    #[arg(value_name = "NAME")]
     pub names: Vec<Name>,
     /// All VMs that run.
     #[arg(long, conflicts_with = "names")]

@@ -2,7 +2,7 @@
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
@@ -87,6 +87,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
 
 /// What `merge` would do.
 fn would_merge(output: &Output, image: &Path, redo: Option<PathBuf>, served: bool) -> Result<ExitCode> {
+    fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
     let (log, told) = if served {
         let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
         (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))

@@ -132,6 +132,9 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
 
 /// The VMs that were named, or all that run.
 fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
+    if !arguments.all && arguments.names.is_empty() {
+        return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());
+    }
     let all = plan::for_now(host, wanted(arguments.how))?;
     if arguments.all {
         return Ok(all);
@@ -170,7 +173,7 @@ fn resume(output: &Output) -> Result<ExitCode> {
     let resumed = host::resume(&Host::open()?)?;
     let mut text: String = resumed.iter().map(resumed_line).collect();
     if text.is_empty() {
-        text = "nobody is suspended".into();
+        text = "no VM is suspended".into();
     }
     output.result(&resumed, text)?;
     let failed = resumed.iter().any(|one| matches!(one.outcome, Outcome::Failed { .. }));

@@ -3,6 +3,9 @@
 use crate::output::Usage;
 use anyhow::Result;
 use rekindle_vm::definition::Name;
+use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::rundir::RunDir;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -36,6 +39,12 @@ fn distinct(given: &[Name]) -> Result<Vec<String>> {
         names.push(name);
     }
     Ok(names)
+}
+
+/// The run directory of a VM that there is.
+fn known(host: &Host, name: &str) -> Result<RunDir> {
+    let rundir = RunDir::new(&host.root, name);
+    if rundir.exists() { Ok(rundir) } else { Err(LifeError::Unknown { name: name.into() }.into()) }
 }
 
 /// A flag that an interrupt sets, for what ends in order then.

@@ -1,6 +1,6 @@
 //! `rekindle reboot`.
 
-use super::{distinct, dry_run};
+use super::{distinct, dry_run, known};
 use crate::cli::{EndOs, How, HowOs, NameOnly, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
@@ -124,7 +124,7 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
             os::How::Kexec => "have its guest load another kernel and start that",
             os::How::Phase => "shut its guest down and continue from a saved phase of an earlier boot, or else boot it",
         };
-        let checked = os::check(&host, name, &request).map(|()| would.to_owned());
+        let checked = os::check(&host, name, &request).map(|()| would.to_owned()).map_err(|failure| *failure.error);
         return dry_run::print(output, &[(name.to_owned(), checked)]);
     }
     let waiting = spinner(output, format!("reboot of {name}"));
@@ -183,11 +183,13 @@ pub fn start_helpers(host: &Host, name: &str) {
 }
 
 pub fn phases(arguments: &NameOnly) -> Result<ExitCode> {
+    known(&Host::open()?, arguments.name.as_str())?;
     keeper::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 
 pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
+    known(&Host::open()?, arguments.name.as_str())?;
     os::watch::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
