@@ -24,18 +24,23 @@ fn lab() -> Lab {
     lab
 }
 
-/// All files of the VMs, with the content of those that say what is done with a VM, and the QEMUs that run.
+/// All that says what is done with VMs, all RAM and saved states by their names, and the QEMUs that run. Locks and logs are left out: they
+/// say nothing, and a watcher that has just started makes some.
 fn seen(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u32>) {
     let mut files = BTreeMap::new();
     let mut todo = vec![lab.run_root(), lab.path("ram"), lab.path("suspended"), lab.save_dir()];
     while let Some(directory) = todo.pop() {
         for path in common::lab::entries(&directory) {
-            let kept = path.extension().is_some_and(|extension| extension == "json" || extension == "jsonl");
-            let content = if kept { fs::read(&path).unwrap() } else { Vec::new() };
-            if path.is_dir() {
-                todo.push(path.clone());
+            if path.is_dir() && !path.is_symlink() {
+                todo.push(path);
+                continue;
             }
-            files.insert(path, content);
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if name.ends_with("lock") || name.contains(".log") || name == "helpers.json" {
+                continue;
+            }
+            let says = name.ends_with(".json") || name.ends_with(".jsonl");
+            files.insert(path.clone(), if says { fs::read(&path).unwrap() } else { Vec::new() });
         }
     }
     let running = guests.iter().map(|guest| {
