@@ -109,8 +109,8 @@ pub enum LifeError {
     /// It was restored from one that Rekindle had not started.
     #[error(
         "VM {name} has the hardware of one that Rekindle had not started, whose command line it does not know well enough to give \
-         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --count 1, rekindle stop {name}, \
-         rekindle restore {name} --store DIR --qemu PATH"
+         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --create-store --count 1, rekindle \
+         stop {name}, rekindle restore {name} --store DIR --qemu PATH"
     )]
     Foreign {
         /// Its name.
