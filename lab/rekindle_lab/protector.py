@@ -37,6 +37,7 @@ class Protector:
     ) -> None:
         """Start it. Without a `policy` it takes its default."""
         command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
+        command += ["--create-store"]
         command += ["--every", every, *(["--policy", policy] if policy else []), *more]
         self._command = command
         self.events: list[dict[str, Any]] = []

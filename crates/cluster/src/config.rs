@@ -52,6 +52,10 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
     let given: Vec<_> =
         std::iter::once(&file).chain(parameters).map(|(key, value)| quoted(&format!("{key}={value}"))).collect();
     let given = given.join(" ");
+    // Who this node is to a store on a server goes with it.
+    let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quoted(url)).unwrap_or_default();
+    let tls = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
+    let store = tls.fold(store, |line, (key, file)| format!("{line} --{key} {}", quoted(file)));
     let operations = |word: &str, level: &str| {
         let one = |(name, interval, timeout, depth): &(&str, u32, u32, u32)| {
             let depth = if *depth > 0 { format!(" {level}={depth}") } else { String::new() };
@@ -70,6 +74,8 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
          #   crm configure rsc_defaults resource-stickiness=100\n\
          #   pcs property set placement-strategy=balanced start-failure-is-fatal=false\n\
          #   pcs resource defaults update resource-stickiness=100\n\
+         # The store is created once, on one node:\n\
+         #   rekindle store init {store}\n\
          \n# crmsh\n\
          crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
          utilization memory={memory} vcpus={vcpus} \\\n    meta {META}\n\
@@ -92,12 +98,17 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
         let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
         assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
-        let told = lines(&definition, Path::new("/etc/rekindle/my web.toml"), &[("store", "tls://s:7001/web".into())]);
+        let told = lines(
+            &definition,
+            Path::new("/etc/rekindle/my web.toml"),
+            &[("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())],
+        );
         for wanted in [
-            "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web \\\n",
+            "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web cert=/c.pem \\\n",
             "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true migration-threshold=3 failure-timeout=60s\n",
             "migrate_to interval=0s timeout=600s \\\n    migrate_from interval=0s timeout=60s \\\n",
             "pcs resource utilization web memory=1536 vcpus=3",
+            "#   rekindle store init tls://s:7001/web --cert /c.pem\n",
         ] {
             assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
         }

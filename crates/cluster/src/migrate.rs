@@ -12,6 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
+/// What a move of the VM to the node that `far` leads to needs to know.
+#[must_use]
+pub fn settings(resource: &Resource, far: Far) -> Settings {
+    let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
+    Settings { far, store, create_store: false, identity, definition: None, qemu: None }
+}
+
 /// Move the VM to the node that `far` leads to; what is not done by `deadline` is not begun any more.
 ///
 /// *Needs:* what a move needs: a store and disk images that both nodes reach, and a way for commands from one to the other.
@@ -28,8 +35,7 @@ pub fn migrate_to(
     deadline: Instant,
     tell: &mut dyn FnMut(&Event),
 ) -> Result<Moved, MoveError> {
-    let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
-    let settings = Settings { far, store, identity, definition: None, qemu: None };
+    let settings = settings(resource, far);
     let late = Arc::new(AtomicBool::new(false));
     let is_late = Arc::clone(&late);
     thread::spawn(move || {

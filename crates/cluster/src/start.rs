@@ -10,7 +10,7 @@ use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
 use rekindle_store::listing::Listing;
 use rekindle_store::types::{Guest, Owner, Vm};
-use rekindle_store::{StoreError, StoreUrl, admin};
+use rekindle_store::{StoreError, admin};
 use rekindle_vm::definition::{Definition, DefinitionErrors};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Status};
@@ -45,11 +45,12 @@ pub enum StartError {
     /// The store: it is not known whether there is a checkpoint, nor who runs the guest.
     #[error("it is not known where its guest is to go on from")]
     Store(#[source] StoreError),
-    /// The directory in which the store is to be is not there.
+    /// There is no store: its storage may not be mounted, and a guest that is booted then would be a second one.
     #[error(
-        "{store} is no store, and the directory that it is to be made in is not there: is the shared storage mounted on this node?"
+        "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one node: rekindle store init \
+         {store}"
     )]
-    NotMounted {
+    NotAStore {
         /// The store.
         store: String,
     },
@@ -96,7 +97,7 @@ impl StartError {
     fn may_pass(&self) -> bool {
         match self {
             Self::Store(e) => e.may_pass(),
-            Self::NotMounted { .. } => true,
+            Self::NotAStore { .. } => true,
             _ => false,
         }
     }
@@ -146,7 +147,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
         (found, None) => {
             boot(host, resource, found.as_ref())?;
             let why = match found {
-                None => "there is no store yet",
+                None => "its store is new",
                 Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down in order",
                 Some(_) => "there is no checkpoint of it since it was booted",
             };
@@ -168,7 +169,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
     Ok(started)
 }
 
-/// What its store has, as soon as that can be asked: it may be on its way to another node itself. `None`: there is none yet.
+/// What its store has, as soon as that can be asked: it may be on its way to another node itself. `None`: no VM has used it yet.
 fn find_until(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
     let mut told = false;
     loop {
@@ -185,18 +186,13 @@ fn find_until(resource: &Resource, deadline: Instant) -> Result<Option<Listing>,
     }
 }
 
-/// What its store has. `None`: there is none yet.
+/// What its store has. `None`: no VM has used it yet.
 fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     let store = &resource.protect.store;
     match admin::listing(store, resource.protect.identity.as_ref()) {
         Ok(found) => Ok(Some(found)),
-        Err(e) if e.kind() == "not-a-store" => match store {
-            // A file system that is not mounted has no store either, and a guest that is booted there would be a second one.
-            StoreUrl::Directory(path) if !path.parent().is_some_and(std::path::Path::is_dir) => {
-                Err(StartError::NotMounted { store: store.to_string() })
-            }
-            StoreUrl::Directory(_) | StoreUrl::Remote(_) => Ok(None),
-        },
+        Err(StoreError::NotAStore { store }) => Err(StartError::NotAStore { store }),
+        Err(StoreError::Unused { .. }) => Ok(None),
         Err(e) => Err(StartError::Store(e)),
     }
 }

@@ -116,7 +116,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
         return Err(CandidateError::Filling);
     }
     let mut options = Options::new(target.identity(), "phase");
-    options.keep = 1;
+    (options.keep, options.create) = (1, true);
     let mut writer = Writer::open(store, &options)?;
     let control = target.vmm().connect(vmm::START)?;
     let mut monitors = Monitors::new(target.process(), control, None, rundir.paused())?;

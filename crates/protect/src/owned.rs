@@ -4,9 +4,10 @@
 //! guest here can commit nothing. Who finds that out ends it: two guests of one VM are worse than none. Its disks' redo logs are left
 //! as they are, since what it has written after its last checkpoint belongs to nobody any more.
 
+use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_store::remote::{Identity, Spare};
-use rekindle_store::types::{Guest, OnlyIf, Owner, Vm};
+use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -27,6 +28,9 @@ pub struct Owned {
     identity: Option<[PathBuf; 3]>,
     /// The epoch.
     run: u64,
+    /// When the guest began to run here, in µs since 1970; not in records of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    since_us: Option<u64>,
     /// Who has the guest now, if it is not to run here any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     over: Option<String>,
@@ -41,6 +45,34 @@ pub struct Owned {
 pub struct Over {
     name: String,
     owner: String,
+}
+
+/// A store that this host has written, and that is not there any more.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the file system with it \
+     mounted? To abandon the old checkpoints and start a new store, after making sure that {name} runs on no other host: {}",
+    since.as_ref().map(|since| format!(" since {since}")).unwrap_or_default(),
+    if *unused { "a new store without a VM" } else { "no store" },
+    self.remedy()
+)]
+pub struct Gone {
+    /// The VM.
+    pub name: String,
+    /// Where the store was.
+    pub store: String,
+    /// Since when this host was its owner, if that is known.
+    pub since: Option<String>,
+    /// There is a new store, which no VM uses yet.
+    pub unused: bool,
+}
+
+impl Gone {
+    /// The command that abandons what was in it.
+    #[must_use]
+    pub fn remedy(&self) -> String {
+        format!("rekindle protect {} --store {} --create-store --abandon-old-checkpoints", self.name, self.store)
+    }
 }
 
 /// Why a guest that is not to run any more could not be ended.
@@ -70,7 +102,7 @@ impl Owned {
     pub(crate) fn new(store: &StoreUrl, identity: Option<&Identity>, run: u64) -> Self {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(absolute));
-        Self { store: full(store), identity, run, over: None }
+        Self { store: full(store), identity, run, since_us: Some(now_us()), over: None }
     }
 
     /// Become the owner of `store` for a guest that is about to run here, on a condition if need be, and note it.
@@ -128,6 +160,33 @@ impl Owned {
         self.store == full(store)
     }
 
+    /// What to report when its store has turned out not to be there.
+    pub(crate) fn gone(&self, rundir: &RunDir, e: &StoreError) -> Gone {
+        Gone {
+            name: rundir.name().into(),
+            store: self.store.to_string(),
+            since: self.since_us.map(utc),
+            unused: matches!(e, StoreError::Unused { .. }),
+        }
+    }
+
+    /// Drops the record of a store that is gone, so that its VM can start a new one.
+    ///
+    /// # Errors
+    /// [`TargetError::RunDir`]; then it may still be there.
+    pub(crate) fn abandon(rundir: &RunDir) -> Result<(), TargetError> {
+        // What was collected for the old store is in no checkpoint of a new one.
+        for path in [Progress::path(rundir), path(rundir)] {
+            match fs::remove_file(&path) {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    return Err(TargetError::RunDir { path, source });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// The epoch.
     #[must_use]
     pub fn run(&self) -> u64 {
@@ -172,7 +231,7 @@ impl Owned {
         let only_if = Some(OnlyIf::Run { run: self.run });
         match admin::fence(&self.store, vm, &owner, only_if, self.identity().as_ref()) {
             // Nothing to go back to.
-            Err(StoreError::NotAStore { .. }) => Ok(()),
+            Err(e) if e.is_no_store() => Ok(()),
             other => other.map(drop),
         }
     }
@@ -224,6 +283,7 @@ mod tests {
     fn a_guest_that_began_elsewhere_is_over_here_and_its_end_is_not_told() {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
+        admin::init(&store, None).unwrap();
         let [here, there] = ["here", "there"].map(|name| {
             let rundir = RunDir::new(&root.path().join(name), "web");
             rundir.create().unwrap();

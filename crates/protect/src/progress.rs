@@ -6,6 +6,7 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::rundir::{RunDir, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A checkpoint of a store and the owner epoch that committed it: together they name one checkpoint, whoever else may have
@@ -64,16 +65,20 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
+    pub(crate) fn path(rundir: &RunDir) -> PathBuf {
+        rundir.file("protect.json")
+    }
+
     /// None too when it is torn or not to be read: then nothing is known.
     pub(crate) fn read(rundir: &RunDir) -> Option<Self> {
-        serde_json::from_slice(&fs::read(rundir.file("protect.json")).ok()?).ok()
+        serde_json::from_slice(&fs::read(Self::path(rundir)).ok()?).ok()
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) {
         // Lost or torn, the next protector begins with a full checkpoint.
         let text = serde_json::to_vec(self).unwrap_or_default();
-        if let Err(e) = write_atomically(&rundir.file("protect.json"), &text) {
-            tracing::debug!("{}: {e}", rundir.file("protect.json").display());
+        if let Err(e) = write_atomically(&Self::path(rundir), &text) {
+            tracing::debug!("{}: {e}", Self::path(rundir).display());
         }
     }
 

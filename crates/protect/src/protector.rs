@@ -16,7 +16,7 @@ use rekindle_memory::directory::is_direct;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
-use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer};
+use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer, admin};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
@@ -73,6 +73,10 @@ pub struct Settings {
     pub compare: bool,
     /// After those, one more, from which the guest does not go on: whoever asked for that ends it.
     pub stay: bool,
+    /// Create the store if there is none.
+    pub create_store: bool,
+    /// Start a new store where the one that this host has written is gone.
+    pub abandon_old: bool,
 }
 
 /// What a loop did until its end.
@@ -144,20 +148,43 @@ pub(crate) fn refuse_direct(target: &Target) -> Result<(), ProtectError> {
 
 /// Become the owner of the store: of a guest that it knows to run here, if it still is to; of another one as of one that was booted.
 fn own(target: &Target, settings: &Settings, options: &Options) -> Result<(Owned, Writer), ProtectError> {
-    let Some(owned) = Owned::read(target.rundir())?.filter(|owned| owned.is_of(&settings.store)) else {
-        let writer = Writer::open(&settings.store, &Options { guest: Guest::Booted, ..options.clone() })?;
+    let mut found = Owned::read(target.rundir())?.filter(|owned| owned.is_of(&settings.store));
+    if let Some(owned) = &found {
+        owned.may_run(target.rundir())?;
+        if settings.abandon_old && is_gone(target, owned, settings)? {
+            Owned::abandon(target.rundir())?;
+            found = None;
+        }
+    }
+    let Some(owned) = found else {
+        let create = settings.create_store;
+        let writer = Writer::open(&settings.store, &Options { guest: Guest::Booted, create, ..options.clone() })?;
         let owned = Owned::new(&settings.store, settings.identity.as_ref(), writer.epoch());
         owned.write(target.rundir())?;
         return Ok((owned, writer));
     };
-    owned.may_run(target.rundir())?;
     let only_if = Some(OnlyIf::Run { run: owned.run() });
     match Writer::open(&settings.store, &Options { only_if, ..options.clone() }) {
         Ok(writer) => Ok((owned, writer)),
+        Err(e) if e.is_no_store() => Err(owned.gone(target.rundir(), &e).into()),
         Err(e) => Err(match e.guest_is_over(owned.run()) {
             Some(owner) => owned.give_up(target.rundir(), owner).map_or_else(ProtectError::from, ProtectError::from),
             None => e.into(),
         }),
+    }
+}
+
+/// Whether the store that this host has written is gone, and can be started anew. With another VM's there, it is not for this one.
+fn is_gone(target: &Target, owned: &Owned, settings: &Settings) -> Result<bool, ProtectError> {
+    match admin::listing(&settings.store, settings.identity.as_ref()) {
+        Ok(found) if found.vm.uuid == target.identity().uuid => {
+            let (name, store) = (target.name().into(), settings.store.to_string());
+            Err(ProtectError::StillThere { name, store, checkpoints: found.checkpoints.len() })
+        }
+        Ok(_) => Ok(false),
+        Err(e @ StoreError::NotAStore { .. }) if !settings.create_store => Err(owned.gone(target.rundir(), &e).into()),
+        Err(e) if e.is_no_store() => Ok(true),
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -477,6 +504,7 @@ impl<'a> Loop<'a> {
                 // Its last checkpoint is of no use any more, and it is about to be gone anyway.
                 Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => Ok(Next::End(Ended::QemuEnded)),
                 Some(owner) => Err(self.owned.give_up(target.rundir(), owner)?.into()),
+                None if e.is_no_store() => Err(self.owned.gone(target.rundir(), &e).into()),
                 None => Err(e.into()),
             },
             SessionError::Pause(PauseError::NotRunning { state }) if target.vmm().is_alive() => {

@@ -6,13 +6,12 @@ mod cli;
 mod commands;
 mod output;
 
-use clap::Parser;
-use cli::{Cli, Command, Reboot, Store};
+use cli::{Command, Reboot, Store};
 use output::Output;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = cli::parse();
     let level = tracing_subscriber::EnvFilter::try_from_env("REKINDLE_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
@@ -39,6 +38,7 @@ fn main() -> ExitCode {
         Command::Receive => commands::moving::receive(),
         Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
         Command::Disk(disk) => commands::disk::run(&output, disk),
+        Command::Store(Store::Init(arguments)) => commands::store::init(&output, &arguments),
         Command::Store(Store::Ls(arguments)) => commands::store::list(&output, &arguments),
         Command::Store(Store::Verify(arguments)) => commands::store::verify(&output, &arguments),
         Command::Store(Store::Compact(arguments)) => commands::store::compact(&output, &arguments),

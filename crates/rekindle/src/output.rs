@@ -1,9 +1,13 @@
 //! What people and machines are told.
 
 use rekindle_protect::moving::MoveError;
+use rekindle_protect::owned::Gone;
+use rekindle_protect::protector::ProtectError;
 use rekindle_protect::restore::RestoreError;
 use rekindle_reboot::vmm::{Failure, Left, RebootError};
+use rekindle_store::StoreError;
 use serde::Serialize;
+use serde_json::{Map, Value, json};
 use std::io::{self, IsTerminal, Write};
 
 /// Where results go.
@@ -37,20 +41,64 @@ impl Output {
 
     /// An error with all its causes.
     pub fn error(&self, error: &anyhow::Error) {
-        let mut text = error.to_string();
-        for cause in error.chain().skip(1) {
-            let cause = cause.to_string();
-            // Transparent layers repeat what is below them.
-            if !text.ends_with(&cause) {
-                text += &format!("\n  because: {cause}");
-            }
-        }
+        let text = chain(error.as_ref());
         if self.json {
-            let value = serde_json::json!({ "error": text, "exit_status": status_of(error) });
-            let _ = self.line(&value.to_string());
+            let mut value = details(error);
+            value.insert("error".into(), text.as_str().into());
+            value.insert("exit_status".into(), status_of(error).into());
+            let _ = self.line(&Value::Object(value).to_string());
         }
         let (red, plain) = if io::stderr().is_terminal() { ("\x1b[31m", "\x1b[0m") } else { ("", "") };
         eprintln!("{red}rekindle:{plain} {text}");
+    }
+}
+
+/// An error with all its causes, a line for each.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        // Transparent layers repeat what is below them.
+        if !text.ends_with(&more) {
+            text += &format!("\n  because: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// What a program needs to know of an error to act on it: its `kind`, and the values that belong to that.
+fn details(error: &anyhow::Error) -> Map<String, Value> {
+    let protect = match error.downcast_ref::<MoveError>() {
+        Some(MoveError::Protect(e)) => Some(e),
+        _ => error.downcast_ref::<ProtectError>(),
+    };
+    let store = match (protect, error.downcast_ref::<MoveError>()) {
+        (Some(ProtectError::Gone(gone)), _) => {
+            let Gone { name, store, since, .. } = gone;
+            let kind = "store-gone";
+            return object(json!({"kind": kind, "vm": name, "store": store, "since": since, "remedy": gone.remedy()}));
+        }
+        (Some(ProtectError::Store(e)), _) | (_, Some(MoveError::Store(e))) => Some(e),
+        _ => error.downcast_ref::<StoreError>().or_else(|| match error.downcast_ref::<RestoreError>() {
+            Some(RestoreError::Store(e)) => Some(e),
+            _ => None,
+        }),
+    };
+    store.map_or_else(Map::new, |e| match e {
+        StoreError::NotAStore { store } | StoreError::Unused { store } | StoreError::NotADirectory { store } => {
+            object(json!({"kind": e.kind(), "store": store}))
+        }
+        StoreError::Exists { store, vm } => object(json!({"kind": e.kind(), "store": store, "vm": vm})),
+        _ => object(json!({"kind": e.kind()})),
+    })
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
     }
 }
 

@@ -25,7 +25,7 @@ fn attach(lab: &Lab, plain: &Plain<'_>) {
 
 /// Some checkpoints; what was told of each.
 fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value> {
-    let all = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--every", "100ms"];
+    let all = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--create-store", "--every", "100ms"];
     let done = lab.rekindle(all.iter().chain(arguments)).ok();
     let events = done.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == "checkpoint").collect()
@@ -169,7 +169,8 @@ impl Protector {
     /// Start one, and wait until it has committed some checkpoints.
     fn start(lab: &Lab, name: &str, policy: &str) -> Self {
         let store = lab.path(&format!("store-{name}-{policy}"));
-        let mut command = lab.command(["--json", "protect", name, "--every", "100ms", "--policy", policy]);
+        let mut command =
+            lab.command(["--json", "protect", name, "--create-store", "--every", "100ms", "--policy", policy]);
         let mut child = command.arg("--store").arg(store).stderr(Stdio::inherit()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let taken = lines.map(Result::unwrap).filter(|line| line.contains("\"checkpoint\"")).take(3).count();
@@ -308,7 +309,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     let device = json!({"driver": "virtio-rng-pci", "id": "late"});
     let _: Value = plain.qmp().execute("device_add", device).unwrap();
     let store = lab.path("store");
-    let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--count", "1"];
+    let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
     lab.rekindle(arguments).status(1).says(&["device late", "plugged in while the guest ran"]);
 
     plain.kill();

@@ -32,7 +32,8 @@ impl Case<'_> {
     /// Whether it was killed.
     fn killed(&self, calls: &str, number: u32) -> bool {
         let inject = format!("inject={calls}:signal=KILL:when={number}");
-        let rekindle = self.lab.command(["protect", &self.guest.name, "--store", self.store(), "--count", "1"]);
+        let rekindle =
+            self.lab.command(["protect", &self.guest.name, "--store", self.store(), "--create-store", "--count", "1"]);
         let mut command = Command::new("strace");
         command.args(["-f", "-qq", "-o", "/dev/null", "-e", &format!("trace={calls}"), "-e", &inject]);
         command.arg(rekindle.get_program()).args(rekindle.get_args());

@@ -130,8 +130,12 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     guest.rekindle(&["stop"]).ok();
 
     let guest = lab.vm("again").section(&section(&path, "")).boot(&[]);
-    let mut protector =
-        Protector::start(&guest, &lab, &store.with_extension("again"), &["--every", "100ms", "--count", "1"]);
+    let mut protector = Protector::start(
+        &guest,
+        &lab,
+        &store.with_extension("again"),
+        &["--create-store", "--every", "100ms", "--count", "1"],
+    );
     assert!(protector.child.wait().unwrap().success());
     guest.ask("write vda 30 20 11");
     let newest = read(&guest);

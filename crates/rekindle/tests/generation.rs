@@ -114,7 +114,8 @@ fn a_guest_that_is_set_back_is_told_so_by_another_generation() {
     let (boot, place) = (guest.boot_id(), in_ram(&guest, &generation));
     let store = lab.path("store");
     let store = ["--store", store.to_str().unwrap()];
-    lab.rekindle([&["protect", "back", "--every", "100ms", "--count", "1"][..], &store].concat()).ok();
+    lab.rekindle([&["protect", "back", "--create-store", "--every", "100ms", "--count", "1"][..], &store].concat())
+        .ok();
     guest.rekindle(&["stop", "--now"]).ok();
     lab.rekindle([&["restore", "back", "--eager"][..], &store].concat()).ok();
     assert_eq!(guest.boot_id(), boot);

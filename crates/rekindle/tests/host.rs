@@ -88,7 +88,7 @@ fn all_guests_go_on_after_a_boot_with_their_memory_and_their_connections() {
     let mut sessions: Vec<_> = guests.iter().map(Session::open).collect();
     for how in ["warm", "saved", "warm"] {
         let watch = Watch::begin(&lab.run_root());
-        lab.rekindle(["--json", "host", "suspend", "--how", how]).ok();
+        lab.rekindle(["--json", "host", "suspend", "--all", "--how", how]).ok();
         watch.end();
         for guest in &guests {
             assert!(guest.qemus().is_empty(), "{}", lab.scene());
@@ -96,7 +96,7 @@ fn all_guests_go_on_after_a_boot_with_their_memory_and_their_connections() {
             let definition = lab.path(&format!("{}.toml", guest.name));
             lab.rekindle(["run", definition.to_str().unwrap()]).status(1);
         }
-        lab.rekindle(["host", "suspend"]).status(2).says(&["no VM runs"]);
+        lab.rekindle(["host", "suspend", "--all"]).status(2).says(&["no VM runs"]);
         forget_the_boot(&lab);
         another_boot(&lab);
         let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
@@ -127,7 +127,7 @@ fn memory_that_did_not_survive_is_never_run() {
     let lab = lab();
     let guests = [lab.vm("whole").boot(&[]), lab.vm("damaged").boot(&[]), lab.vm("gone").boot(&[])];
     let boots: Vec<_> = guests.iter().map(Guest::boot_id).collect();
-    lab.rekindle(["host", "suspend"]).ok();
+    lab.rekindle(["host", "suspend", "--all"]).ok();
     forget_the_boot(&lab);
     another_boot(&lab);
     let ram = |name: &str| -> PathBuf {
@@ -162,7 +162,7 @@ fn ram_of_another_record_is_not_believed_even_in_the_same_boot() {
     let lab = lab();
     let guest = lab.vm("pair").boot(&[]);
     let boot = guest.boot_id();
-    lab.rekindle(["host", "suspend"]).ok();
+    lab.rekindle(["host", "suspend", "--all"]).ok();
     fs::write(lab.path("ram/.suspended/token"), "another").unwrap();
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
     assert!(outcome(&resumed, "pair")["why"].as_str().unwrap().contains("not the RAM of this record"), "{resumed:#}");
@@ -176,7 +176,7 @@ fn a_guest_that_is_shut_down_is_booted_again() {
     let lab = lab();
     let guest = lab.vm("cold").boot(&[]);
     let boot = guest.boot_id();
-    lab.rekindle(["host", "suspend", "--how", "cold"]).ok().says(&["cold: shut down"]);
+    lab.rekindle(["host", "suspend", "--all", "--how", "cold"]).ok().says(&["cold: shut down"]);
     forget_the_boot(&lab);
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
     assert_eq!(outcome(&resumed, "cold")["outcome"], "booted", "{resumed:#}");
@@ -202,7 +202,7 @@ fn one_that_cannot_be_carried_is_named_and_nobody_is_stopped() {
     let bad = bad.guest();
     bad.wait_ready();
     let tick = good.tick();
-    let said = lab.rekindle(["host", "suspend"]).status(1);
+    let said = lab.rekindle(["host", "suspend", "--all"]).status(1);
     said.says(&["nothing was stopped", "bad: -object memory-backend-ram"]);
     wait_for("the good one to run on", DEADLINE, || (good.tick() > tick).then_some(()));
     for guest in [&good, &bad] {
@@ -269,14 +269,14 @@ fn a_shutdown_takes_everybody_along() {
 fn a_suspended_guest_can_be_given_up() {
     let lab = lab();
     let guest = lab.vm("given-up").boot(&[]);
-    lab.rekindle(["host", "suspend"]).ok();
+    lab.rekindle(["host", "suspend", "--all"]).ok();
     guest.rekindle(&["stop"]).ok();
     assert_nothing_kept(&lab);
     assert_eq!(lab.rekindle(["--json", "host", "resume"]).ok().json(), Value::Array(Vec::new()));
     // Also in a boot that does not know of it yet.
     lab.rekindle(["run", lab.path("given-up.toml").to_str().unwrap()]).ok();
     guest.wait_ready();
-    lab.rekindle(["host", "suspend"]).ok();
+    lab.rekindle(["host", "suspend", "--all"]).ok();
     forget_the_boot(&lab);
     guest.rekindle(&["stop"]).ok();
     assert_nothing_kept(&lab);
@@ -291,7 +291,7 @@ fn an_owner_s_pause_stays() {
     let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, Duration::from_secs(5)).unwrap();
     qmp.execute::<Value>("stop", ()).unwrap();
     drop(qmp);
-    lab.rekindle(["host", "suspend"]).ok();
+    lab.rekindle(["host", "suspend", "--all"]).ok();
     forget_the_boot(&lab);
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
     assert_eq!(outcome(&resumed, "paused")["outcome"], "resumed");
@@ -393,7 +393,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     let watch = Watch::begin(&lab.run_root());
     let part = fault.split('.').nth(1).unwrap();
     if part == "resume" {
-        lab.rekindle(["host", "suspend"]).ok();
+        lab.rekindle(["host", "suspend", "--all"]).ok();
     }
     let mut command = lab.command(["host", part]);
     command.env("REKINDLE_FAULT", fault);
@@ -469,7 +469,7 @@ fn a_resume_that_was_killed_is_taken_up_by_the_next() {
     guest.touch("16M");
     let boot = guest.boot_id();
     for point in ["placed", "loaded", "struck", "resumed"] {
-        lab.rekindle(["host", "suspend"]).ok();
+        lab.rekindle(["host", "suspend", "--all"]).ok();
         forget_the_boot(&lab);
         another_boot(&lab);
         let mut command = lab.command(["host", "resume"]);
@@ -491,7 +491,7 @@ fn a_host_that_dies_while_it_resumes() {
     let guest = lab.vm("twice").boot(&[]);
     for (point, kept) in [("placed", true), ("loaded", true), ("struck", false), ("resumed", false)] {
         let boot = guest.boot_id();
-        lab.rekindle(["host", "suspend"]).ok();
+        lab.rekindle(["host", "suspend", "--all"]).ok();
         let mut command = lab.command(["host", "resume"]);
         command.env("REKINDLE_FAULT", format!("host.resume.{point}:kill"));
         assert_eq!(lab.finish(command).code, None, "{point}");

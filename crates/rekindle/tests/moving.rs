@@ -46,7 +46,15 @@ impl Pair {
             fs::write(&script, text).unwrap();
             fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
         }
-        Self { here, there, name, disk, store }
+        let pair = Self { here, there, name, disk, store };
+        pair.new_store();
+        pair
+    }
+
+    /// An empty store in the place of the one before.
+    fn new_store(&self) {
+        let _ = fs::remove_dir_all(&self.store);
+        self.here.rekindle(["store", "init", self.store.to_str().unwrap()]).ok();
     }
 
     /// The guest as `lab` sees it.
@@ -137,6 +145,13 @@ fn a_guest_goes_on_elsewhere_and_comes_back() {
     let boot = guest.boot_id();
     let mut protector = Protector::start(&guest, &pair.here, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
+    // Both hosts are asked, and nothing is done.
+    let pid = guest.only_qemu().process.pid;
+    let planned = pair.run(&pair.here, &pair.there, &["--dry-run"]).ok().json();
+    assert_eq!(planned["vms"][0]["would"], "move its guest to b", "{planned}");
+    assert_eq!(guest.only_qemu().process.pid, pid);
+    protector.next_checkpoint();
+    wait_empty(&pair.there);
     let watch = Watch::over(&[&pair.here.run_root(), &pair.there.run_root()]);
     let hosts = [(&pair.here, &pair.there), (&pair.there, &pair.here), (&pair.here, &pair.there)];
     for (round, (from, to)) in hosts.into_iter().enumerate() {

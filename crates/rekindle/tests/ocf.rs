@@ -310,6 +310,9 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
     let share = lab.path("share");
     fs::create_dir(&share).unwrap();
     web.store = share.join("web");
+    web.ocf("start", &["--within", "2s"]).status(1).says(&["rekindle store init"]);
+    assert!(!web.store.exists() && web.guest.qemus().is_empty(), "a store or a guest was made");
+    lab.rekindle(["store", "init", web.store.to_str().unwrap()]).ok();
     web.start();
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
@@ -320,8 +323,9 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
     // Its file system is not mounted, and its mount point is there.
     let away = lab.path("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("start", &[]).status(1).says(&["is the storage that it is on mounted?", "redo log"]);
+    web.ocf("start", &[]).status(1).says(&["is not a store", "is the shared storage mounted on this node?"]);
     assert!(!web.store.exists(), "no other store is made");
+    assert!(web.guest.qemus().is_empty(), "it was booted");
 
     // Its mount point is not there, for a while.
     fs::remove_dir(&share).unwrap();

@@ -78,7 +78,7 @@ fn store(lab: &Lab) -> String {
 }
 
 fn checkpoint(guest: &Guest<'_>, store: &str) {
-    let arguments = ["protect", &guest.name, "--store", store, "--every", "50ms", "--count", "1"];
+    let arguments = ["protect", &guest.name, "--store", store, "--create-store", "--every", "50ms", "--count", "1"];
     guest.lab.rekindle(arguments).ok();
 }
 
@@ -241,7 +241,17 @@ fn a_checkpoint_that_comes_while_it_is_restored_is_the_one_that_counts() {
         let guest = lab.vm("late").net(Net::User(free_port())).boot(&[]);
         let store = format!("{}-{round}", store(&lab));
         // Its host is only thought to be dead.
-        let mut command = lab.command(["protect", "late", "--store", &store, "--every", "1ms", "--count", "100000"]);
+        let mut command = lab.command([
+            "protect",
+            "late",
+            "--store",
+            &store,
+            "--create-store",
+            "--every",
+            "1ms",
+            "--count",
+            "100000",
+        ]);
         let protector = command.spawn().unwrap();
         let newest = || {
             let listed = lab.rekindle(["--json", "store", "ls", &store]);
@@ -361,7 +371,7 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     let port = free_port();
     let guest = lab.vm("served").section(&section(&path, "")).net(Net::User(port)).boot(&[]);
     let (spare, store) = (Spare::new(&lab), store(&lab));
-    let mut protector = Protector::start(&guest, &lab, Path::new(&store), &["--every", "100ms"]);
+    let mut protector = Protector::start(&guest, &lab, Path::new(&store), &["--create-store", "--every", "100ms"]);
     protector.next_checkpoint();
     // Whoever has the disk goes on with it.
     spare.json(&["restore", "served", "--store", &store, "--prepare"]);

@@ -305,7 +305,7 @@ fn a_guest_waits_while_its_store_is_gone() {
     let guest = lab.vm("gone").memory("384M").boot(&[]);
     guest.touch("256M");
     let boot = guest.boot_id();
-    let protect = [&["--every", "100ms", "--count", "1"], &identity[..]].concat();
+    let protect = [&["--create-store", "--every", "100ms", "--count", "1"], &identity[..]].concat();
     let mut protector = Protector::start(&guest, &lab, &url, &protect);
     assert!(protector.child.wait().unwrap().success());
     let mut waited = false;
@@ -345,7 +345,8 @@ fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
     let guest = lab.vm("far").memory("192M").boot(&[]);
     guest.touch("64M");
     let boot = guest.boot_id();
-    let protect = ["--every", "100ms", "--count", "2"].iter().chain(&identity).copied().collect::<Vec<_>>();
+    let protect =
+        ["--create-store", "--every", "100ms", "--count", "2"].iter().chain(&identity).copied().collect::<Vec<_>>();
     let mut protector = Protector::start(&guest, &lab, Path::new(&url), &protect);
     assert!(protector.child.wait().unwrap().success());
     crash(&guest);

@@ -38,7 +38,7 @@ fn json_of(output: &Output) -> Value {
 fn sample(path: &Path) -> String {
     let vm = Vm { uuid: Uuid::from_u128(7), name: "web".into() };
     let url = StoreUrl::Directory(path.to_owned());
-    let mut writer = Writer::open(&url, &Options::new(vm, "protect web")).unwrap();
+    let mut writer = Writer::open(&url, &Options { create: true, ..Options::new(vm, "protect web") }).unwrap();
     let blocks = [("pc.ram", 200u64), ("pc.bios", 3)].map(|(id, pages)| Block {
         id: id.into(),
         used: pages * 4096,
@@ -101,7 +101,7 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
         (&["ls"], "<STORE>"),
         (&["ls", &path, "--cert", "x"], "--key"),
         (&["--json", "export", &path], "--output"),
-        (&["import", "/nowhere/store", "/dev/null"], "--name"),
+        (&["import", "/nowhere/store", "/dev/null", "--create-store"], "--name"),
         (&["import", &path, "/dev/null", "--keep", "0"], "keep"),
         (&["serve"], "--listen"),
     ] {
@@ -110,6 +110,8 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
     }
     for (arguments, word) in [
         (&["ls", "/nowhere/at/all"][..], "not a store"),
+        (&["import", "/nowhere/store", "/dev/null"], "not a store"),
+        (&["import", "/nowhere/store", "/dev/null", "--name", "db"], "rekindle store init /nowhere/store"),
         (&["export", &path, "--at", "9"], "kept are 1, 2, 3"),
         (&["ls", "tls://127.0.0.1:1/web"], "--cert"),
         (&["import", &path, "/dev/null"], "cut short"),
@@ -122,7 +124,7 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
         assert!(text.contains(word), "{arguments:?}: {word} is not in {text}");
     }
     let told = json_of(&store(["--json", "ls", "/nowhere/at/all"], 1));
-    assert_eq!(told["exit_status"], 1);
+    assert_eq!((&told["exit_status"], &told["kind"]), (&1.into(), &"not-a-store".into()));
     // The failed import has taken the store over, and changed nothing else.
     assert_eq!(json_of(&store(["--json", "ls", &path], 0))["checkpoints"].as_array().unwrap().len(), 3);
 }
@@ -140,7 +142,7 @@ fn what_is_exported_is_imported() {
     assert!(piped.stdout == fs::read(&file).unwrap(), "standard output gets the same");
     // Back, into a store of its own, through a pipe.
     let other = directory.path().join("other").to_str().unwrap().to_owned();
-    let mut import = command(["import", &other, "-", "--name", "copy"]);
+    let mut import = command(["import", &other, "-", "--create-store", "--name", "copy"]);
     let done = import.stdin(fs::File::open(&file).unwrap()).output().unwrap();
     assert!(done.status.success(), "{done:?}");
     let again = directory.path().join("again");

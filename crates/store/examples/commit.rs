@@ -93,7 +93,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
     };
     let store = directory.join("commit");
     let url = StoreUrl::Directory(store.clone());
-    let mut writer = Writer::open(&url, &Options { keep: 1, ..Options::new(vm("bench"), "bench") })?;
+    let mut writer = Writer::open(&url, &Options { keep: 1, create: true, ..Options::new(vm("bench"), "bench") })?;
     let mut state = 1;
     let mut page = [0; PAGE_SIZE];
     let program = fs::read(env::current_exe().map_err(io_failed)?).map_err(io_failed)?;
@@ -147,7 +147,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
 /// Make an image of `ram` bytes with a third of the pages filled, and some checkpoints on top.
 fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
     let url = StoreUrl::Directory(directory.join(format!("open-{}", ram >> 20)));
-    let mut writer = Writer::open(&url, &Options { keep: 10, ..Options::new(vm("bench"), "bench") })?;
+    let mut writer = Writer::open(&url, &Options { keep: 10, create: true, ..Options::new(vm("bench"), "bench") })?;
     let mut state = 1;
     let pages = ram / PAGE_SIZE as u64;
     for round in 0..8 {

@@ -20,6 +20,21 @@ pub(crate) fn home(path: &Path) -> Result<Home> {
     Home::open(Arc::new(LocalDisk::new(path)), None)
 }
 
+/// Creates a store that no VM uses yet: it belongs to the first that is protected, or booted by a cluster manager, with it.
+///
+/// # Errors
+/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for one on a server also
+/// [`crate::StoreError::Line`].
+pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
+    match url {
+        StoreUrl::Directory(path) => {
+            let disk: Arc<dyn Disk> = Arc::new(LocalDisk::new(path));
+            Home::init(&disk)
+        }
+        StoreUrl::Remote(server) => remote::init(server, identity),
+    }
+}
+
 /// What is in a store.
 ///
 /// # Errors
@@ -68,7 +83,7 @@ pub struct Fenced {
 }
 
 /// Become the owner of a store without writing to it: whoever was it before can commit nothing any more. A restore does this
-/// before it reads; who boots a guest ([`Guest::Booted`]) makes the store if there is none.
+/// before it reads. The first guest that is booted ([`Guest::Booted`]) gets a store that is unused.
 ///
 /// # Errors
 /// As [`Writer::open`].
@@ -104,7 +119,7 @@ pub fn fence_over(
 
 pub(crate) fn fence_in(disk: Arc<dyn Disk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Home, Fenced)> {
     let home = match (owner.guest, only_if) {
-        (Guest::Booted, None) => Home::open_or_create(disk, vm)?,
+        (Guest::Booted, None) => Home::open_for(disk, vm, false)?,
         _ => Home::open(disk, Some(vm.uuid))?,
     };
     let (claim, tail) = log::claim(&home, owner, only_if)?;

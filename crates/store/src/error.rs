@@ -11,14 +11,49 @@ use uuid::Uuid;
 #[non_exhaustive]
 pub enum StoreError {
     /// No superblock there.
-    #[error("{store}: not a store of Rekindle: it has no file `rekindle-store`; check the path")]
+    #[error(
+        "{store}: not a store of Rekindle; check the path, and that its file system is mounted; to create a store there: rekindle store \
+         init {store}"
+    )]
     NotAStore {
         /// Where.
         store: String,
     },
+    /// Created ahead, and no VM has used it yet.
+    #[error("{store}: a new store, without a VM yet; fill it: rekindle protect NAME --store {store}")]
+    Unused {
+        /// Where.
+        store: String,
+    },
+    /// To be created, and there already.
+    #[error("{store}: there is a store already{}; nothing was changed", Of(vm))]
+    Exists {
+        /// Where.
+        store: String,
+        /// Its VM, if it has one.
+        vm: Option<Vm>,
+    },
+    /// A file, or below one.
+    #[error("{store}: not a directory; a store is a directory, or tls://HOST:PORT/NAME")]
+    NotADirectory {
+        /// Where.
+        store: String,
+    },
+    /// The directory or the superblock may not be read.
+    #[error(
+        "{store}: permission denied; a store can be read only by the user that created it, since it holds guests' memory: run this as \
+         that user (usually root)"
+    )]
+    Denied {
+        /// Where.
+        store: String,
+        /// What the system reported.
+        #[source]
+        source: io::Error,
+    },
     /// A directory that holds something else.
     #[error(
-        "{store}: cannot make a store here: there is `{found}` already; name an empty directory, or one to be made"
+        "{store}: no store can be created here, since it contains `{found}`; name an empty directory, or one that does not exist"
     )]
     NotEmpty {
         /// Where.
@@ -111,7 +146,7 @@ pub enum StoreError {
         owner: Owner,
     },
     /// The disk is full.
-    #[error("{store}/{file}: the disk is full while {doing}; the store is as it was: make room, and go on")]
+    #[error("{}: the disk is full while {doing}; the store is as it was: make room, and go on", Spot(store, file))]
     NoSpace {
         /// Where.
         store: String,
@@ -124,7 +159,7 @@ pub enum StoreError {
         source: io::Error,
     },
     /// The system refuses.
-    #[error("{store}/{file}: {doing} failed")]
+    #[error("{}: {doing} failed", Spot(store, file))]
     Io {
         /// Where.
         store: String,
@@ -233,6 +268,10 @@ impl StoreError {
     pub fn kind(&self) -> &str {
         match self {
             Self::NotAStore { .. } => "not-a-store",
+            Self::Unused { .. } => "unused",
+            Self::Exists { .. } => "exists",
+            Self::NotADirectory { .. } => "not-a-directory",
+            Self::Denied { .. } => "denied",
             Self::NotEmpty { .. } => "not-empty",
             Self::Newer { .. } => "newer",
             Self::OtherVm { .. } => "other-vm",
@@ -256,7 +295,16 @@ impl StoreError {
     /// Whether the store may be well again later.
     #[must_use]
     pub fn may_pass(&self) -> bool {
-        matches!(self, Self::NoSpace { .. } | Self::Io { .. } | Self::Line { .. } | Self::Closed { .. })
+        matches!(
+            self,
+            Self::NoSpace { .. } | Self::Io { .. } | Self::Denied { .. } | Self::Line { .. } | Self::Closed { .. }
+        )
+    }
+
+    /// Whether no VM has a checkpoint there: there is no store, or one that was never used.
+    #[must_use]
+    pub fn is_no_store(&self) -> bool {
+        matches!(self, Self::NotAStore { .. } | Self::Unused { .. })
     }
 
     /// Who runs the guest now, or has shut it down, where one that began with epoch `run` has to be stopped because of that. `None` if
@@ -290,6 +338,29 @@ impl StoreError {
     /// Whether a file was not there.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// A file of a store, or its directory where `file` is empty.
+struct Spot<'a>(&'a str, &'a str);
+
+impl fmt::Display for Spot<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.1 {
+            "" => f.write_str(self.0),
+            file => write!(f, "{}/{file}", self.0),
+        }
+    }
+}
+
+struct Of<'a>(&'a Option<Vm>);
+
+impl fmt::Display for Of<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(vm) => write!(f, ", of VM {} ({})", vm.name, vm.uuid),
+            None => f.write_str(", without a VM yet"),
+        }
     }
 }
 

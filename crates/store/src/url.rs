@@ -37,6 +37,17 @@ pub enum UrlError {
     /// Nothing at all.
     #[error("empty; write a directory, or tls://HOST:PORT/NAME")]
     Empty,
+    /// As `scp` and NFS name a directory of another host.
+    #[error(
+        "`{text}` is taken for a directory of host {host}, which cannot be opened directly: mount it and write the path of the mount, or run \
+         `rekindle store serve` on {host} and write tls://{host}:PORT/NAME; for a directory here of that name write ./{text}"
+    )]
+    OfHost {
+        /// All of it.
+        text: String,
+        /// What is before the colon, without a user.
+        host: String,
+    },
     /// Another scheme.
     #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or tls://HOST:PORT/NAME")]
     Scheme {
@@ -101,7 +112,14 @@ impl FromStr for StoreUrl {
             return Err(UrlError::Empty);
         }
         let Some((scheme, rest)) = text.split_once("://") else {
-            return Ok(Self::Directory(PathBuf::from(text)));
+            let first = text.split('/').next().unwrap_or_default();
+            return match first.split_once(':') {
+                Some((host, _)) => {
+                    let host = host.rsplit('@').next().unwrap_or(host).to_owned();
+                    Err(UrlError::OfHost { text: text.into(), host })
+                }
+                None => Ok(Self::Directory(PathBuf::from(text))),
+            };
         };
         match scheme {
             "file" if rest.contains('%') => Err(UrlError::Escaped { url: text.into() }),
@@ -195,6 +213,9 @@ mod tests {
         assert_eq!("/a b/ü".parse(), Ok(directory("/a b/ü")));
         assert_eq!("file:///a/b".parse(), Ok(directory("/a/b")));
         assert_eq!("./odd://name".parse(), Ok(directory("./odd://name")));
+        assert_eq!("./host2:x".parse(), Ok(directory("./host2:x")));
+        assert_eq!("/srv/a:b".parse(), Ok(directory("/srv/a:b")));
+        assert_eq!("srv/a:b".parse(), Ok(directory("srv/a:b")));
         let remote =
             |host: &str| StoreUrl::Remote(Remote { host: host.into(), port: 7000, name: "web".parse().unwrap() });
         for (text, host) in [("tls://backup:7000/web", "backup"), ("tls://[fd00::1]:7000/web", "fd00::1")] {
@@ -209,6 +230,11 @@ mod tests {
         for (text, word) in [
             ("", "empty"),
             ("http://x/y", "`http://`"),
+            ("host2:/srv/x", "mount it"),
+            ("host2:/srv/x", "tls://host2:PORT/NAME"),
+            ("root@host2:srv/x", "directory of host host2"),
+            ("[fd00::1]:/srv/x", "mount it"),
+            ("tls:/host/web", "./tls:/host/web"),
             ("file://host/x", "three slashes"),
             ("file:///a%20b", "`%`"),
             ("tls://host/web", "no port"),

@@ -52,15 +52,17 @@ pub struct Options {
     pub identity: Option<Identity>,
     /// Bytes of a segment; 0 for what suits the guest.
     pub segment: u64,
+    /// Create the store if there is none. Never with `only_if`.
+    pub create: bool,
 }
 
 impl Options {
-    /// The usual ones, for `vm`: 10 checkpoints are kept.
+    /// The usual ones, for `vm`: 10 checkpoints are kept, of a store that exists.
     #[must_use]
     pub fn new(vm: Vm, operation: &str) -> Self {
         let operation = operation.to_owned();
         let (guest, only_if) = (Guest::Same, None);
-        Self { vm, keep: 10, operation, guest, only_if, packers: 0, identity: None, segment: 0 }
+        Self { vm, keep: 10, operation, guest, only_if, packers: 0, identity: None, segment: 0, create: false }
     }
 }
 
@@ -118,10 +120,10 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Open a store, or make it, and become its owner: nothing of an earlier owner counts from now on.
+    /// Opens a store and becomes its owner: nothing of an earlier owner counts from now on.
     ///
     /// # Errors
-    /// [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage by name; [`StoreError::Superseded`] with
+    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage by name; [`StoreError::Superseded`] with
     /// [`Options::only_if`]; [`StoreError::Line`] and [`StoreError::Refused`] for one on a server. The earlier owner then
     /// still is the owner.
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
@@ -140,7 +142,7 @@ impl Writer {
     /// # Errors
     /// As [`Writer::open`].
     pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
-        let settings = Settings { keep: options.keep.max(1), segment: options.segment };
+        let settings = Settings { keep: options.keep.max(1), segment: options.segment, create: options.create };
         let owner = Owner::here(&options.operation).with(options.guest);
         let engine = Engine::open(disk, &options.vm, &owner, options.only_if, settings)?;
         let opened = Opened { digester: engine.digester(), newest: engine.newest(), epoch: engine.owner().epoch };

@@ -132,7 +132,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     guest.qmp.execute::<Value>("xen-save-devices-state", save).unwrap();
 
     let url = StoreUrl::Directory(path("store"));
-    let mut writer = Writer::open(&url, &Options::new(vm(), "test")).unwrap();
+    let mut writer = Writer::open(&url, &Options { create: true, ..Options::new(vm(), "test") }).unwrap();
     let blocks: Vec<Block> = memory
         .iter()
         .map(|(block, _)| Block { id: block.id.clone(), used: block.used, max: block.used, page_size: 4096 })
@@ -171,7 +171,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     third.wait("query-migrate", "completed");
     drop(third);
     let url = StoreUrl::Directory(path("imported"));
-    let mut writer = Writer::open(&url, &Options::new(vm(), "test")).unwrap();
+    let mut writer = Writer::open(&url, &Options { create: true, ..Options::new(vm(), "test") }).unwrap();
     let committed = import(&mut writer, File::open(&saved).unwrap(), &json!({"by": "qemu"}), &mut |_| {}).unwrap();
     assert_eq!(committed.number, 1);
     drop(writer);

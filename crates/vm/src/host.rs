@@ -214,13 +214,20 @@ fn user_state_dir(fallback: &Path) -> PathBuf {
 /// # Errors
 /// When it cannot be made, or is somebody else's.
 pub fn make_private(path: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    let denied = |what: String, by: &str| {
+        let text = format!("{what}; run this command as {by}, or use a directory of your own");
+        io::Error::new(io::ErrorKind::PermissionDenied, text)
+    };
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| match e.kind() {
+        io::ErrorKind::PermissionDenied => denied("permission denied".into(), "its owner, usually root (sudo)"),
+        _ => e,
+    })?;
     let owner = std::os::unix::fs::MetadataExt::uid(&fs::metadata(path)?);
     if owner == rustix::process::geteuid().as_raw() {
         Ok(())
     } else {
-        let text = format!("it belongs to user {owner}, not to this one; remove it or choose another place");
-        Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+        let by = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
+        Err(denied(format!("it belongs to user {owner}"), &by))
     }
 }
 
@@ -230,5 +237,22 @@ fn read_config(path: &Path) -> Result<Config, HostError> {
         Ok(text) => toml::from_str(&text).map_err(|e| wrong(e.to_string())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
         Err(e) => Err(wrong(e.to_string())),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_of_another_user_is_not_to_be_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("run");
+        fs::create_dir(&path).unwrap();
+        assert!(make_private(&path).is_ok());
+        std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+        let e = make_private(&path).unwrap_err().to_string();
+        assert!(e.contains("run this command as user 65534") && !e.contains("remove"), "{e}");
     }
 }

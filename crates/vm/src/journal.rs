@@ -7,6 +7,7 @@
 use crate::rundir::{RunDir, sync_directory, write_json};
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -47,6 +48,28 @@ pub enum Kind {
     HostCold,
 }
 
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Run => "run",
+            Self::Prepare => "restore --prepare",
+            Self::Restore => "restore",
+            Self::Move => "move",
+            Self::Stop => "stop",
+            Self::VmmWarm => "reboot vmm --how warm",
+            Self::VmmSaved => "reboot vmm --how saved",
+            Self::VmmCold => "reboot vmm --how cold",
+            Self::OsCold => "reboot os --how cold",
+            Self::OsWarmCache => "reboot os --how warm-cache",
+            Self::OsKexec => "reboot os --how kexec",
+            Self::OsPhase => "reboot os --how phase",
+            Self::HostWarm => "host suspend --how warm",
+            Self::HostSaved => "host suspend --how saved",
+            Self::HostCold => "host suspend --how cold",
+        })
+    }
+}
+
 /// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -61,6 +84,19 @@ pub enum Step {
     Resume,
     /// The new QEMU runs the guest.
     Settle,
+}
+
+/// As the end of "it was interrupted ...".
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Prepare => "before it stopped anything",
+            Self::Suspend => "while it stopped the guest",
+            Self::Saved => "after it had saved the guest's state",
+            Self::Resume => "while it resumed the guest",
+            Self::Settle => "while it cleaned up",
+        })
+    }
 }
 
 /// A file that holds a saved state, with what it must hold.

@@ -85,7 +85,7 @@ pub enum LifeError {
         said: String,
     },
     /// An operation was cut off.
-    #[error("an operation on VM {name} ({kind:?}) was cut off at step {step:?}; first: rekindle recover {name}")]
+    #[error("VM {name}: `rekindle {kind}` was interrupted {step}; finish or undo it first: rekindle recover {name}")]
     NeedsRecovery {
         /// Its name.
         name: String,
@@ -110,8 +110,8 @@ pub enum LifeError {
     /// It was restored from one that Rekindle had not started.
     #[error(
         "VM {name} has the hardware of one that Rekindle had not started, whose command line it does not know well enough to give \
-         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --count 1, rekindle stop {name}, \
-         rekindle restore {name} --store DIR --qemu PATH"
+         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --create-store --count 1, rekindle \
+         stop {name}, rekindle restore {name} --store DIR --qemu PATH"
     )]
     Foreign {
         /// Its name.
@@ -471,11 +471,7 @@ pub fn stop_with(
     patience: Option<Duration>,
     may_merge: impl FnOnce(&RunDir, &State) -> bool,
 ) -> Result<Ended, LifeError> {
-    // An operation that was cut off does not matter any more: all its QEMUs are ended.
-    let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
-    if held.vmm().is_ok() {
-        held.refuse_attached("shutting it down")?;
-    }
+    let held = take_to_stop(host, name)?;
     let journal = Journal::open(&held.rundir, Kind::Stop, held.state.vmm.clone(), held.state.generation)
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
@@ -497,6 +493,39 @@ pub fn stop_with(
     }
     clean_up(host, &held.rundir, &held.state)?;
     Ok(ended)
+}
+
+/// What there is to stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stoppable {
+    /// A guest, in this QEMU.
+    Guest(u32),
+    /// A QEMU that waits for a checkpoint.
+    Prepared(u32),
+    /// Files of a VM whose QEMU has ended.
+    Files,
+}
+
+/// Looks at what [`stop`] would stop. Nothing is changed.
+///
+/// # Errors
+/// As [`stop`], before it has stopped anything.
+pub fn stoppable(host: &Host, name: &str) -> Result<Stoppable, LifeError> {
+    let held = take_to_stop(host, name)?;
+    Ok(match held.vmm() {
+        Ok(vmm) => Stoppable::Guest(vmm.pid),
+        Err(LifeError::Prepared { pid, .. }) => Stoppable::Prepared(pid),
+        Err(_) => Stoppable::Files,
+    })
+}
+
+fn take_to_stop(host: &Host, name: &str) -> Result<Held, LifeError> {
+    // An operation that was interrupted does not matter any more: all its QEMUs are ended.
+    let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
+    if held.vmm().is_ok() {
+        held.refuse_attached("shutting it down")?;
+    }
+    Ok(held)
 }
 
 /// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
@@ -547,6 +576,17 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_interrupted_operation_is_called_as_its_command() {
+        let kinds = [Kind::Run, Kind::Prepare, Kind::Restore, Kind::Move, Kind::Stop, Kind::VmmWarm, Kind::OsWarmCache];
+        let steps = [Step::Prepare, Step::Suspend, Step::Saved, Step::Resume, Step::Settle];
+        for (kind, step) in kinds.into_iter().flat_map(|kind| steps.map(|step| (kind, step))) {
+            let e = LifeError::NeedsRecovery { name: "web".into(), kind, step }.to_string();
+            assert!(e.starts_with("VM web: `rekindle ") && e.ends_with("rekindle recover web"), "{e}");
+            assert!(!e.contains(&format!("{kind:?}")) && !e.contains(&format!("{step:?}")), "{e}");
+        }
+    }
 
     #[test]
     fn a_phase_that_is_being_saved_is_waited_for_and_nothing_else() {

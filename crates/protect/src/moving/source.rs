@@ -10,11 +10,12 @@ use crate::event::Done;
 use crate::first::Run;
 use crate::moving::far::Line;
 use crate::owned::Owned;
-use crate::protector::{self, Disks, Failure, Loop, refuse_direct};
+use crate::protector::{self, Disks, Failure, Loop, ProtectError, refuse_direct};
 use crate::session::Session;
 use crate::target::Target;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::hold::Hold;
+use rekindle_store::listing::Listing;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::attach::{AttachError, Protection};
@@ -55,6 +56,8 @@ pub struct Settings {
     pub far: Far,
     /// Where checkpoints go, for both.
     pub store: StoreUrl,
+    /// Create the store if there is none.
+    pub create_store: bool,
     /// Who both are to a store on a server.
     pub identity: Option<Identity>,
     /// A file there that says how the VM is to be built there.
@@ -79,22 +82,7 @@ pub fn start(
     tell: &mut dyn FnMut(&Event),
 ) -> Result<Moved, MoveError> {
     let began = host_us();
-    let held = Held::take(host, name.as_str(), "move")?;
-    held.refuse_attached("moving it")?;
-    held.vmm()?;
-    let target = Target::of(host, name.as_str())?;
-    refuse_disks(&held)?;
-    refuse_direct(&target)?;
-    let found = match admin::listing(&settings.store, settings.identity.as_ref()) {
-        Ok(listing) => Some(listing),
-        // It is made by the first checkpoint.
-        Err(StoreError::NotAStore { .. }) => None,
-        Err(e) if e.kind() == "not-a-store" => None,
-        Err(e) => return Err(e.into()),
-    };
-    let mut line = settings.far.connect()?;
-    let created_us = found.as_ref().map(|listing| listing.created_us);
-    hello(&mut line, &target, name, settings, created_us, tell)?;
+    let Movable { held, target, found, mut line } = get_ready(host, name, settings, tell)?;
     let (only, protector) = end_protector(&held.rundir)?;
     if let Some(pid) = protector {
         tell(&Event::ProtectorEnded { pid });
@@ -112,6 +100,8 @@ pub fn start(
         output_commit: false,
         compare: false,
         stay: false,
+        create_store: settings.create_store,
+        abandon_old: false,
     };
     let failed = |source| MoveError::File { path: held.rundir.file("operation.json"), source };
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1);
@@ -161,6 +151,51 @@ pub fn start(
         there,
         protector,
     })
+}
+
+/// A guest that can be moved, and the line to the host that can take it.
+struct Movable {
+    held: Held,
+    target: Target,
+    /// What the store has; none if it is new, or to be created.
+    found: Option<Listing>,
+    line: Line,
+}
+
+/// Looks at whether VM `name` could be moved, here and on the other host. Nothing is changed.
+///
+/// # Errors
+/// [`MoveError`].
+pub fn check(host: &Host, name: &Name, settings: &Settings, tell: &mut dyn FnMut(&Event)) -> Result<(), MoveError> {
+    get_ready(host, name, settings, tell).map(drop)
+}
+
+fn get_ready(
+    host: &Host,
+    name: &Name,
+    settings: &Settings,
+    tell: &mut dyn FnMut(&Event),
+) -> Result<Movable, MoveError> {
+    let held = Held::take(host, name.as_str(), "move")?;
+    held.refuse_attached("moving it")?;
+    held.vmm()?;
+    let target = Target::of(host, name.as_str())?;
+    refuse_disks(&held)?;
+    refuse_direct(&target)?;
+    let found = match admin::listing(&settings.store, settings.identity.as_ref()) {
+        Ok(listing) => Some(listing),
+        Err(e) if e.is_no_store() => match Owned::read(&held.rundir)?.filter(|owned| owned.is_of(&settings.store)) {
+            Some(owned) => return Err(ProtectError::from(owned.gone(&held.rundir, &e)).into()),
+            // The first checkpoint creates it.
+            None if settings.create_store || matches!(e, StoreError::Unused { .. }) => None,
+            None => return Err(e.into()),
+        },
+        Err(e) => return Err(e.into()),
+    };
+    let mut line = settings.far.connect()?;
+    let created_us = found.as_ref().map(|listing| listing.created_us);
+    hello(&mut line, &target, name, settings, created_us, tell)?;
+    Ok(Movable { held, target, found, line })
 }
 
 /// Disks that QEMU itself writes: it would have them open here while the other host's has.

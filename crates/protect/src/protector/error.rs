@@ -1,6 +1,6 @@
 //! Why a VM is not protected.
 
-use crate::owned::{GiveUpError, Over};
+use crate::owned::{GiveUpError, Gone, Over};
 use crate::target::TargetError;
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_store::StoreError;
@@ -15,6 +15,22 @@ pub enum ProtectError {
     /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The store that this host has written is not there.
+    #[error(transparent)]
+    Gone(#[from] Gone),
+    /// Checkpoints are to be abandoned that are there.
+    #[error(
+        "{store}: the store of VM {name} is there, with {checkpoints} checkpoints; nothing was abandoned: leave out \
+         --abandon-old-checkpoints, or choose another --store"
+    )]
+    StillThere {
+        /// The VM.
+        name: String,
+        /// The store.
+        store: String,
+        /// How many checkpoints it has.
+        checkpoints: usize,
+    },
     /// Another host has the guest; what ran of it here was ended.
     #[error(transparent)]
     Over(#[from] Over),

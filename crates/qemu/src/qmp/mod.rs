@@ -82,7 +82,9 @@ pub enum QmpError {
         text: String,
     },
     /// libvirt does not pass commands on.
-    #[error("libvirt does not let us at domain {domain}: {said}")]
+    #[error(
+        "cannot access libvirt domain {domain}: {said}; is libvirtd running? For another connection: --connect URI"
+    )]
     Libvirt {
         /// The domain.
         domain: String,

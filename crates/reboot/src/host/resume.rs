@@ -128,6 +128,14 @@ fn wait_for_kvm() {
     }
 }
 
+/// Whether VM `name` is suspended.
+///
+/// # Errors
+/// [`HostError`].
+pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
+    Ok(Record::read(&host.suspend_dir)?.entry(name)?.is_some())
+}
+
 /// Give up what is kept of VM `name`, if it is suspended, in whichever boot. `true` if it was.
 ///
 /// # Errors

@@ -151,6 +151,22 @@ pub fn suspend(
     if left.is_empty() { Ok(told) } else { Err(HostError::Ending(left)) }
 }
 
+/// A VM, and why it cannot be suspended, if it cannot.
+pub type Checked = (String, Result<(), RebootError>);
+
+/// Looks at whether [`suspend`] could be done, VM by VM. Nothing is changed.
+///
+/// # Errors
+/// [`HostError::StillSuspended`], [`HostError::Record`].
+pub fn check(host: &Host, wanted: &[(String, How)]) -> Result<Vec<Checked>, HostError> {
+    let still = Record::read(&host.suspend_dir)?.names()?;
+    if !still.is_empty() {
+        return Err(HostError::StillSuspended(still));
+    }
+    let one = |name: &str, how| look(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
+    Ok(wanted.iter().map(|(name, how)| (name.clone(), one(name, *how))).collect())
+}
+
 /// Finish or undo what a suspend under `token` that was cut off has left of the VMs `names`, so that it can be tried again: at the end of a
 /// shutdown there is nobody else to see to it.
 ///

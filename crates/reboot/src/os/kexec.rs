@@ -65,6 +65,13 @@ pub(super) fn reboot(host: &Host, name: &str, wanted: &Wanted) -> Result<Reboote
     begun.go(&held, journal, recorder)
 }
 
+/// Looks at whether the guest of VM `name` could be asked to reboot by kexec. Nothing is loaded.
+pub(super) fn check(host: &Host, name: &str, operation: &str) -> Result<(), Failure> {
+    let as_it_was = |error: RebootError| Failure { left: Left::AsItWas, error: Box::new(error) };
+    let held = Held::take_once_saved(host, name, operation).map_err(|e| as_it_was(e.into()))?;
+    ask(&held).map(drop).map_err(as_it_was)
+}
+
 /// A kernel that is loaded, in a guest that runs on.
 struct Begun {
     vmm: Vmm,
@@ -84,8 +91,8 @@ fn unable(held: &Held, error: &ExecError) -> RebootError {
     against(held, format!("{error}{cause}; or use --how cold"))
 }
 
-/// Everything that may be refused, and loading the kernel, of which the guest feels nothing.
-fn begin(held: &Held, wanted: &Wanted, recorder: &mut Recorder) -> Result<Begun, RebootError> {
+/// Everything that may be refused before a kernel is loaded. Gives the number of the boot that runs.
+fn ask(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
     let vmm = held.vmm()?.clone();
     held.refuse_attached("rebooting its guest")?;
     if !held.state.hardware.agent {
@@ -100,6 +107,13 @@ fn begin(held: &Held, wanted: &Wanted, recorder: &mut Recorder) -> Result<Begun,
     }
     let port = vmm.directory().agent();
     let boot = agent::boot_id(&port, ANSWER).map_err(|e| unable(held, &e))?;
+    Ok((vmm, qmp, boot))
+}
+
+/// The same, and loading the kernel, of which the guest feels nothing.
+fn begin(held: &Held, wanted: &Wanted, recorder: &mut Recorder) -> Result<Begun, RebootError> {
+    let (vmm, qmp, boot) = ask(held)?;
+    let port = vmm.directory().agent();
     recorder.step("ask its agent");
     let text = |path: &Option<String>| path.clone().unwrap_or_default();
     let (kernel, initrd) = (text(&wanted.kernel), text(&wanted.initrd));

@@ -112,6 +112,29 @@ pub fn reboot(host: &Host, name: &str, request: &Request) -> Result<Rebooted, Fa
     }
 }
 
+/// Looks at whether [`reboot`] could be done. Nothing is changed: what a guest's own system would refuse is not known then.
+///
+/// # Errors
+/// [`Failure`], with the guest as it was.
+pub fn check(host: &Host, name: &str, request: &Request) -> Result<(), Failure> {
+    let operation = "reboot os --dry-run";
+    let freeze = |state: &State| no_freeze(state, request.end);
+    match request.how {
+        How::Cold => vmm::begin_again(host, name, operation, freeze).map(drop),
+        How::WarmCache => {
+            let against = |state: &State| freeze(state).or_else(|| no_cache(&state.hardware));
+            vmm::begin_again(host, name, operation, against).map(drop)
+        }
+        How::Kexec => kexec::check(host, name, operation),
+        How::Phase => {
+            let rundir = RunDir::new(&host.root, name);
+            let only = request.candidate.as_deref();
+            let against = |state: &State| freeze(state).or_else(|| phase::against(host, &rundir, state, only));
+            vmm::begin_again(host, name, operation, against).map(drop)
+        }
+    }
+}
+
 /// Bring it to its end and boot it, with a warm cache or a cold one, unless `against` finds something that speaks against it once nobody else
 /// is at work on the VM.
 fn boot_unless(

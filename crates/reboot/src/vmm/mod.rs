@@ -295,9 +295,13 @@ fn bulleted(problems: &[Problem]) -> String {
 
 /// A reboot that failed, and what that means for the guest.
 #[derive(Debug, thiserror::Error)]
-#[error("{}", match left {
-    Left::AsItWas => "the reboot failed; the guest runs as before",
-    Left::NeedsRecovery => "the reboot failed; the guest needs `rekindle recover`",
+#[error("{}", match (left, &**error) {
+    // There was no guest that ran.
+    (Left::AsItWas, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. })) => {
+        "not rebooted"
+    }
+    (Left::AsItWas, _) => "the reboot failed; the guest runs as before",
+    (Left::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
 })]
 pub struct Failure {
     /// What the guest is left with.
@@ -347,6 +351,31 @@ pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> 
             })
             .collect()
     })
+}
+
+/// What a reboot would do to one VM.
+#[derive(Debug, Clone)]
+pub struct Planned {
+    /// What runs.
+    pub from: Side,
+    /// What would run.
+    pub binary: PathBuf,
+    /// Its version.
+    pub version: Version,
+}
+
+/// Looks at what [`reboot`] would do to each of `names`, and what prevents it. Nothing is changed.
+#[must_use]
+pub fn plan(host: &Host, names: &[String], options: &Options) -> Vec<(String, Result<Planned, RebootError>)> {
+    let together = Together { barrier: Barrier::new(1), gate: Gate::new(), binaries: Mutex::default() };
+    let operation = format!("reboot vmm --how {} --dry-run", options.how);
+    let one = |name: &String| {
+        let change = begin(host, name, &operation, options, |path| together.probe(host, path))?;
+        let (version, pid) = (change.held.state.version.clone(), change.old.pid);
+        let from = Side { binary: change.old.binary.clone(), version, pid };
+        Ok(Planned { from, binary: change.binary.path.clone(), version: change.binary.version.clone() })
+    };
+    names.iter().map(|name| (name.clone(), one(name))).collect()
 }
 
 /// What the VMs of one reboot share.

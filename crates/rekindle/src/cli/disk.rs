@@ -100,6 +100,9 @@ pub struct DiskMerge {
     /// The directory of its redo log [default: IMAGE.redo].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
+    /// Only show what would be merged. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
     /// Through the host's page cache.
     #[arg(long)]
     pub buffered: bool,

@@ -2,7 +2,7 @@
 
 use super::How;
 use clap::{Args, Subcommand, ValueEnum};
-use rekindle_vm::definition::Bytes;
+use rekindle_vm::definition::{Bytes, Name};
 
 #[derive(Debug, Subcommand)]
 pub enum Host {
@@ -14,11 +14,16 @@ pub enum Host {
     Init(HostInit),
     /// Mount the RAM that outlives this host's kernel, as a boot does: kept if suspended guests are in it, else new and empty.
     Mount,
-    /// Suspend all guests: their QEMUs end, and `rekindle host resume` lets them go on.
+    /// Suspend guests: their QEMUs end, and `rekindle host resume` resumes them, also after a reboot of the host.
     ///
     /// Needs: the VMs run, and can be carried; none is suspended still.
-    /// On success: no VM runs.
-    /// On failure: all guests go on.
+    /// On success: none of these VMs runs.
+    /// On failure: all guests continue to run.
+    #[command(after_help = "\
+Examples:
+  rekindle host suspend --all --dry-run
+  rekindle host suspend web db
+  rekindle host suspend --all --how saved")]
     Suspend(HostSuspend),
     /// Let all suspended guests go on.
     ///
@@ -43,12 +48,21 @@ pub struct HostInit {
 
 #[derive(Debug, Args)]
 pub struct HostSuspend {
+    /// The VMs.
+    #[arg(value_name = "NAME")]
+    pub names: Vec<Name>,
+    /// All VMs that run.
+    #[arg(long, conflicts_with = "names")]
+    pub all: bool,
     /// What becomes of guests' RAM. `warm` outlives a reboot of the host only where it is in reserved RAM.
     #[arg(long, value_enum, default_value_t = How::Warm)]
     pub how: How,
     /// As `rekindle reboot host` has planned it; without a plan, nothing.
-    #[arg(long, hide = true, conflicts_with = "how")]
+    #[arg(long, hide = true, conflicts_with_all = ["how", "names", "all", "dry_run"])]
     pub planned: bool,
+    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 #[derive(Debug, Args)]

@@ -20,6 +20,7 @@ pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
@@ -35,6 +36,36 @@ pub struct Cli {
 
 const EXIT_STATUS: &str = "\
 Exit status: 0 done; 1 failed, and the guest is as it was; 2 wrong usage; 3 failed, and the guest needs `rekindle recover`.";
+
+/// What our commands are called elsewhere: a word that is only spelled alike would be suggested otherwise.
+const ELSEWHERE: &[(&[&str], &str)] = &[
+    (&["start", "boot", "create", "launch"], "run"),
+    (&["list", "ps", "status"], "ls"),
+    (&["info", "inspect", "dumpxml"], "show"),
+    (&["shutdown", "kill", "destroy", "poweroff", "delete", "rm"], "stop"),
+    (&["migrate"], "move"),
+    (&["backup", "checkpoint", "snapshot"], "protect"),
+    (&["upgrade", "replace-qemu"], "reboot vmm"),
+    (&["suspend"], "host suspend"),
+    (&["resume"], "host resume"),
+    (&["reboot-host"], "reboot host"),
+    (&["init"], "store init"),
+];
+
+/// Reads the command line. Ends the process where it is wrong, or asks for help.
+pub fn parse() -> Cli {
+    Cli::try_parse().unwrap_or_else(|mut error| {
+        let first = std::env::args().skip(1).find(|word| !word.starts_with('-'));
+        let wrong = match error.get(ContextKind::InvalidSubcommand) {
+            Some(ContextValue::String(wrong)) if first.as_ref() == Some(wrong) => wrong.as_str(),
+            _ => error.exit(),
+        };
+        if let Some((_, ours)) = ELSEWHERE.iter().find(|(words, _)| words.contains(&wrong)) {
+            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*ours).to_owned()]));
+        }
+        error.exit()
+    })
+}
 
 #[derive(Debug, Subcommand)]
 pub enum Command {

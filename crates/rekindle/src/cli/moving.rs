@@ -15,6 +15,9 @@ pub struct Move {
     /// Where its checkpoints go, for both hosts: a directory that both have, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
+    /// Create the store if there is none.
+    #[arg(long)]
+    pub create_store: bool,
     #[command(flatten)]
     pub tls: Tls,
     /// A file of the other host that says how the VM is to be built there [default: as here].
@@ -23,6 +26,9 @@ pub struct Move {
     /// The QEMU of the other host to use instead of the one that the definition names.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// Only check, here and on the other host, whether it can be moved. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 /// How another host is reached.

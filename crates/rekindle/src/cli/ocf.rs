@@ -14,7 +14,7 @@ pub enum Ocf {
     /// Have the VM run here: its guest goes on from the newest checkpoint, or is booted where there is none, or where it was shut down
     /// in order since.
     ///
-    /// Needs: that nothing runs its guest elsewhere, which fencing sees to; the store; room for its RAM.
+    /// Needs: that nothing runs its guest elsewhere, which fencing sees to; the store, created by `rekindle store init`; room for its RAM.
     /// On success: the guest runs, and checkpoints are taken; whoever ran it before can commit nothing any more.
     /// On failure: nothing of it runs here; the checkpoint is where it was.
     Start(OcfResource),
@@ -88,6 +88,9 @@ pub struct OcfStop {
     /// How the guest is stopped.
     #[arg(long, value_enum, value_name = "HOW", default_value = "suspend")]
     pub how: HowStop,
+    /// Only show what would be stopped. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 /// How a guest is stopped.
@@ -105,6 +108,9 @@ pub struct OcfMigrate {
     pub resource: OcfResource,
     #[command(flatten)]
     pub far: Far,
+    /// Only check, here and on the other node, whether it can be moved. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 #[derive(Debug, Args)]

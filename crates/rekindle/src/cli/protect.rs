@@ -11,9 +11,16 @@ use std::path::PathBuf;
 pub struct Protect {
     /// The VM.
     pub name: Name,
-    /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME.
+    /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME. It must be a store: see `rekindle store init`.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
+    /// Create the store if there is none.
+    #[arg(long)]
+    pub create_store: bool,
+    /// Start a new store where the one that this host has written is gone (with --create-store, unless there is a new one). The old checkpoints
+    /// must not be restored later.
+    #[arg(long)]
+    pub abandon_old_checkpoints: bool,
     #[command(flatten)]
     pub tls: Tls,
     /// Time from one checkpoint to the next.

@@ -73,6 +73,9 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 #[derive(Debug, Args)]
@@ -94,6 +97,9 @@ pub struct RebootOs {
     /// With --how kexec: its initial RAM disk, a path in the guest, or none [default: the one beside the kernel].
     #[arg(long, value_name = "PATH")]
     pub initrd: Option<String>,
+    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -7,6 +7,18 @@ use std::path::PathBuf;
 
 #[derive(Debug, Subcommand)]
 pub enum Store {
+    /// Create a store for the checkpoints of one VM.
+    ///
+    /// It belongs to the first VM that is protected into it. On a server (`rekindle store serve`) it is created there.
+    ///
+    /// Needs: a directory that is empty or does not exist.
+    /// On success: there is a store, without checkpoints.
+    /// On failure: exit status 1; a store that exists is not changed.
+    #[command(after_help = "\
+Examples:
+  rekindle store init /srv/checkpoints/web
+  rekindle store init tls://backup:7001/web --cert host.pem --key host.key --ca ca.pem")]
+    Init(StoreAt),
     /// List the checkpoints of a store, its owner, and what it takes on the disk.
     Ls(StoreAt),
     /// Look at every byte of a store that counts, and name what is bad.
@@ -83,7 +95,10 @@ pub struct StoreImport {
     pub to: StoreAt,
     /// The stream; `-` for standard input.
     pub file: PathBuf,
-    /// Name of the VM, for a store that is to be made.
+    /// Create the store if there is none.
+    #[arg(long, requires = "name")]
+    pub create_store: bool,
+    /// Name of the VM, for a new store.
     #[arg(long)]
     pub name: Option<Name>,
     /// Its UUID [default: a new one].

@@ -70,4 +70,7 @@ pub struct Stop {
     /// How long the guest may take to shut down before the plug is pulled [default: the definition's].
     #[arg(long, conflicts_with = "now", value_name = "TIME")]
     pub timeout: Option<Span>,
+    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    #[arg(long)]
+    pub dry_run: bool,
 }

@@ -20,7 +20,7 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
     let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
     let text = format!(
-        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: rekindle protect {name} --store DIR"
+        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: rekindle protect {name} --store DIR --create-store"
     );
     output.result(&super::show::description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)

@@ -2,14 +2,14 @@
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::left::{beside, merge_all};
+use rekindle_disk::redo::left::{beside, look, merge_all};
 use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{Service, serve};
 use rekindle_vm::disks;
@@ -22,7 +22,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -59,8 +59,12 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             control(&at)?.ask::<()>(&Ask::Drop {})?;
             output.result(&json!({}), "done")?;
         }
-        Disk::Merge(DiskMerge { image, redo, buffered }) => {
-            if fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        Disk::Merge(DiskMerge { image, redo, dry_run, buffered }) => {
+            let served = fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket());
+            if dry_run {
+                return would_merge(output, &image, redo, served);
+            }
+            if served {
                 Control::connect(&image)?.end_epochs(MERGE)?;
                 output.result(&json!({}), "merged; the disk has no redo log any more")?;
                 return Ok(ExitCode::SUCCESS);
@@ -78,6 +82,24 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({}), "done")?;
         }
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What `merge` would do.
+fn would_merge(output: &Output, image: &Path, redo: Option<PathBuf>, served: bool) -> Result<ExitCode> {
+    fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
+    let (log, told) = if served {
+        let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
+        (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
+    } else {
+        let left = look(&redo.unwrap_or_else(|| beside(image)))?.map(|left| left.writes);
+        (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
+    };
+    let text = match log {
+        Some(log) => format!("would merge {log}; the disks of its checkpoints could not be restored any more"),
+        None => "has no redo log".to_owned(),
+    };
+    output.result(&told, format!("{}: {text}\nnothing was changed", image.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 

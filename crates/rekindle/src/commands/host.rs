@@ -1,12 +1,15 @@
 //! `rekindle host` and `rekindle reboot host`.
 
+use super::{distinct, dry_run};
 use crate::cli::{Host as Commands, HostInit, HostSuspend, How, Others, RebootHost};
 use crate::output::{Output, Usage, duration};
-use anyhow::Result;
+use anyhow::{Result, bail};
 use rekindle_reboot::host::plan::{self, Plan};
 use rekindle_reboot::host::setup::{self, Mounted, Place, Step};
 use rekindle_reboot::host::{self, Fallback, Outcome, Resumed, Suspended};
 use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::rundir::RunDir;
 use serde_json::json;
 use std::process::ExitCode;
 
@@ -107,7 +110,7 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
         let vms = plan::still_running(&host, &plan);
         (Plan { vms, ..plan }, Fallback::Cold)
     } else {
-        (plan::for_now(&host, wanted(arguments.how))?, Fallback::None)
+        (chosen(&host, arguments)?, Fallback::None)
     };
     if plan.vms.is_empty() {
         if !arguments.planned {
@@ -115,9 +118,46 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
+    if arguments.dry_run {
+        let checked: Vec<_> = host::check(&host, &plan.vms)?
+            .into_iter()
+            .map(|(name, checked)| (name, checked.map(|()| would(arguments.how).to_owned())))
+            .collect();
+        return dry_run::print(output, &checked);
+    }
     let suspended = host::suspend(&host, &plan.vms, &plan.token, fallback)?;
     output.result(&suspended, suspended.iter().map(suspended_line).collect::<String>())?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The VMs that were named, or all that run.
+fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
+    if !arguments.all && arguments.names.is_empty() {
+        return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());
+    }
+    let all = plan::for_now(host, wanted(arguments.how))?;
+    if arguments.all {
+        return Ok(all);
+    }
+    let mut vms = Vec::new();
+    for name in distinct(&arguments.names)? {
+        match all.vms.iter().find(|(running, _)| *running == name) {
+            Some(vm) => vms.push(vm.clone()),
+            None if RunDir::new(&host.root, &name).exists() => {
+                bail!("VM {name} does not run; rekindle ls shows its state")
+            }
+            None => return Err(LifeError::Unknown { name }.into()),
+        }
+    }
+    Ok(Plan { vms, ..all })
+}
+
+fn would(how: How) -> &'static str {
+    match how {
+        How::Warm => "stop its guest, leave its RAM in place, and end its QEMU",
+        How::Saved => "stop its guest, write its RAM to disk, and end its QEMU",
+        How::Cold => "shut its guest down",
+    }
 }
 
 fn suspended_line(one: &Suspended) -> String {
@@ -133,7 +173,7 @@ fn resume(output: &Output) -> Result<ExitCode> {
     let resumed = host::resume(&Host::open()?)?;
     let mut text: String = resumed.iter().map(resumed_line).collect();
     if text.is_empty() {
-        text = "nobody is suspended".into();
+        text = "no VM is suspended".into();
     }
     output.result(&resumed, text)?;
     let failed = resumed.iter().any(|one| matches!(one.outcome, Outcome::Failed { .. }));

@@ -1,6 +1,11 @@
 //! One file per command.
 
+use crate::output::Usage;
 use anyhow::Result;
+use rekindle_vm::definition::Name;
+use rekindle_vm::host::Host;
+use rekindle_vm::life::LifeError;
+use rekindle_vm::rundir::RunDir;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -8,6 +13,7 @@ pub mod attach;
 pub mod console;
 pub mod disk;
 pub mod doctor;
+pub mod dry_run;
 pub mod generate;
 pub mod host;
 pub mod monitor;
@@ -22,6 +28,24 @@ pub mod run;
 pub mod show;
 pub mod stop;
 pub mod store;
+
+/// Names of VMs, none of them twice.
+fn distinct(given: &[Name]) -> Result<Vec<String>> {
+    let mut names: Vec<String> = Vec::new();
+    for name in given.iter().map(ToString::to_string) {
+        if names.contains(&name) {
+            return Err(Usage(format!("VM {name} is named twice")).into());
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
+
+/// The run directory of a VM that there is.
+fn known(host: &Host, name: &str) -> Result<RunDir> {
+    let rundir = RunDir::new(&host.root, name);
+    if rundir.exists() { Ok(rundir) } else { Err(LifeError::Unknown { name: name.into() }.into()) }
+}
 
 /// A flag that an interrupt sets, for what ends in order then.
 fn interrupts() -> Result<Arc<AtomicBool>> {

@@ -1,11 +1,12 @@
 //! `rekindle move`, and its other side.
 
+use super::dry_run;
 use super::interrupts;
 use super::store::identity;
 use crate::cli::{self, Move};
 use crate::output::{Output, duration};
 use anyhow::{Context, Result};
-use rekindle_protect::moving::source::{Settings, start};
+use rekindle_protect::moving::source::{Settings, check, start};
 use rekindle_protect::moving::target;
 use rekindle_protect::moving::{Event, Far, Moved};
 use rekindle_store::StoreUrl;
@@ -18,6 +19,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let settings = Settings {
         far: far(&arguments.far),
         store: both(&arguments.store)?,
+        create_store: arguments.create_store,
         identity: identity(&arguments.tls),
         definition: arguments.definition.clone(),
         qemu: arguments.qemu.clone(),
@@ -26,6 +28,13 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let mut tell = |event: &Event| {
         let _ = output.result(event, format!("{name}: {event}"));
     };
+    if arguments.dry_run {
+        let would = format!("move its guest to {}", arguments.far.to);
+        return dry_run::print(
+            output,
+            &[(name.to_string(), check(&host, name, &settings, &mut |_| {}).map(|()| would))],
+        );
+    }
     let moved = start(&host, name, &settings, &interrupted, &mut tell)?;
     output.result(&moved, text(&moved))?;
     Ok(ExitCode::SUCCESS)

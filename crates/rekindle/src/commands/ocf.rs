@@ -1,20 +1,22 @@
 //! `rekindle ocf`.
 
-use super::moving;
 use super::store::identity;
+use super::{dry_run, moving};
 use crate::cli::{DiskRule, HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::config::{Utilization, lines};
-use rekindle_cluster::migrate::migrate_to as migrate;
+use rekindle_cluster::migrate::{migrate_to as migrate, settings as move_settings};
 use rekindle_cluster::monitor::{Verdict, monitor as look};
 use rekindle_cluster::resource::Resource;
 use rekindle_cluster::start::{Started, start as begin};
 use rekindle_cluster::stop::{How, stop as end};
 use rekindle_protect::moving::Event;
+use rekindle_protect::moving::source::check;
 use rekindle_protect::protector::{Disks, Settings};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, LifeError, Stoppable};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -52,6 +54,8 @@ fn resource(arguments: &OcfResource) -> Resource {
         output_commit: arguments.output_commit,
         compare: false,
         stay: false,
+        create_store: false,
+        abandon_old: false,
     };
     Resource { name: arguments.name.clone(), definition: definition(arguments), protect }
 }
@@ -80,6 +84,21 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
         HowStop::Shutdown => How::ShutDown,
     };
     let resource = resource(&arguments.resource);
+    if arguments.dry_run {
+        let name = resource.name.to_string();
+        let first = match how {
+            How::Suspend => "take a last checkpoint",
+            How::ShutDown => "shut its guest down",
+        };
+        let would = match life::stoppable(&Host::open()?, &name) {
+            Ok(Stoppable::Guest(pid)) => Ok(format!("{first}, and end QEMU process {pid}")),
+            Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
+            Ok(Stoppable::Files) => Ok("remove what is left of it; its QEMU has ended".to_owned()),
+            Err(LifeError::Unknown { .. }) => Ok("do nothing: it does not run here".to_owned()),
+            Err(e) => Err(e),
+        };
+        return dry_run::print(output, &[(name, would)]);
+    }
     let stopped = end(&Host::open()?, &resource, how, deadline(&arguments.resource))?;
     let text = match &stopped.lost {
         None if how != stopped.how => {
@@ -96,6 +115,11 @@ fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
     let mut tell = |event: &Event| tracing::debug!("{event}");
     let (far, deadline) = (moving::far(&arguments.far), deadline(&arguments.resource));
+    if arguments.dry_run {
+        let (name, would) = (resource.name.to_string(), format!("move its guest to {}", far.host));
+        let checked = check(&Host::open()?, &resource.name, &move_settings(&resource, far), &mut tell);
+        return dry_run::print(output, &[(name, checked.map(|()| would))]);
+    }
     let moved = migrate(&Host::open()?, &resource, far, deadline, &mut tell)?;
     output.result(&moved, moving::text(&moved))?;
     Ok(ExitCode::SUCCESS)

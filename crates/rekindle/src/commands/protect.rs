@@ -30,6 +30,8 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         output_commit: arguments.output_commit,
         compare: arguments.compare,
         stay: arguments.stay,
+        create_store: arguments.create_store,
+        abandon_old: arguments.abandon_old_checkpoints,
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();

@@ -1,7 +1,8 @@
 //! `rekindle reboot`.
 
+use super::{distinct, dry_run, known};
 use crate::cli::{EndOs, How, HowOs, NameOnly, RebootOs, RebootVmm};
-use crate::output::{Output, Usage, bytes, duration, status_left};
+use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use rekindle_reboot::os::phase::{Outcome as FromPhase, Skipped, keeper};
@@ -60,7 +61,7 @@ struct ToldOs<'a> {
 
 pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
-    let names = if arguments.all { running(&host)? } else { distinct(arguments)? };
+    let names = if arguments.all { running(&host)? } else { distinct(&arguments.names)? };
     let how = match arguments.how {
         How::Warm => vmm::How::Warm,
         How::Saved => vmm::How::Saved,
@@ -72,6 +73,13 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         rollback: arguments.rollback,
         verify_memory: arguments.verify_memory,
     };
+    if arguments.dry_run {
+        let planned: Vec<_> = vmm::plan(&host, &names, &options)
+            .into_iter()
+            .map(|(name, planned)| (name, planned.map(|planned| would(how, &planned))))
+            .collect();
+        return dry_run::print(output, &planned);
+    }
     let waiting = spinner(output, format!("{how} reboot of {}", names.join(", ")));
     let outcomes = vmm::reboot(&host, &names, &options);
     waiting.finish_and_clear();
@@ -108,8 +116,19 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         EndOs::Freeze => End::Freeze,
     };
     let kexec = os::Wanted { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
+    let request = os::Request { how, kexec, candidate: arguments.candidate.clone(), end };
+    if arguments.dry_run {
+        let would = match how {
+            os::How::Cold => "shut its guest down and boot it",
+            os::How::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",
+            os::How::Kexec => "have its guest load another kernel and start that",
+            os::How::Phase => "shut its guest down and continue from a saved phase of an earlier boot, or else boot it",
+        };
+        let checked = os::check(&host, name, &request).map(|()| would.to_owned()).map_err(|failure| *failure.error);
+        return dry_run::print(output, &[(name.to_owned(), checked)]);
+    }
     let waiting = spinner(output, format!("reboot of {name}"));
-    let rebooted = os::reboot(&host, name, &os::Request { how, kexec, candidate: arguments.candidate.clone(), end });
+    let rebooted = os::reboot(&host, name, &request);
     waiting.finish_and_clear();
     let Rebooted { report, kept, ended, kexec, phase } = &rebooted?;
     start_helpers(&host, name);
@@ -164,11 +183,13 @@ pub fn start_helpers(host: &Host, name: &str) {
 }
 
 pub fn phases(arguments: &NameOnly) -> Result<ExitCode> {
+    known(&Host::open()?, arguments.name.as_str())?;
     keeper::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 
 pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
+    known(&Host::open()?, arguments.name.as_str())?;
     os::watch::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
@@ -186,23 +207,23 @@ fn spinner(output: &Output, message: String) -> ProgressBar {
     bar
 }
 
+fn would(how: vmm::How, planned: &vmm::Planned) -> String {
+    let vmm::Planned { from, binary, version } = planned;
+    let guest = match how {
+        vmm::How::Warm => "its guest stopped for milliseconds",
+        vmm::How::Saved => "its guest stopped while its RAM goes to disk and back",
+        vmm::How::Cold => "its guest shut down and booted",
+    };
+    let old = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
+    format!("replace QEMU process {}{old} by {} ({version}), {guest}", from.pid, binary.display())
+}
+
 fn running(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
     let runs = |name: &str| life::status(&RunDir::new(&host.root, name));
     names.retain(|name| matches!(runs(name), Ok(Status::Running | Status::Degraded(_))));
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());
-    }
-    Ok(names)
-}
-
-fn distinct(arguments: &RebootVmm) -> Result<Vec<String>> {
-    let mut names: Vec<String> = Vec::new();
-    for name in arguments.names.iter().map(ToString::to_string) {
-        if names.contains(&name) {
-            return Err(Usage(format!("VM {name} is named twice")).into());
-        }
-        names.push(name);
     }
     Ok(names)
 }
@@ -222,7 +243,7 @@ fn tell(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
                 vms.push(One::Done { report, memory_changed_bytes });
             }
             Err(failure) => {
-                let error = format!("{:#}", anyhow::Error::msg(chain(failure)));
+                let error = chain(failure);
                 // People get errors on standard error.
                 if !output.json() {
                     eprintln!("rekindle: {name}: {error}");
@@ -259,17 +280,4 @@ fn line(report: &Report) -> String {
         }
     }
     line + "\n"
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.ends_with(&more) {
-            text += &format!("\n  because: {more}");
-        }
-        cause = error.source();
-    }
-    text
 }

@@ -1,7 +1,7 @@
 //! `rekindle restore` and `rekindle pager`.
 
-use super::interrupts;
 use super::store::identity;
+use super::{interrupts, known};
 use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
 use anyhow::Result;
@@ -11,7 +11,6 @@ use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::utc;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
-use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
 
 pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
@@ -65,7 +64,7 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     let mut tell = |told: &Told| {
         let _ = output.result(told, format!("{name}: {told}"));
     };
-    let rundir = RunDir::new(&host.root, &name);
+    let rundir = known(&host, &name)?;
     let progress = if arguments.hand_over {
         // Whoever listens there brings the pages until then; if nobody does any more, there is nobody to wait for.
         let ready = || {

@@ -1,5 +1,6 @@
 //! `rekindle ls` and `rekindle show`.
 
+use super::known;
 use crate::cli::Show;
 use crate::output::{Output, bytes as output_bytes, duration};
 use anyhow::{Context, Result};
@@ -63,6 +64,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     let name = arguments.name.as_str();
     let rundir = RunDir::new(&host.root, name);
     if arguments.timeline {
+        let rundir = known(&host, name)?;
         let entries = timeline::read(&rundir)?;
         output.result(&entries, draw(&entries))?;
         return Ok(ExitCode::SUCCESS);

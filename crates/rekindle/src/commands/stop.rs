@@ -1,18 +1,47 @@
 //! `rekindle stop`.
 
+use super::{distinct, dry_run};
 use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::stop::tell_end;
 use rekindle_reboot::host;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Ended, LifeError};
+use rekindle_vm::life::{self, Ended, LifeError, Stoppable};
 use std::process::ExitCode;
 use std::time::Duration;
+
+/// What would be done to a VM.
+fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
+    match life::stoppable(host, name) {
+        Ok(Stoppable::Guest(pid)) => {
+            let how = if now { "power its guest off" } else { "shut its guest down" };
+            Ok(format!("{how} (QEMU process {pid}), and remove what Rekindle keeps of it but its disks"))
+        }
+        Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
+        Ok(Stoppable::Files) => Ok("remove what Rekindle keeps of it but its disks; its QEMU has ended".into()),
+        // This boot does not know of it yet.
+        Err(LifeError::Unknown { .. }) if matches!(host::is_suspended(host, name), Ok(true)) => {
+            Ok("drop its memory, which a suspend of the host has saved".into())
+        }
+        Err(e) => Err(e),
+    }
+}
 
 pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     let host = Host::open()?;
     let patience = if arguments.now { Some(Duration::ZERO) } else { arguments.timeout.map(|span| span.as_duration()) };
+    if arguments.dry_run {
+        let now = patience.is_some_and(|patience| patience.is_zero());
+        let planned: Vec<_> = distinct(&arguments.names)?
+            .into_iter()
+            .map(|name| {
+                let would = would(&host, &name, now);
+                (name, would)
+            })
+            .collect();
+        return dry_run::print(output, &planned);
+    }
     let mut failed = None;
     for name in &arguments.names {
         let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| tell_end(rundir)) {

@@ -30,6 +30,13 @@ pub(super) fn identity(tls: &Tls) -> Option<Identity> {
     Some(Identity { cert: cert.clone(), key: key.clone(), ca: ca.clone() })
 }
 
+pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
+    admin::init(&arguments.store, identity(&arguments.tls).as_ref())?;
+    let text = format!("{}: a new store; fill it: rekindle protect NAME --store {0}", arguments.store);
+    output.result(&json!({"store": arguments.store}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 pub fn list(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
     let listing = admin::listing(&arguments.store, identity(&arguments.tls).as_ref())?;
     output.result(&listing, draw(&listing))?;
@@ -160,7 +167,7 @@ fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -
 }
 
 pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
-    let StoreImport { to, file, name, uuid, keep } = arguments;
+    let StoreImport { to, file, create_store, name, uuid, keep } = arguments;
     let identity = identity(&to.tls);
     let vm = match (admin::listing(&to.store, identity.as_ref()), name) {
         (Ok(found), None) => found.vm,
@@ -168,12 +175,13 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
             // Only of the same VM: which one that is the writer compares.
             Vm { uuid: uuid.unwrap_or(found.vm.uuid), name: name.to_string() }
         }
-        (Err(e), Some(name)) if e.kind() == "not-a-store" => {
+        (Err(e), Some(name)) if *create_store && e.is_no_store() || matches!(e, StoreError::Unused { .. }) => {
             Vm { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_string() }
         }
-        (Err(e), None) if e.kind() == "not-a-store" => {
-            let text = format!("{} is no store yet: give the VM's name, --name NAME, and it is made", to.store);
-            return Err(Usage(text).into());
+        (Err(StoreError::Unused { store }), None) => {
+            return Err(
+                Usage(format!("{store}: a new store, without a VM yet; give the VM's name: --name NAME")).into()
+            );
         }
         (Err(e), _) => return Err(e.into()),
     };
@@ -182,7 +190,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     } else {
         Box::new(File::open(file).with_context(|| format!("{}", file.display()))?)
     };
-    let options = Options { keep: *keep, identity, ..Options::new(vm, "store import") };
+    let options = Options { keep: *keep, identity, create: *create_store, ..Options::new(vm, "store import") };
     let mut writer = Writer::open(&to.store, &options)?;
     let bar = progress(output, "importing");
     let done = streams::import(&mut writer, BufReader::with_capacity(1 << 20, from), &Value::Null, &mut |pages| {

@@ -105,9 +105,13 @@ impl Drop for Protector {
     }
 }
 
-/// A store of a lab.
+/// A store of a lab, created if it is not there yet.
 pub fn store(lab: &Lab, name: &str) -> PathBuf {
-    lab.path(&format!("store-{name}"))
+    let path = lab.path(&format!("store-{name}"));
+    if !path.exists() {
+        lab.rekindle(["store", "init", path.to_str().unwrap()]).ok();
+    }
+    path
 }
 
 /// The host of the guest has died: its QEMU, and all that Rekindle kept of it.

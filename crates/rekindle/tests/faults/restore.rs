@@ -30,7 +30,7 @@ fn walk(name: &str, arguments: &[&str], prepared: bool, wanted: impl Fn(&str) ->
     let boot = guest.boot_id();
     let store = lab.path("store");
     let store = store.to_str().unwrap();
-    lab.rekindle(["protect", name, "--store", store, "--every", "50ms", "--count", "1"]).ok();
+    lab.rekindle(["protect", name, "--store", store, "--create-store", "--every", "50ms", "--count", "1"]).ok();
     guest.only_qemu().process.kill().unwrap();
     guest.rekindle(&["stop", "--now"]).ok();
     let mut tried = 0;

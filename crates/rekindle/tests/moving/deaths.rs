@@ -113,7 +113,7 @@ fn walk(name: &'static str, table: &[(&str, &str, Outcome)], variable: &str) {
 
 /// A fresh guest; its boot.
 fn start(pair: &Pair) -> String {
-    let _ = std::fs::remove_dir_all(&pair.store);
+    pair.new_store();
     let mut redo = pair.disk.clone().into_os_string();
     redo.push(".redo");
     let _ = std::fs::remove_dir_all(redo);

@@ -40,6 +40,8 @@ pub(crate) struct Settings {
     pub keep: u32,
     /// Bytes of a segment; by the guest's size if 0.
     pub segment: u64,
+    /// Create the store if there is none.
+    pub create: bool,
 }
 
 /// A RAM block as it is stored.

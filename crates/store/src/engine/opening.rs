@@ -15,7 +15,7 @@ use crate::types::{OnlyIf, Owner, Vm};
 use std::sync::Arc;
 
 impl Engine {
-    /// Open the store in `disk`, or make it, and become its owner. With `only_if`, only if that holds still, and nothing is made.
+    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that still holds, and nothing is created.
     pub fn open(
         disk: Arc<dyn Disk>,
         vm: &Vm,
@@ -24,7 +24,7 @@ impl Engine {
         settings: Settings,
     ) -> Result<Self> {
         let home = match only_if {
-            None => Home::open_or_create(disk, vm)?,
+            None => Home::open_for(disk, vm, settings.create)?,
             // Of what is not there nothing can hold still: its file system may not be mounted.
             Some(_) => Home::open(disk, Some(vm.uuid))?,
         };
@@ -127,7 +127,7 @@ impl Engine {
             }
         };
         for (name, _) in disk.list("").unwrap_or_default() {
-            if name.starts_with(names::NEW) {
+            if name.starts_with(names::NEW) || name == names::UNUSED {
                 remove(name);
             }
         }

@@ -2,6 +2,8 @@
 
 /// The superblock.
 pub const SUPERBLOCK: &str = "rekindle-store";
+/// There instead of the superblock in a store that was created ahead, until its first VM is known.
+pub const UNUSED: &str = "rekindle-store-unused";
 /// The directory of log entries.
 pub const LOG: &str = "log";
 /// The directory of segments.

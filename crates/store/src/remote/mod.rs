@@ -56,6 +56,17 @@ fn greet_over(
     Ok((line, welcome))
 }
 
+pub(crate) fn init(server: &Remote, identity: Option<&Identity>) -> Result<()> {
+    let store = server.to_string();
+    let mut line = Line::connect(server, identity).map_err(|source| StoreError::Line {
+        store: store.clone(),
+        doing: "connecting",
+        source,
+    })?;
+    let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: Purpose::Init };
+    line.ask_json(&store, Kind::Hello, &hello, Kind::Done)
+}
+
 pub(crate) fn listing(server: &Remote, identity: Option<&Identity>) -> Result<Listing> {
     let (mut line, _) = greet(server, identity, &Purpose::Look)?;
     line.ask_json(&server.to_string(), Kind::List, &(), Kind::Listing)

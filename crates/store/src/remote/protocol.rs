@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 /// Version of the protocol.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 /// Pages that one request may ask for.
 pub(crate) const PAGES: usize = 1024;
 
@@ -117,8 +117,10 @@ pub(crate) struct Hello {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Purpose {
-    /// Write, as this owner.
-    Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64 },
+    /// Write, as this owner; `create`: the store, if there is none.
+    Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64, create: bool },
+    /// Create a store that no VM uses yet.
+    Init,
     /// Read a checkpoint; `unlooked`: its pages are looked for when the first is wanted.
     Read {
         vm: Option<Uuid>,
@@ -178,6 +180,9 @@ pub(crate) struct Failure {
     pub text: String,
     pub superseded: Option<(u64, u64, Owner)>,
     pub no_such: Option<(u64, Vec<u64>)>,
+    /// The VM of a store that exists already.
+    #[serde(default)]
+    pub vm: Option<Vm>,
 }
 
 impl Failure {
@@ -195,12 +200,16 @@ impl Failure {
             StoreError::NoSuchCheckpoint { asked, have, .. } => Some((*asked, have.clone())),
             _ => None,
         };
-        Self { kind: error.kind().to_owned(), text, superseded, no_such }
+        let vm = match error {
+            StoreError::Exists { vm, .. } => vm.clone(),
+            _ => None,
+        };
+        Self { kind: error.kind().to_owned(), text, superseded, no_such, vm }
     }
 
     /// What went wrong with the line or in it.
     pub fn protocol(text: &str) -> Self {
-        Self { kind: "protocol".into(), text: text.to_owned(), superseded: None, no_such: None }
+        Self { kind: "protocol".into(), text: text.to_owned(), superseded: None, no_such: None, vm: None }
     }
 
     /// As an error here.
@@ -212,7 +221,13 @@ impl Failure {
         if let Some((asked, have)) = self.no_such {
             return StoreError::NoSuchCheckpoint { store, asked, have };
         }
-        StoreError::Refused { store, kind: self.kind, text: self.text }
+        // What these advise needs the whole URL.
+        match self.kind.as_str() {
+            "not-a-store" => StoreError::NotAStore { store },
+            "unused" => StoreError::Unused { store },
+            "exists" => StoreError::Exists { store, vm: self.vm },
+            _ => StoreError::Refused { store, kind: self.kind, text: self.text },
+        }
     }
 }
 

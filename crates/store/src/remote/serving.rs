@@ -7,7 +7,7 @@ use super::protocol::{
 };
 use super::server::Patience;
 use crate::admin::{self, Fenced};
-use crate::disk::LocalDisk;
+use crate::disk::{Disk, LocalDisk};
 use crate::engine::{self, Begun, Engine, Frame, Request, Settings, State};
 use crate::error::{Result, StoreError};
 use crate::format::codec::{Reader, Writer, shortened};
@@ -52,8 +52,8 @@ pub(super) fn serve(mut line: Line, directory: &Path, patience: Patience) -> End
     let name = hello.name.as_str();
     let disk = Arc::new(LocalDisk::named(&directory.join(name), name));
     let result = match hello.purpose {
-        Purpose::Write { vm, owner, only_if, keep, segment } => {
-            let settings = Settings { keep: keep.max(1), segment: segment.min(1 << 26) };
+        Purpose::Write { vm, owner, only_if, keep, segment, create } => {
+            let settings = Settings { keep: keep.max(1), segment: segment.min(1 << 26), create };
             match Engine::open(disk, &vm, &owner, only_if, settings) {
                 Ok(engine) => return write(&mut line, engine, vm, patience),
                 Err(e) => Err(e),
@@ -70,6 +70,12 @@ pub(super) fn serve(mut line: Line, directory: &Path, patience: Patience) -> End
             Ok(home) => return look(&mut line, &home),
             Err(e) => Err(e),
         },
+        Purpose::Init => {
+            return match Home::init(&(disk as Arc<dyn Disk>)) {
+                Ok(()) => line.send(Kind::Done, &[b"null"]),
+                Err(e) => fail(&mut line, &e),
+            };
+        }
         Purpose::Fence { vm, owner, only_if } => fence(disk, &vm, &owner, only_if),
     };
     match result {

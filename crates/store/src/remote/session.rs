@@ -53,8 +53,8 @@ impl WriteSession {
     /// Connect, and become the owner.
     pub fn open(server: &Remote, options: &Options) -> Result<Self> {
         let owner = Owner::here(&options.operation).with(options.guest);
-        let Options { vm, only_if, keep, segment, .. } = options.clone();
-        let purpose = Purpose::Write { vm, owner, only_if, keep, segment };
+        let Options { vm, only_if, keep, segment, create, .. } = options.clone();
+        let purpose = Purpose::Write { vm, owner, only_if, keep, segment, create };
         let (line, welcome) = greet(server, options.identity.as_ref(), &purpose)?;
         let Welcome { id, epoch, newest, .. } = welcome;
         Ok(Self {
@@ -112,7 +112,9 @@ impl WriteSession {
     /// The line, made anew if it is broken.
     fn connected(&mut self) -> Result<&mut Line> {
         if self.line.is_none() {
-            if let Purpose::Write { owner, only_if, keep, .. } = &mut self.purpose {
+            if let Purpose::Write { owner, only_if, keep, create, .. } = &mut self.purpose {
+                // Gone since, it is not to be replaced.
+                *create = false;
                 // What was said of the guest was said once.
                 owner.guest = Guest::Same;
                 *only_if = Some(OnlyIf::Epoch(self.epoch));

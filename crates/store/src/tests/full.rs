@@ -114,7 +114,7 @@ fn a_store_cannot_be_made_on_a_full_disk_and_can_be_made_there_later() {
 fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
     const PAGES: u64 = 4096;
     let disk = MemoryDisk::default();
-    let settings = crate::engine::Settings { keep: 1, segment: 0 };
+    let settings = crate::engine::Settings { keep: 1, segment: 0, create: true };
     let owner = crate::types::Owner::here("test");
     let mut engine =
         crate::engine::Engine::open(std::sync::Arc::new(disk.clone()), &super::model::vm(), &owner, None, settings)

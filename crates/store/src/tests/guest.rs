@@ -17,6 +17,13 @@ fn shared(disk: &MemoryDisk) -> Arc<dyn Disk> {
     Arc::new(disk.clone())
 }
 
+/// A store for the first guest that is booted.
+fn new_store() -> MemoryDisk {
+    let disk = MemoryDisk::default();
+    Home::init(&shared(&disk)).unwrap();
+    disk
+}
+
 /// What a restore, a boot or the end of a guest do. Gives the epoch.
 fn begin(disk: &MemoryDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
@@ -27,7 +34,7 @@ fn begin(disk: &MemoryDisk, operation: &str, guest: Guest, only_if: Option<OnlyI
 fn protect(disk: &MemoryDisk, run: Option<u64>) -> Result<Engine> {
     let guest = if run.is_some() { Guest::Same } else { Guest::Booted };
     let only_if = run.map(|run| OnlyIf::Run { run });
-    let settings = Settings { keep: 3, segment: 48 << 10 };
+    let settings = Settings { keep: 3, segment: 48 << 10, create: false };
     Engine::open(shared(disk), &vm(), &Owner::here("protect web").with(guest), only_if, settings)
 }
 
@@ -90,7 +97,7 @@ fn check_told(e: &StoreError, run: u64, holds: bool) {
 }
 
 fn play(steps: Vec<(usize, Step)>) {
-    let disk = MemoryDisk::default();
+    let disk = new_store();
     let mut places: [Place; 3] = Default::default();
     let mut truth = Truth { model: Model { keep: 3, ..Model::default() }, ..Truth::default() };
     for (n, (host, step)) in steps.into_iter().enumerate() {
@@ -144,7 +151,7 @@ fn play(steps: Vec<(usize, Step)>) {
                     continue;
                 }
                 // An administrator's: no guest is ended by it.
-                let settings = Settings { keep: 3, segment: 48 << 10 };
+                let settings = Settings { keep: 3, segment: 48 << 10, create: false };
                 let engine = Engine::open(shared(&disk), &vm(), &Owner::here("store compact"), None, settings);
                 engine.unwrap().compact().unwrap();
                 truth.epoch += 1;
@@ -188,7 +195,7 @@ proptest! {
 
 /// Host B begins a restore before the `after`-th step of what host A does with the guest that it has begun with epoch 1.
 fn overtaken<T>(after: usize, work: impl FnOnce(&MemoryDisk) -> Result<T>) -> Option<(MemoryDisk, Result<T>)> {
-    let disk = MemoryDisk::default();
+    let disk = new_store();
     begin(&disk, "start web", Guest::Booted, None).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };
     model.commit(&mut protect(&disk, Some(1)).unwrap(), &change(0)).unwrap();
@@ -225,7 +232,7 @@ fn a_protector_that_is_overtaken_anywhere_commits_nothing_and_learns_it() {
 #[test]
 fn a_claim_that_another_one_follows_at_once_stays_so_that_the_owner_before_is_refused() {
     for after in 0.. {
-        let disk = MemoryDisk::default();
+        let disk = new_store();
         let mut engine = protect(&disk, None).unwrap();
         let mut model = Model { keep: 3, ..Model::default() };
         model.commit(&mut engine, &change(0)).unwrap();
@@ -266,7 +273,7 @@ fn the_end_of_a_guest_counts_only_where_it_ran_last() {
 #[test]
 fn a_full_disk_lets_the_guest_be_where_it_is_or_takes_it_away_wholly() {
     for after in 0.. {
-        let disk = MemoryDisk::default();
+        let disk = new_store();
         begin(&disk, "start web", Guest::Booted, None).unwrap();
         let mut model = Model { keep: 3, ..Model::default() };
         let mut engine = protect(&disk, Some(1)).unwrap();
@@ -304,7 +311,7 @@ fn a_guest_that_is_known_never_makes_a_store() {
 
 #[test]
 fn a_store_of_an_older_rekindle_ends_no_guest() {
-    let disk = MemoryDisk::default();
+    let disk = new_store();
     // It did not say what becomes of the guest.
     let mut engine = super::model::open(&disk, 3).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };

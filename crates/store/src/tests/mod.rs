@@ -1,6 +1,7 @@
 //! Tests of the store as a whole, over a disk in memory that records, loses, tears and refuses every step.
 
 mod crash;
+mod creating;
 mod damage;
 mod disk;
 mod epoch;

@@ -82,7 +82,7 @@ pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
 }
 
 pub fn open_as(disk: &MemoryDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
-    let settings = Settings { keep, segment: 48 << 10 };
+    let settings = Settings { keep, segment: 48 << 10, create: true };
     Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if.map(OnlyIf::Epoch), settings)
 }
 

@@ -130,7 +130,7 @@ fn url(address: SocketAddr, name: &str) -> StoreUrl {
 }
 
 fn options(identity: &Identity, operation: &str) -> Options {
-    Options { keep: 3, identity: Some(identity.clone()), ..Options::new(vm(), operation) }
+    Options { keep: 3, identity: Some(identity.clone()), create: true, ..Options::new(vm(), operation) }
 }
 
 fn which(identity: &Identity) -> Which {
@@ -343,7 +343,9 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     let begin = |operation: &str, guest, only_if| {
         admin::fence(&there, &vm(), &Owner::here(operation).with(guest), only_if, Some(&client))
     };
-    // There is no store yet: it is made.
+    // A guest that is booted gets a store that was created for it, and creates none itself.
+    assert_eq!(begin("start web", Guest::Booted, None).unwrap_err().kind(), "not-a-store");
+    admin::init(&there, Some(&client)).unwrap();
     assert_eq!(begin("start web", Guest::Booted, None).unwrap().epoch, 1);
     let options = Options { only_if: Some(OnlyIf::Run { run: 1 }), ..options(&client, "protect web") };
     let mut writer = Writer::open(&there, &options).unwrap();
@@ -517,7 +519,14 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
             0 => None,
             1 => Some(Purpose::Look),
             2 => Some(Purpose::Read { vm: None, at: None, unlooked: false }),
-            _ => Some(Purpose::Write { vm: vm(), owner: Owner::here("odd"), only_if: None, keep: 3, segment: 0 }),
+            _ => Some(Purpose::Write {
+                vm: vm(),
+                owner: Owner::here("odd"),
+                only_if: None,
+                keep: 3,
+                segment: 0,
+                create: true,
+            }),
         };
         let mut line = raw(running.address, &client, purpose);
         for (kind, payload) in said.new_tree(&mut runner).unwrap().current() {

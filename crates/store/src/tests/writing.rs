@@ -15,7 +15,7 @@ use std::sync::Arc;
 const PAGES: u64 = 2500;
 
 fn writer(disk: &MemoryDisk) -> Writer {
-    Writer::on_disk(Arc::new(disk.clone()), &Options::new(vm(), "test")).unwrap()
+    Writer::on_disk(Arc::new(disk.clone()), &Options { create: true, ..Options::new(vm(), "test") }).unwrap()
 }
 
 fn numbers(runs: &[Range<u64>]) -> impl Iterator<Item = u64> + '_ {

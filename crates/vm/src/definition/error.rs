@@ -31,6 +31,9 @@ pub enum Problem {
     /// The file is not there, or is no text.
     #[error("cannot read the definition")]
     Unreadable(#[source] io::Error),
+    /// XML.
+    #[error("{0}")]
+    Xml(String),
     /// Not TOML.
     #[error("not valid TOML: {0}")]
     Syntax(String),

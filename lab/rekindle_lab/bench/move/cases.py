@@ -97,7 +97,15 @@ def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> f
     reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
     begun = time.time()
     moved = stage.rekindle.call(
-        "move", guest.name, *reach, "--store", store.url, *store.options, "--definition", str(definition)
+        "move",
+        guest.name,
+        *reach,
+        "--store",
+        store.url,
+        *store.options,
+        "--create-store",
+        "--definition",
+        str(definition),
     )
     row.stopped_us, row.total_us = moved["stopped_us"], moved["us"]
     row.pauses_us = sum(one["stopped_us"] for one in moved["rounds"])

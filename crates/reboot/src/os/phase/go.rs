@@ -46,7 +46,12 @@ pub(in crate::os) fn reboot(
 }
 
 /// What speaks against it while the guest still runs. What is written until its end may still make a candidate void.
-fn against(host: &Host, rundir: &rekindle_vm::rundir::RunDir, state: &State, only: Option<&str>) -> Option<Problem> {
+pub(in crate::os) fn against(
+    host: &Host,
+    rundir: &rekindle_vm::rundir::RunDir,
+    state: &State,
+    only: Option<&str>,
+) -> Option<Problem> {
     let phases = &state.definition.phase.save;
     if phases.is_empty() {
         let why = "no phase of its boot is kept; name those that its guest announces under [phase], start the VM again, or use --how cold";

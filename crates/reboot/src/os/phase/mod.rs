@@ -22,7 +22,7 @@ mod port;
 mod save;
 
 pub use candidates::Candidate;
-pub(super) use go::reboot;
+pub(super) use go::{against, reboot};
 
 use rekindle_protect::restore::Clock;
 use rekindle_qemu::command::Hardware;

@@ -10,7 +10,7 @@ use toml::Spanned;
 use toml::de::DeTable;
 
 use super::document::{Document, Section, quoted};
-use super::error::Problem;
+use super::error::{DefinitionError, Problem};
 use super::files::{self, Wanted};
 use super::names::check_id;
 use super::{
@@ -64,12 +64,35 @@ const ON_CRASH: [(&str, OnCrash); 3] =
 const ACCELS: &[(&str, Accel)] = &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)];
 
 pub(super) fn parse(text: &str, base: &Path, file: &str) -> Result<Definition, DefinitionErrors> {
+    if let Some(advice) = xml(text) {
+        let error = DefinitionError { line: 1, column: 1, problem: Problem::Xml(advice) };
+        return Err(DefinitionErrors { file: file.to_owned(), errors: vec![error] });
+    }
     let document = Document::new(text, base, file);
     let definition = document.tree().and_then(|tree| definition(&document, &tree));
     match definition {
         Some(definition) if document.is_clean() => Ok(definition),
         _ => Err(document.into_errors()),
     }
+}
+
+/// What to do with a file that is XML, most likely a domain of libvirt's.
+fn xml(text: &str) -> Option<String> {
+    let text = text.trim_start_matches('\u{feff}').trim_start();
+    if !text.starts_with('<') {
+        return None;
+    }
+    if !text.contains("<domain") {
+        return Some(
+            "this is XML, and not the definition of a VM, which is TOML: docs/vm-definition.md describes it".into(),
+        );
+    }
+    let name = text.split_once("<name>").and_then(|(_, rest)| rest.split_once("</name>")).map(|(name, _)| name.trim());
+    let name = name.filter(|name| !name.is_empty() && !name.contains(['<', '>', '\n'])).unwrap_or("DOMAIN");
+    Some(format!(
+        "this is a libvirt domain (XML), and not the definition of a VM, which is TOML; to use it with Rekindle, start it with libvirt (virsh \
+         start {name}) and attach to it: rekindle attach NAME --libvirt {name}"
+    ))
 }
 
 /// `None` only where even a placeholder cannot be given; mistakes are noted in the document either way.

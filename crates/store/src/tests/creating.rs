@@ -1,0 +1,99 @@
+//! A store is created only where that was asked for: a mistyped path, or a file system that is not mounted, gets none.
+
+use super::disk::MemoryDisk;
+use super::model::{Change, Model, image, vm};
+use crate::admin::{self, fence_in};
+use crate::disk::Disk;
+use crate::engine::{Engine, Settings};
+use crate::error::{Result, StoreError};
+use crate::format::names;
+use crate::home::Home;
+use crate::types::{Guest, Owner, Vm};
+use crate::url::StoreUrl;
+use std::fs;
+use std::sync::Arc;
+use uuid::Uuid;
+
+fn open(disk: &MemoryDisk, vm: &Vm, create: bool) -> Result<Engine> {
+    let settings = Settings { keep: 3, segment: 48 << 10, create };
+    Engine::open(Arc::new(disk.clone()), vm, &Owner::here("protect web"), None, settings)
+}
+
+fn init(disk: &MemoryDisk) -> Result<()> {
+    let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+    Home::init(&disk)
+}
+
+fn other() -> Vm {
+    Vm { uuid: Uuid::from_u128(9), name: "other".into() }
+}
+
+#[test]
+fn nothing_creates_a_store_that_was_not_asked_to() {
+    let disk = MemoryDisk::default();
+    let boot = Owner::here("start web").with(Guest::Booted);
+    assert!(matches!(open(&disk, &vm(), false), Err(StoreError::NotAStore { .. })));
+    let fenced = fence_in(Arc::new(disk.clone()), &vm(), &boot, None);
+    assert!(matches!(fenced, Err(StoreError::NotAStore { .. })));
+    assert!(disk.names().is_empty(), "{:?}", disk.names());
+    open(&disk, &vm(), true).unwrap();
+    open(&disk, &vm(), false).unwrap();
+    fence_in(Arc::new(disk.clone()), &vm(), &boot, None).unwrap();
+}
+
+#[test]
+fn a_new_store_belongs_to_the_first_vm_that_uses_it() {
+    let disk = MemoryDisk::default();
+    init(&disk).unwrap();
+    assert!(matches!(image(&disk, None), Err(StoreError::Unused { .. })));
+    let e = init(&disk).unwrap_err();
+    assert!(matches!(e, StoreError::Exists { vm: None, .. }), "{e}");
+    let mut model = Model { keep: 3, ..Model::default() };
+    let change = Change { blocks: vec![("ram", 20)], pages: vec![(0, 1, 2)] };
+    model.commit(&mut open(&disk, &vm(), false).unwrap(), &change).unwrap();
+    model.check(&disk);
+    assert!(!disk.names().iter().any(|name| name == names::UNUSED), "{:?}", disk.names());
+    assert!(matches!(open(&disk, &other(), false), Err(StoreError::OtherVm { .. })));
+    assert!(matches!(open(&disk, &other(), true), Err(StoreError::OtherVm { .. })));
+    let before = disk.names();
+    let e = init(&disk).unwrap_err();
+    assert!(matches!(&e, StoreError::Exists { vm: Some(found), .. } if found.name == "web"), "{e}");
+    assert_eq!(disk.names(), before);
+    model.check(&disk);
+}
+
+/// As [`a_new_store_belongs_to_the_first_vm_that_uses_it`], when the one that had it first was killed before it had tidied up.
+#[test]
+fn what_is_left_of_an_unused_store_gives_it_to_no_other_vm() {
+    let disk = MemoryDisk::default();
+    open(&disk, &vm(), true).unwrap();
+    drop(Disk::create(&disk, names::UNUSED).unwrap());
+    assert!(matches!(open(&disk, &other(), false), Err(StoreError::OtherVm { .. })));
+    assert!(matches!(init(&disk), Err(StoreError::Exists { vm: Some(_), .. })));
+    open(&disk, &vm(), false).unwrap();
+    assert!(!disk.names().iter().any(|name| name == names::UNUSED), "{:?}", disk.names());
+}
+
+#[test]
+fn a_directory_with_something_else_and_a_file_are_named() {
+    let root = tempfile::tempdir().unwrap();
+    let url = |name: &str| StoreUrl::Directory(root.path().join(name));
+    fs::write(root.path().join("passwd"), "root").unwrap();
+    for e in [
+        admin::init(&url("passwd"), None).unwrap_err(),
+        admin::init(&url("passwd/below"), None).unwrap_err(),
+        admin::listing(&url("passwd"), None).unwrap_err(),
+        admin::listing(&url("passwd/below"), None).unwrap_err(),
+    ] {
+        assert!(matches!(e, StoreError::NotADirectory { .. }), "{e}");
+        assert!(!e.to_string().contains("rekindle-store"), "{e}");
+    }
+    fs::create_dir(root.path().join("photos")).unwrap();
+    fs::write(root.path().join("photos/holiday.jpg"), "").unwrap();
+    let e = admin::init(&url("photos"), None).unwrap_err();
+    assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "holiday.jpg"), "{e}");
+    assert_eq!(fs::read_dir(root.path().join("photos")).unwrap().count(), 1);
+    admin::init(&url("new"), None).unwrap();
+    let e = admin::listing(&url("new"), None).unwrap_err();
+    assert!(matches!(e, StoreError::Unused { .. }), "{e}");
+}
