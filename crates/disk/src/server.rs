@@ -177,10 +177,20 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
     });
 }
 
+/// Has the engine forget a front end on drop, also during a panic.
+struct Leave<'a>(&'a Handle, Session);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.0.tell(Command::Leave(self.1));
+    }
+}
+
 /// Speak vhost-user with one front end until it goes.
 fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
     engine.tell(Command::Join(session, process));
+    let _leave = Leave(&engine, session);
     let frontend = Arc::new(Mutex::new(Frontend::new(
         engine.clone(),
         session,
@@ -204,5 +214,4 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
     if !matches!(why, Error::Disconnected) {
         warn_limited!("front end {}: {why}; its connection is closed", session.0);
     }
-    engine.tell(Command::Leave(session));
 }

@@ -28,7 +28,7 @@ fn read(guest: &mut Guest, queue: u16) {
     assert_eq!(guest.frame(FIRST), content(u64::from(queue), 0));
 }
 
-/// Breaks queue 0 with `damage`, and checks that nothing else has an effect on.
+/// Breaks queue 0 with `damage`, and checks that everything else is served.
 fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
     let disk = Disk::new(16);
     let mut guest = guest(&disk);
@@ -97,7 +97,7 @@ fn requests_under_way_end_when_their_ring_breaks() {
     assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
 }
 
-/// Reads of 16 pieces of memory that is named several times: long ones, in a small guest.
+/// Puts reads of 24 MiB each, all into the same part of the guest's memory, and that twice.
 fn long_reads(guest: &mut Guest, count: usize) {
     for _ in 0..count {
         let piece = (FIRST * PAGE, 12 << 20, true);

@@ -16,6 +16,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The link to the directory of the logs, in the run directory.
 const DIRECTORY: &str = "logs";
@@ -190,6 +191,38 @@ fn copy(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
     io::copy(&mut from.take(2 * limit), &mut to).map(drop)
 }
 
+/// Bounds how often something is reported that a guest can cause without end.
+#[derive(Debug)]
+pub struct Throttle {
+    most: u32,
+    every: Duration,
+    /// When the current period began, and how many were reported in it.
+    period: Option<(Instant, u32)>,
+    left_out: u64,
+}
+
+impl Throttle {
+    /// Reports at most `most` times in `every`.
+    #[must_use]
+    pub fn new(most: u32, every: Duration) -> Self {
+        Self { most, every, period: None, left_out: 0 }
+    }
+
+    /// Whether to report what happens at `now`: then how many were left out since the last report.
+    pub fn admit(&mut self, now: Instant) -> Option<u64> {
+        let reported = match &mut self.period {
+            Some((began, reported)) if now.saturating_duration_since(*began) < self.every => reported,
+            period => &mut period.insert((now, 0)).1,
+        };
+        if *reported >= self.most {
+            self.left_out += 1;
+            return None;
+        }
+        *reported += 1;
+        Some(std::mem::take(&mut self.left_out))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -230,6 +263,14 @@ mod tests {
         assert_eq!(fs::read_to_string(log.join("console.log.1")).unwrap(), "first");
         rundir.create_vmm(1).unwrap();
         assert!(!rundir.vmm(1).log().exists(), "the log of another VM's QEMU");
+    }
+
+    #[test]
+    fn what_happens_all_the_time_is_reported_now_and_then() {
+        let start = Instant::now();
+        let mut throttle = Throttle::new(2, Duration::from_secs(10));
+        let admitted = (0..500u32).filter_map(|n| throttle.admit(start + Duration::from_millis(50) * n));
+        assert_eq!(admitted.collect::<Vec<_>>(), [0, 0, 198, 0, 198, 0]);
     }
 
     #[test]

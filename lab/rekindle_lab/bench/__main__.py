@@ -5,7 +5,7 @@
     QUICK=1 python -m rekindle_lab.bench vmm               the same within 8 minutes
     ONLY="sizes memory" python -m rekindle_lab.bench vmm   only these cases
     TRIAL=1 python -m rekindle_lab.bench vmm               whether every case still works; nothing is measured
-    TRIAL=1 python -m rekindle_lab.bench all               the same for every topic, two at a time
+    TRIAL=1 python -m rekindle_lab.bench all               the same for every topic, three at a time
 
 Exit status 0: everything was measured (a bar that is missed is said in the report, and is no failure of the benchmark);
 1: a case failed: the JSON names it under `failed`, and has the figures of the others; 2: wrong usage, or the machine

@@ -2,7 +2,7 @@
 
 It shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
 (`plausible`), and that the analysis takes them. Times in it mean nothing. `make test` runs all of them (part
-`benches`), two topics at a time, with a debug build. `micro` stands in for the Debian guests (guest/stand-in).
+`benches`), three topics at a time, with a debug build. `micro` stands in for the Debian guests (guest/stand-in).
 """
 
 import json
@@ -94,7 +94,7 @@ PLANS: dict[str, Any] = {
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
 }
-"""By topic. Those that take the longest come first, so that two at a time end together."""
+"""By topic. Those that take the longest come first, so that all lanes end together."""
 
 _DISTRIBUTION = "its reboots in every way take minutes without KVM; part `unit` of make test reboots `immutable`"
 _EMULATED = "the emulated host takes minutes; part `host` of make test reboots it"
@@ -105,7 +105,7 @@ NOT_TRIED: dict[str, dict[str, str]] = {
 }
 """The cases that a trial leaves out, by topic, and why."""
 
-LANES = 2
+LANES = 3
 """Topics at a time: much of each is waiting."""
 
 

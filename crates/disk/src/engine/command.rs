@@ -61,7 +61,7 @@ pub enum Notify {
     Error,
 }
 
-/// A queue whose rings the guest's driver has broken: no request is taken from it until the guest resets the disk.
+/// A queue that is broken, most likely by the guest's driver: no request is taken from it until the guest resets the disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Broken {
     /// The queue.
@@ -104,7 +104,7 @@ pub struct Status {
     /// It waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
-    /// Queues that the guest's driver has broken.
+    /// Queues that are broken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub broken: Vec<Broken>,
     /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].

@@ -333,7 +333,7 @@ impl Engine {
         let line = self.fronts.get_mut(&session).and_then(|front| front.lines.get_mut(&number));
         if line.is_some_and(|line| line.fail(error)) {
             warn_limited!(
-                "{}: the guest's driver has broken queue {number}: {error}; no more requests are taken from it until the guest resets the disk",
+                "{}: queue {number} is broken: {error}; no more requests are taken from it until the guest resets the disk",
                 self.image.path.display()
             );
         }

@@ -235,7 +235,8 @@ fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
     }
 }
 
-fn chain(error: &dyn Error) -> String {
+/// An error with its causes, in a line.
+pub(super) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -5,7 +5,7 @@
 //! process here does what `rekindle reboot os --how warm-cache | phase` does. It goes on with whichever QEMU the VM has, and
 //! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
 
-use super::helpers::Helpers;
+use super::helpers::{Helpers, chain};
 use super::{How, boot_unless, phase, usual};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::{detach, disown};
@@ -103,9 +103,6 @@ pub enum WatchError {
         #[source]
         source: io::Error,
     },
-    /// The guest could not be rebooted.
-    #[error(transparent)]
-    Reboot(#[from] Failure),
 }
 
 /// Wait, until the VM is gone or its QEMU has ended and is not replaced.
@@ -155,8 +152,16 @@ fn guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchError> {
                 );
                 let is_soon = what == Happened::Panicked && gone_on.is_some_and(|at| at.elapsed() < SOON);
                 let how = if is_soon { usual(host, name) } else { how(host, name, &definition, what) };
-                again(host, name, &vmm, how)?;
-                gone_on = (how == How::Phase).then(Instant::now);
+                match again(host, name, &vmm, how) {
+                    Ok(()) => gone_on = (how == How::Phase).then(Instant::now),
+                    // Its helpers are still needed, and it may be booted by hand.
+                    Err(e) => {
+                        tracing::error!(
+                            "{name}: the guest could not be rebooted: {}; rekindle recover {name}",
+                            chain(&e)
+                        );
+                    }
+                }
             }
             Err(e) => {
                 tracing::debug!("QEMU (process {}): {e}", vmm.pid);
@@ -282,7 +287,7 @@ fn how(host: &Host, name: &str, definition: &Definition, what: Happened) -> How 
 }
 
 /// Reboot it, when whoever is at work on it is done; not if that has booted it meanwhile.
-fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), WatchError> {
+fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), Failure> {
     let is_another = |state: &State| {
         let other = state.vmm.as_ref() != Some(ended);
         other.then(|| Problem("it runs in another QEMU already".into()))
@@ -311,7 +316,7 @@ fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), WatchErro
             {
                 return Ok(());
             }
-            other => return Ok(other.map(drop)?),
+            other => return other.map(drop),
         }
     }
 }

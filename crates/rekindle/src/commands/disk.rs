@@ -228,7 +228,7 @@ fn draw(status: &Status) -> String {
     }
     for broken in broken {
         text += &format!(
-            "; queue {} is stopped until the guest resets the disk, its driver has broken it: {}",
+            "; queue {} is broken, and is not served until the guest resets the disk: {}",
             broken.queue, broken.why
         );
     }

@@ -1,0 +1,256 @@
+//! A hostile guest and a hostile QEMU against a server that runs: any bytes are a program for both of them.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | `peer` | a front end's connection, its memory and its rings |
+//! | `steps` | what a program does: messages in any order, rings and descriptors that are changed while the engine reads them |
+//!
+//! After each program the server has to be as before: every queue has stopped when it was to, every connection is gone, a guest that is well-behaved is
+//! served and finds on the disk what it has written, and no thread and no descriptor has stayed. Nothing waits longer than [`DEADLINE`]: what does is a
+//! hang. [`World::check_growth`] looks at the memory.
+//!
+//! Shared by the test `hostile_peers`, which runs a fixed number of programs on each build, and the target `engine` in `fuzz/`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+#![allow(dead_code, reason = "each user needs a part of it")]
+
+mod peer;
+mod steps;
+
+use peer::{FLUSH, Peer, READ, WRITE};
+use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::engine::Settings;
+use rekindle_disk::image::How;
+use rekindle_disk::limit::Limits;
+use rekindle_disk::redo::keeper::{At, Place};
+use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::server::{Service, serve};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+
+/// What takes longer does not end. Long, since the machine may have other things to do.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+/// Bytes of a disk.
+const CAPACITY: u64 = 64 << 20;
+/// Bytes that the process may need more than after its first programs.
+const GROWTH: u64 = 128 << 20;
+
+/// Bytes as a source of decisions.
+pub struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        let len = N.min(self.0.len());
+        let (now, later) = self.0.split_at(len);
+        bytes[..len].copy_from_slice(now);
+        self.0 = later;
+        bytes
+    }
+
+    fn u8(&mut self) -> u8 {
+        self.bytes::<1>()[0]
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.bytes())
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.bytes())
+    }
+
+    fn one_in(&mut self, of: u8) -> bool {
+        self.u8() % of == of - 1
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[usize::from(self.u8()) % of.len()]
+    }
+}
+
+/// A server, and what is known of its disk.
+struct Disk {
+    directory: PathBuf,
+    image: PathBuf,
+    has_log: bool,
+    control: Control,
+    /// What well-behaved guests have written so far.
+    rounds: u64,
+}
+
+/// The servers that programs are run against, all in this process.
+pub struct World {
+    _directory: tempfile::TempDir,
+    disks: Vec<Disk>,
+    threads: usize,
+    descriptors: usize,
+    memory: u64,
+    programs: u64,
+}
+
+impl World {
+    /// Two servers: one whose disk has a redo log, and one without. Below `directory`.
+    pub fn start(directory: &Path) -> Self {
+        let root = tempfile::Builder::new().prefix("hostile-").tempdir_in(directory).unwrap();
+        let disks = [false, true].map(|has_log| Disk::start(&root.path().join(format!("log-{has_log}")), has_log));
+        let mut world = Self {
+            _directory: root,
+            disks: disks.into(),
+            threads: usize::MAX,
+            descriptors: usize::MAX,
+            memory: u64::MAX,
+            programs: 0,
+        };
+        (0..world.disks.len()).for_each(|disk| world.check(disk));
+        (world.threads, world.descriptors) = (entries("task"), entries("fd"));
+        world
+    }
+
+    /// Runs a program, and checks that the server is as it was before.
+    ///
+    /// # Panics
+    /// Where it is not: a defect.
+    pub fn run(&mut self, program: &[u8]) {
+        let mut input = Input(program);
+        let number = usize::from(input.u8()) % self.disks.len();
+        let disk = &mut self.disks[number];
+        steps::run(&mut input, &disk.directory.join("disk.sock"), &mut disk.control);
+        self.check(number);
+    }
+
+    fn check(&mut self, number: usize) {
+        let disk = &mut self.disks[number];
+        wait_for("all connections to end", || {
+            let status = disk.control.status().unwrap();
+            (status.connected == 0 && status.under_way == 0 && !status.active).then_some(())
+        });
+        disk.control.ask::<()>(&Ask::Limit { bps: None, iops: None }).unwrap();
+        disk.serve_well_behaved();
+        assert_eq!(fs::metadata(&disk.image).unwrap().len(), CAPACITY, "nothing was written behind the end");
+        wait_for("the front end to have gone", || (disk.control.status().unwrap().connected == 0).then_some(()));
+        // What is freed in the background may take a moment.
+        let (threads, descriptors) = (self.threads, self.descriptors);
+        wait_for("threads to end", || (entries("task") <= threads).then_some(()));
+        let is_closed = || (entries("fd") <= descriptors).then_some(());
+        if is_closed().is_none() {
+            // Guests' memories that are kept as caches have files.
+            for disk in &mut self.disks {
+                disk.control.ask::<()>(&Ask::Drop {}).unwrap();
+            }
+        }
+        wait_for("descriptors to be closed", is_closed);
+    }
+
+    /// Checks that the process needs no more memory than after its first programs. To be called after each.
+    ///
+    /// # Panics
+    /// Where it does.
+    pub fn check_growth(&mut self) {
+        self.programs += 1;
+        if self.programs == 200 {
+            self.memory = resident();
+        }
+        let now = resident();
+        assert!(now < self.memory.saturating_add(GROWTH), "{now} bytes, and {} after 200 programs", self.memory);
+    }
+}
+
+impl Disk {
+    fn start(directory: &Path, has_log: bool) -> Self {
+        fs::create_dir(directory).unwrap();
+        let image = directory.join("disk.raw");
+        File::create(&image).unwrap().set_len(CAPACITY).unwrap();
+        let settings = Settings {
+            serial: "hostile".into(),
+            limits: Limits::default(),
+            map: true,
+            queues: peer::QUEUES,
+            attic_keep: None,
+            filling: Arc::default(),
+        };
+        let place = Place { wanted: Wanted::Newest, limit: Some(CAPACITY), ..Place::default() };
+        let service = Service {
+            image: image.clone(),
+            how: How { readonly: false, direct: false },
+            socket: directory.join("disk.sock"),
+            control: directory.join("disk.control"),
+            redo: place,
+            settings,
+            waits: false,
+        };
+        let at = service.control.clone();
+        let (ready, is_ready) = channel();
+        thread::spawn(move || serve(service, || ready.send(()).unwrap()));
+        is_ready.recv_timeout(DEADLINE).expect("the server begins");
+        let mut control = Control::connect(&at).unwrap();
+        if has_log {
+            control.ask::<At>(&Ask::EpochBegin {}).unwrap();
+        }
+        Self { directory: directory.into(), image, has_log, control, rounds: 0 }
+    }
+
+    /// A guest that does everything right is served, whatever was there before.
+    fn serve_well_behaved(&mut self) {
+        self.rounds += 1;
+        let mut peer = Peer::connect(&self.directory.join("disk.sock"));
+        assert!(peer.introduce(peer::ALL_FEATURES, true), "a new front end is served");
+        peer.set_up_queue(0, 64, 0);
+        let block = self.rounds * 7 % (CAPACITY / 4096);
+        let content = [self.rounds as u8 | 1; 4096];
+        peer.write(peer::DATA, &content);
+        for (number, kind, data) in [(1, WRITE, peer::DATA), (2, FLUSH, 0), (3, READ, peer::DATA + 4096)] {
+            peer.put(0, kind, block * 8, data, if kind == FLUSH { 0 } else { 4096 });
+            peer.kick(0);
+            wait_for("an answer", || (peer.used(0) == number).then_some(()));
+            assert_eq!(peer.status(), 0, "request {number}");
+        }
+        assert!(peer.read::<4096>(peer::DATA + 4096) == content, "what was written is read");
+        assert_eq!(peer.stop_queue(0), Some(3));
+        if self.has_log {
+            // So that it does not get longer and longer.
+            let at: At = self.control.ask(&Ask::EpochMark {}).unwrap();
+            self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
+            self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
+        } else {
+            let mut found = [0; 4096];
+            File::open(&self.image).unwrap().read_exact_at(&mut found, block * 4096).unwrap();
+            assert!(found == content, "what was written is on the disk");
+        }
+    }
+}
+
+/// Waits for a condition.
+fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    let mut pause = Duration::from_micros(10);
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what}: not within {DEADLINE:?}");
+        sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(2));
+    }
+}
+
+/// Entries of a directory of this process.
+fn entries(of: &str) -> usize {
+    fs::read_dir(format!("/proc/self/{of}")).unwrap().count()
+}
+
+/// Bytes of memory that this process has, without what it shares.
+fn resident() -> u64 {
+    let text = fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
