@@ -8,10 +8,6 @@ use common::guest::Guest;
 use common::served::{BLOCK, READ, digest, image, kill_server, read, section, server, status, watcher};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::attic::Told;
-<<<<<<< HEAD
-=======
-use rekindle_kernel::process::Process;
->>>>>>> cb9acf3 (kernel, vm: QEMUs and disk servers are found by a lock that they inherit, so that no other process is taken for one)
 use rekindle_qemu::qmp::Qmp;
 use serde_json::Value;
 use std::fs::{self, File};
@@ -100,20 +96,6 @@ fn a_guest_that_reboots_itself_or_panics_has_its_cache_and_one_that_powers_off_i
     assert_eq!(guest.status(), "ended");
 }
 
-<<<<<<< HEAD
-=======
-fn watcher(guest: &Guest<'_>) -> Option<Process> {
-    let found = common::with_argument_containing("watch").unwrap();
-    found.into_iter().find(|process| {
-        let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-        let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
-        let root = String::from_utf8_lossy(&root).into_owned();
-        line.ends_with(format!("watch\0{}\0", guest.name).as_bytes())
-            && root.contains(guest.lab.run_root().to_str().unwrap())
-    })
-}
-
->>>>>>> cb9acf3 (kernel, vm: QEMUs and disk servers are found by a lock that they inherit, so that no other process is taken for one)
 /// Whether QEMU has been told what to do: its socket for that has somebody.
 fn waits(guest: &Guest<'_>) -> bool {
     let events = guest.only_qemu().directory.join("events.sock");

@@ -6,6 +6,8 @@ mod common;
 
 use common::{DEADLINE, Lab, served, wait_for};
 use rekindle_kernel::process::Process;
+use rekindle_vm::disks;
+use rekindle_vm::rundir::RunDir;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -86,9 +88,10 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
         decoys.live(fault);
         recorded(fault);
         guest.wait_ready();
-        guest.only_qemu();
+        let qemus = guest.qemus().into_iter().filter(|qemu| !ours.contains(&qemu.process.pid)).count();
+        assert_eq!(qemus, 1, "{fault}: {}", lab.scene());
     }
-    served::server(&guest).unwrap().kill().unwrap();
+    disks::server(&RunDir::new(&lab.run_root(), "web"), "disk0").unwrap().kill().unwrap();
     guest.rekindle(&["recover"]).ok();
     decoys.live("recover of a disk server");
     guest.rekindle(&["stop", "--now"]).ok();

@@ -145,9 +145,7 @@ fn lock(rundir: &RunDir, id: &str) -> PathBuf {
 pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
     let mut found = lockfile::holders(&lock(rundir, id))?;
     // One that an earlier version of Rekindle has started holds no lock, but listens.
-    let listener = UnixStream::connect(control(rundir, id)).and_then(|stream| Ok(socket_peercred(&stream)?.pid));
-    let listener = listener.ok().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
-    if let Some(process) = listener.and_then(|pid| Process::of(pid).ok())
+    if let Some(process) = server(rundir, id)
         && !found.contains(&process)
     {
         found.push(process);

@@ -11,11 +11,8 @@
 //!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
 //! ```
 
-<<<<<<< HEAD
 use crate::logs;
-=======
 use rekindle_kernel::lockfile;
->>>>>>> cb9acf3 (kernel, vm: QEMUs and disk servers are found by a lock that they inherit, so that no other process is taken for one)
 use rekindle_qemu::command::Directory;
 use serde::Serialize;
 use std::fs::{self, DirBuilder, File, OpenOptions};
