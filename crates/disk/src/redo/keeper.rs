@@ -11,6 +11,8 @@
 //! taken last, and nothing is waited for under it.
 
 mod merging;
+#[cfg(test)]
+mod model;
 pub mod threads;
 
 use super::error::{RedoError, chain};
