@@ -145,8 +145,8 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
         Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
         Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
         Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
-        Ask::EpochCommitted { epoch } => value(desk.keeper().and_then(|keeper| keeper.committed(engine, epoch))),
-        Ask::EpochEnd {} => value(desk.keeper().and_then(|keeper| keeper.end(engine))),
+        Ask::EpochCommitted { epoch } => value(desk.keeper().and_then(|keeper| keeper.committed(epoch))),
+        Ask::EpochEnd {} => value(desk.keeper().map(|keeper| keeper.end())),
         Ask::Have { at, filling } => value(desk.have(at, filling)),
         Ask::End {} => value(engine.ask(Command::End)),
     };

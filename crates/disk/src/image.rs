@@ -11,6 +11,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -94,6 +95,28 @@ pub struct Image {
     pub alignment: u32,
     /// A block device.
     pub is_device: bool,
+    /// Whether what was written to it can still be made durable.
+    pub durability: Arc<Durability>,
+}
+
+/// Whether all syncs of an open file have succeeded.
+///
+/// The kernel reports that something could not be written back once for each open file, to the next sync, and forgets the data. Guest's
+/// flushes, seals and merges share the open image. So one failed sync is a failure of all later ones, until the image is opened anew.
+#[derive(Debug, Default)]
+pub struct Durability(AtomicBool);
+
+impl Durability {
+    /// Notes that a sync has failed.
+    pub fn set_broken(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether a sync has failed.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
 }
 
 /// How long a server that was killed may still hold its image: until what it had under way has ended.
@@ -172,7 +195,8 @@ impl Image {
         }
         let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
         let how = How { direct, ..how };
-        Ok(Self { path: path.to_owned(), file: Arc::new(file), bytes, how, alignment, is_device })
+        let (file, durability) = (Arc::new(file), Arc::default());
+        Ok(Self { path: path.to_owned(), file, bytes, how, alignment, is_device, durability })
     }
 
     /// How long it is now. One that has become shorter than `before` is refused.

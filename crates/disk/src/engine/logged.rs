@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use slab::Slab;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::mpsc::Sender;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
@@ -29,8 +29,8 @@ enum Own {
 
 /// Room that can be given back when the requests of now have ended: some may still be about to read it.
 #[derive(Debug)]
-struct Grace {
-    file: LocalFile,
+struct Grace<F> {
+    file: F,
     at: u64,
     bytes: u64,
     /// The first request that does not know of it.
@@ -64,15 +64,15 @@ pub struct Told {
 
 /// The log, and what waits for it.
 #[derive(Debug)]
-pub struct Logged {
+pub struct Logged<F = LocalFile> {
     /// It.
-    pub log: Log<LocalFile>,
+    pub log: Log<F>,
     /// The image may have writes from before there was a log that are not durable.
     pub image_dirty: bool,
     /// No write gets a place any more: the log is about to go.
     pub closing: bool,
-    /// Who is told that a segment is wanted.
-    wanted: Sender<()>,
+    /// Called when a segment or room is wanted.
+    wanted: Notify,
     held: VecDeque<(usize, u32)>,
     waiting: Option<String>,
     /// They wait for room.
@@ -80,13 +80,36 @@ pub struct Logged {
     /// When what waits is tried again.
     retry: Option<Instant>,
     own: Slab<Own>,
-    grace: Vec<Grace>,
+    grace: Vec<Grace<F>>,
 }
 
-impl Logged {
-    /// `wanted`: who makes segments.
+/// A call that never blocks and never visits the engine.
+#[derive(Clone)]
+pub struct Notify(Arc<dyn Fn() + Send + Sync>);
+
+impl Notify {
+    /// That calls `call`.
     #[must_use]
-    pub fn new(log: Log<LocalFile>, wanted: Sender<()>, image_dirty: bool) -> Self {
+    pub fn new(call: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(call))
+    }
+
+    /// Call it.
+    pub fn send(&self) {
+        (self.0)();
+    }
+}
+
+impl std::fmt::Debug for Notify {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Notify")
+    }
+}
+
+impl<F: Clone> Logged<F> {
+    /// `wanted` is called when a segment or room is wanted.
+    #[must_use]
+    pub fn new(log: Log<F>, wanted: Notify, image_dirty: bool) -> Self {
         let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
         Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
     }
@@ -123,9 +146,22 @@ impl Logged {
         self.retry.map(|retry| retry.saturating_duration_since(Instant::now()))
     }
 
+    /// A write has no place yet: asks for a segment, or for room.
+    pub(crate) fn want(&mut self, wait: Wait) {
+        self.is_full |= wait == Wait::Limit;
+        self.wanted.send();
+    }
+
+    /// A write into the log has ended well.
+    pub(crate) fn written(&mut self, placed: &Placed) {
+        self.log.written(placed);
+        if self.held.is_empty() {
+            (self.waiting, self.is_full) = (None, false);
+        }
+    }
+
     fn full(&mut self, number: usize, part: u32, why: &str) {
-        self.is_full = true;
-        let _ = self.wanted.send(());
+        self.want(Wait::Limit);
         self.hold(number, part, &format!("there is no room for the redo log where it is{why}"));
     }
 
@@ -167,6 +203,10 @@ impl Engine {
     /// The parts of a flush; `None` if what was written cannot be made durable.
     pub(super) fn cut_flush(&self) -> Option<Vec<Part>> {
         let part = |place| Part { work: Work::Sync, at: 0, bytes: 0, offset: 0, place };
+        let is_image_wanted = self.logged.as_ref().is_none_or(|logged| logged.image_dirty);
+        if is_image_wanted && self.image.durability.is_broken() {
+            return None;
+        }
         let Some(logged) = &self.logged else { return Some(vec![part(Place::Image)]) };
         let unsynced = logged.log.unsynced(u64::MAX)?.into_iter();
         let segments = unsynced.map(|segment| part(Place::Segment { epoch: segment.epoch, at: segment.written }));
@@ -198,14 +238,13 @@ impl Engine {
             Place::Entry(placed) => placed,
             _ => match logged.log.place(work.at, work.bytes, what, !is_stopping) {
                 Ok(placed) => placed,
-                Err(Wait::Segment(epoch)) => {
-                    let _ = logged.wanted.send(());
+                Err(wait @ Wait::Segment(epoch)) => {
+                    logged.want(wait);
                     return logged.hold(number, part, &format!("epoch {epoch} has no segment yet"));
                 }
                 Err(Wait::Limit) => {
                     let (_, limit) = logged.log.bytes();
-                    logged.is_full = true;
-                    let _ = logged.wanted.send(());
+                    logged.want(Wait::Limit);
                     let why = format!(
                         "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
                          rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
@@ -265,10 +304,7 @@ impl Engine {
         let Some(logged) = &mut self.logged else { return };
         match result {
             Ok(written) if written as u64 == placed.length() => {
-                logged.log.written(placed);
-                if logged.held.is_empty() {
-                    (logged.waiting, logged.is_full) = (None, false);
-                }
+                logged.written(placed);
                 return self.moved(number, part, buffer, PAGE as usize);
             }
             // A part of it: there is no room for the rest.
@@ -286,12 +322,26 @@ impl Engine {
         self.put_back(buffer);
     }
 
-    /// A part of a flush has ended.
-    pub(super) fn flushed(&mut self, place: Place, is_good: bool) {
-        if let (Some(logged), Place::Segment { epoch, at: written }) = (&mut self.logged, place) {
-            logged.log.synced(epoch, written, is_good);
-            self.reclaim();
+    /// A part of a flush has ended. Gives what that means to the guest: an error also where another sync of the image has got it.
+    pub(super) fn flushed(&mut self, place: Place, result: io::Result<usize>) -> io::Result<usize> {
+        if matches!(&result, Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))) {
+            return result;
         }
+        match (place, &mut self.logged) {
+            (Place::Segment { epoch, at: written }, Some(logged)) => {
+                let is_durable = logged.log.synced(epoch, written, result.is_ok());
+                self.reclaim();
+                if !is_durable && result.is_ok() {
+                    return Err(io::Error::from_raw_os_error(libc::EIO));
+                }
+            }
+            (Place::Image, _) if result.is_err() => self.image.durability.set_broken(),
+            (Place::Image, _) if self.image.durability.is_broken() => {
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
+            _ => {}
+        }
+        result
     }
 
     /// Try again what waits.
@@ -366,12 +416,12 @@ impl Engine {
         let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
         // Places in the ring are kept for requests, and for who waits for kicks.
         let mut room = (DEPTH as usize / 2).saturating_sub(self.ring.under_way());
-        let is_free = |grace: &mut Grace| {
+        let is_free = |grace: &mut Grace<LocalFile>| {
             let is_free = grace.before <= oldest && room > 0;
             room -= usize::from(is_free);
             is_free
         };
-        let free: Vec<Grace> = logged.grace.extract_if(.., is_free).collect();
+        let free: Vec<Grace<LocalFile>> = logged.grace.extract_if(.., is_free).collect();
         for Grace { file, at, bytes, .. } in free {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             self.begin_own(&file, Operation::Allocate { mode, at, len: bytes }, Own::Punch);

@@ -3,15 +3,16 @@
 use super::command::{Command, Refused};
 use super::logged::Logged;
 use super::{Engine, Handle};
+use crate::redo::files::{LocalFile, LogFile};
 
 /// What a visitor finds.
-pub struct Reach<'a> {
+pub struct Reach<'a, F = LocalFile> {
     /// The log, if the disk has one.
-    pub logged: &'a mut Option<Logged>,
+    pub logged: &'a mut Option<Logged<F>>,
     /// The guest may ask for something at any moment, or has done so.
     pub is_running: bool,
     /// A log that was taken away.
-    pub ended: Option<Logged>,
+    pub ended: Option<Logged<F>>,
 }
 
 /// See [the module](self).
@@ -23,12 +24,25 @@ impl std::fmt::Debug for Visit {
     }
 }
 
-impl Handle {
+/// An engine that can be visited: the real one, or a model of it.
+pub trait VisitEngine: Clone + Send + Sync + 'static {
+    /// The files of its log.
+    type File: LogFile;
+
     /// Have `visit` called on the engine's thread, and wait for what it gives.
     ///
     /// # Errors
     /// What it gives; also when the engine has ended.
-    pub fn visit<T: Send + 'static>(
+    fn visit<T: Send + 'static>(
+        &self,
+        visit: impl FnOnce(&mut Reach<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
+    ) -> Result<T, Refused>;
+}
+
+impl VisitEngine for Handle {
+    type File = LocalFile;
+
+    fn visit<T: Send + 'static>(
         &self,
         visit: impl FnOnce(&mut Reach<'_>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused> {

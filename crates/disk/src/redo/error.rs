@@ -27,6 +27,44 @@ pub enum RedoError {
         /// The directory.
         path: PathBuf,
     },
+    /// Its directory has something else.
+    #[error(
+        "redo log {}{}: it has {name}, which is not a file of a redo log, so nothing in it was changed. Use an empty or a \
+         new directory (--redo DIR, or `redo = \"FOLDER\"` in the [[disk]]), or move {name} away",
+        path.display(), leads_to(target.as_deref())
+    )]
+    Foreign {
+        /// The directory.
+        path: PathBuf,
+        /// Where it leads, if it is a symbolic link.
+        target: Option<PathBuf>,
+        /// The first entry that is not a log's.
+        name: String,
+    },
+    /// Its directory has another log.
+    #[error(
+        "redo log {}: its directory has the redo log of disk {found}, with writes that are not in that disk's image. Use \
+         another directory (--redo DIR), or merge that log into its image first: rekindle disk merge IMAGE --redo DIR",
+        path.display()
+    )]
+    Occupied {
+        /// The directory.
+        path: PathBuf,
+        /// The other disk.
+        found: Uuid,
+    },
+    /// Its directory is in use.
+    #[error(
+        "redo log {}: another disk server or merge uses this directory. Each disk needs a directory of its own; if it is \
+         this disk's, end that server or merge first", path.display()
+    )]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The server has released it.
+    #[error("the disk has no redo log any more: it has ended, or the server ends")]
+    Closed,
     /// It is of a newer format.
     #[error("redo log {}: it is of format {found}, this Rekindle knows {}: use a newer one", path.display(), super::state::FORMAT)]
     Newer {
@@ -114,6 +152,10 @@ pub enum RedoError {
         /// The directory.
         path: PathBuf,
     },
+}
+
+fn leads_to(target: Option<&std::path::Path>) -> String {
+    target.map_or(String::new(), |target| format!(" (a symbolic link to {})", target.display()))
 }
 
 impl RedoError {

@@ -1,13 +1,15 @@
 //! All that a log does with files beside the guest's requests, in one small layer, so that a test can record, lose, tear and
 //! refuse every step.
 
+use crate::image::Durability;
 use rekindle_kernel::file::{self, Lock};
+#[cfg(test)]
 use rekindle_kernel::uring::Buffer;
-use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate};
+use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock};
 use std::fmt::Debug;
 use std::fs::{self, DirBuilder, File};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -15,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// How long what a killed server has under way may take.
 const RELEASE: Duration = Duration::from_secs(10);
+/// How long a killed server may still own the directory: it has nothing under way into that.
+const CLAIM: Duration = Duration::from_secs(1);
 const AGAIN: Duration = Duration::from_millis(5);
 
 /// An open file. Offsets, lengths and memory are as `O_DIRECT` wants them.
@@ -49,9 +53,11 @@ pub trait LogFile: Clone + Debug + Send + Sync + 'static {
 }
 
 /// The directory of a log.
-pub trait Files: Debug + Send + 'static {
+pub trait Files: Debug + Send + Sync + 'static {
     /// A file in it.
     type File: LogFile;
+    /// The right to change what is in it, until it is dropped.
+    type Claim: Debug + Send;
     /// Where it is, for messages.
     fn path(&self) -> &Path;
     /// Make the directory, durably. One that is there is no error.
@@ -59,6 +65,11 @@ pub trait Files: Debug + Send + 'static {
     /// # Errors
     /// The system's.
     fn make(&self) -> io::Result<()>;
+    /// Claims the directory for this log alone; `None` if there is no directory.
+    ///
+    /// # Errors
+    /// `ResourceBusy` if another log of this or another process has it, and the system's.
+    fn claim(&self) -> io::Result<Option<Self::Claim>>;
     /// The names in it; none if there is no directory.
     ///
     /// # Errors
@@ -69,10 +80,15 @@ pub trait Files: Debug + Send + 'static {
     /// # Errors
     /// `AlreadyExists`, and the system's.
     fn create(&self, name: &str) -> io::Result<Self::File>;
-    /// Open a file, for this process alone: when nothing of another one is under way into it.
+    /// Reads up to `most` bytes of a file, without locking it. `None`: it is not a regular file.
     ///
     /// # Errors
-    /// `NotFound`, `ResourceBusy`, and the system's.
+    /// `NotFound`, and the system's.
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>>;
+    /// Open a file, for this process alone: when nothing of another one is under way into it. Symbolic links are not followed.
+    ///
+    /// # Errors
+    /// `NotFound`, `ResourceBusy`, `InvalidInput` for what is not a regular file, and the system's.
     fn open(&self, name: &str) -> io::Result<Self::File>;
     /// Remove a name.
     ///
@@ -84,11 +100,67 @@ pub trait Files: Debug + Send + 'static {
     /// # Errors
     /// The system's.
     fn sync(&self) -> io::Result<()>;
-    /// Remove the directory, which is empty.
+    /// Remove the directory, which is empty. Where a symbolic link names it, it stays.
     ///
     /// # Errors
-    /// The system's.
+    /// `DirectoryNotEmpty`, and the system's.
     fn remove_all(&self) -> io::Result<()>;
+}
+
+/// The beginning of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peek {
+    /// Its first bytes.
+    pub bytes: Vec<u8>,
+    /// How long the whole file is.
+    pub length: u64,
+}
+
+/// A file with several users, for all of which a sync that failed has failed.
+#[derive(Debug, Clone)]
+pub struct Synced<F> {
+    file: F,
+    durability: Arc<Durability>,
+}
+
+impl<F: LogFile> Synced<F> {
+    /// `durability`: what all users of the open file share.
+    #[must_use]
+    pub fn new(file: F, durability: Arc<Durability>) -> Self {
+        Self { file, durability }
+    }
+
+    /// The file.
+    pub fn file(&self) -> &F {
+        &self.file
+    }
+
+    /// Fails if a sync has failed before.
+    ///
+    /// # Errors
+    /// That.
+    pub fn check(&self) -> io::Result<()> {
+        if self.durability.is_broken() {
+            let why = "a sync of the disk's image has failed before, so it is not known what of the image is durable. \
+                       Check the device under the image, then start the disk's server again";
+            return Err(io::Error::other(why));
+        }
+        Ok(())
+    }
+
+    /// Waits until content and length are durable.
+    ///
+    /// # Errors
+    /// The system's; from then on every sync fails.
+    pub fn sync(&self) -> io::Result<()> {
+        let synced = self.file.sync();
+        if synced.is_err() {
+            self.durability.set_broken();
+            return synced;
+        }
+        // Another user's sync may have got the error of what this one was for.
+        self.check()
+    }
 }
 
 /// A file of this machine.
@@ -151,7 +223,13 @@ impl LocalFiles {
 
     fn open_with(&self, name: &str, flags: OFlags) -> io::Result<LocalFile> {
         let path = self.path.join(name);
-        let flags = flags | OFlags::RDWR | OFlags::CLOEXEC;
+        match fs::symlink_metadata(&path) {
+            Ok(found) if !found.is_file() && !flags.contains(OFlags::EXCL) => {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name} is not a regular file")));
+            }
+            _ => {}
+        }
+        let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         // Whoever can read it can read the guest's disk.
         let open = |flags| rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).map(File::from);
         let file = match self.direct.then(|| open(flags | OFlags::DIRECT)) {
@@ -171,8 +249,15 @@ impl LocalFiles {
     }
 }
 
+/// The lock of a directory (`flock`), and so of the log in it.
+#[derive(Debug)]
+pub struct LocalClaim {
+    _directory: File,
+}
+
 impl Files for LocalFiles {
     type File = LocalFile;
+    type Claim = LocalClaim;
 
     fn path(&self) -> &Path {
         &self.path
@@ -184,6 +269,47 @@ impl Files for LocalFiles {
             _ => {}
         }
         sync_parent(&self.path)
+    }
+
+    fn claim(&self) -> io::Result<Option<LocalClaim>> {
+        let deadline = Instant::now() + CLAIM;
+        loop {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let directory = match rustix::fs::open(&self.path, flags, Mode::empty()) {
+                Err(rustix::io::Errno::NOENT) => return Ok(None),
+                opened => File::from(opened?),
+            };
+            match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                    thread::sleep(AGAIN);
+                    continue;
+                }
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
+                Err(e) => return Err(e.into()),
+            }
+            // The log before may have removed it meanwhile, and another one may have made it anew.
+            let ours = directory.metadata()?;
+            if fs::metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
+                return Ok(Some(LocalClaim { _directory: directory }));
+            }
+        }
+    }
+
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+        let path = self.path.join(name);
+        if !fs::symlink_metadata(&path)?.is_file() {
+            return Ok(None);
+        }
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = File::from(rustix::fs::open(&path, flags, Mode::empty())?);
+        let found = file.metadata()?;
+        if !found.is_file() {
+            return Ok(None);
+        }
+        let mut bytes = Vec::new();
+        file.take(most).read_to_end(&mut bytes)?;
+        Ok(Some(Peek { bytes, length: found.len() }))
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
@@ -211,6 +337,9 @@ impl Files for LocalFiles {
     }
 
     fn remove_all(&self) -> io::Result<()> {
+        if fs::symlink_metadata(&self.path)?.is_symlink() {
+            return Ok(());
+        }
         fs::remove_dir(&self.path)?;
         sync_parent(&self.path)
     }
@@ -225,6 +354,7 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// The system's; `UnexpectedEof`.
+#[cfg(test)]
 pub fn read_any(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
     let skip = (offset % super::format::PAGE) as usize;
     let mut buffer = Buffer::new(skip + len);
@@ -258,9 +388,32 @@ mod tests {
         assert_eq!(read_any(&file, 4096, 8192).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         drop(file);
         files.open("1.log").unwrap();
+        let first = files.peek("1.log", 513).unwrap().unwrap();
+        assert_eq!((first.bytes[511], first.bytes[512], first.bytes.len(), first.length), (0, 1, 513, 8192));
         assert_eq!(files.list().unwrap(), ["1.log"]);
         files.remove("1.log").unwrap();
+        std::os::unix::fs::symlink("/dev/null", files.path().join("2.log")).unwrap();
+        assert_eq!(files.open("2.log").unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(files.peek("2.log", 1).unwrap(), None);
+        files.remove("2.log").unwrap();
         files.remove_all().unwrap();
         assert!(!files.path().exists());
+    }
+
+    #[test]
+    fn a_directory_has_one_owner_also_when_it_is_removed_and_made_anew() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = LocalFiles::new(&directory.path().join("disk.redo"), true);
+        assert!(files.claim().unwrap().is_none());
+        files.make().unwrap();
+        let claim = files.claim().unwrap().unwrap();
+        assert_eq!(files.claim().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        files.remove_all().unwrap();
+        files.make().unwrap();
+        let anew = files.claim().unwrap().unwrap();
+        drop(claim);
+        assert_eq!(files.claim().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        drop(anew);
+        files.claim().unwrap().unwrap();
     }
 }

@@ -119,9 +119,9 @@ impl Index {
         pieces
     }
 
-    /// All extents, in the order of the disk: first byte, bytes, where they are.
-    pub fn all(&self) -> impl Iterator<Item = (u64, u64, Source)> + '_ {
-        self.0.iter().map(|(at, extent)| (*at, extent.end - at, extent.source))
+    /// All extents, in the order of the disk: first byte, bytes, the sequence number of the entry that has them.
+    pub fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
+        self.0.iter().map(|(at, extent)| (*at, extent.end - at, extent.sequence))
     }
 
     /// Forget what lies over `at..end` and is of an epoch up to `epoch`: it is in the image.

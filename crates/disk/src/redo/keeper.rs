@@ -1,27 +1,37 @@
-//! What a disk's server is asked about epochs, and what it does beside its guest's requests: making segments, sealing, merging.
+//! What a disk's server is asked about epochs, and what it does in the background: making segments, sealing, merging.
 //!
-//! The engine never waits for any of it: it is visited between two of its steps. Locks: that of the directory may be held while the
-//! engine is visited, never the other way round.
+//! | thread | what it does |
+//! |---|---|
+//! | the caller's | `begin`, `mark`, `seal`; `committed` and `end` leave a task |
+//! | `make_segments` | makes segments before they are needed |
+//! | [`merging::Merger`] | merges and ends logs. It alone has the [`Target`], so there is one merge at a time |
+//!
+//! The engine never waits for any of it: it is visited between two of its steps. Locks: `home` is held while the directory is changed,
+//! and a log begins and goes under it, so that directory, log and tasks are of one log. The engine may be visited under it. `tasks` is
+//! taken last, and nothing is waited for under it.
 
 mod merging;
+#[cfg(test)]
+mod model;
+pub mod threads;
 
 use super::error::{RedoError, chain};
-use super::files::{LocalFile, LocalFiles, LogFile};
+use super::files::{Files, LocalFile, LocalFiles, LogFile, Synced};
 use super::left::beside;
 use super::log::Log;
+use super::merge::{SharedHome, Target};
 use super::recover::{self, Wanted};
 use super::state::Home;
-use crate::engine::Handle;
 use crate::engine::command::Refused;
-use crate::engine::logged::{Logged, Told};
-use crate::engine::visit::Reach;
+use crate::engine::logged::{Logged, Notify, Told};
+use crate::engine::visit::{Reach, VisitEngine};
 use crate::image::Image;
+use merging::Merger;
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::Arc;
+use threads::{Monitor, System, Threads};
 use uuid::Uuid;
 
 /// The shortest that a log may be by default.
@@ -46,45 +56,62 @@ pub struct At {
     pub epoch: u64,
 }
 
-/// What is to be merged, and how that goes.
+/// The directory of the log, while there is one.
+#[derive(Debug)]
+struct Kept<D: Files> {
+    home: Option<Home<D>>,
+    /// The first epoch of the next log. Requests may still be under way that know epochs of the one before.
+    next: u64,
+}
+
+/// What the threads have to do. Of the log that there is: all but `stop` and `is_protected` end with it.
 #[derive(Debug, Default)]
-struct Merging {
+struct Tasks {
+    /// The server ends.
+    stop: bool,
+    /// A protector takes checkpoints, or did so since the server was started.
+    is_protected: bool,
+    /// A segment, or room, is wanted.
+    is_segment_wanted: bool,
+    /// The newest epoch that a checkpoint has, and whether that is new.
     committed: u64,
-    is_under_way: bool,
+    is_merge_wanted: bool,
+    /// The log is to end. Until it has, or cannot.
+    is_end_wanted: bool,
+    /// What the end of the log waits for is not under way any more.
+    is_idle: bool,
+    /// Why the last merge failed.
     failed: Option<String>,
 }
 
 /// See [the module](self).
-#[derive(Debug)]
-pub struct Keeper {
-    files: LocalFiles,
-    /// Let go of when the server ends.
-    image: Mutex<Option<LocalFile>>,
+pub struct Keeper<D: Files = LocalFiles, T: Threads = System> {
+    files: D,
+    /// For seals. Released when the server ends.
+    image: T::Monitor<Option<Synced<D::File>>>,
     bytes: u64,
     limit: u64,
     is_readonly: bool,
     /// It is known where a log would be.
     is_placed: bool,
-    /// Somebody takes checkpoints, or did so when this server was there already.
-    is_protected: AtomicBool,
-    home: Mutex<Option<Home<LocalFiles>>>,
-    merging: Mutex<Merging>,
-    wanted: Sender<()>,
-    /// The log is about to go.
-    ending: Mutex<bool>,
+    home: T::Monitor<Kept<D>>,
+    tasks: Arc<T::Monitor<Tasks>>,
+    threads: T::Monitor<Vec<T::Thread>>,
+}
+
+impl<D: Files, T: Threads> std::fmt::Debug for Keeper<D, T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Keeper").field("files", &self.files).finish_non_exhaustive()
+    }
 }
 
 /// What the engine is to be started with, and the keeper, which begins when the engine has.
 #[derive(Debug)]
-pub struct Opened {
+pub struct Opened<D: Files = LocalFiles, T: Threads = System> {
     /// The log, if there is one.
-    pub logged: Option<Logged>,
-    keeper: Keeper,
-    asked: Receiver<()>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    pub logged: Option<Logged<D::File>>,
+    keeper: Keeper<D, T>,
+    target: Target<D::File>,
 }
 
 fn refused(error: &RedoError) -> Refused {
@@ -93,6 +120,10 @@ fn refused(error: &RedoError) -> Refused {
 
 fn no_log() -> Refused {
     Refused("the disk has no redo log: its VM is not protected".into())
+}
+
+fn ending() -> Refused {
+    Refused("the disk's redo log is being merged, to end: ask again when it has".into())
 }
 
 /// Open the log of an image, if it has one.
@@ -108,65 +139,81 @@ pub fn open(image: &Image, place: Place) -> Result<Opened, RedoError> {
     if found.is_some() && image.how.readonly {
         return Err(RedoError::ReadOnly { path: directory });
     }
-    let (wanted, asked) = channel();
-    let (home, log) = found.unzip();
-    let logged = log.map(|log| Logged::new(log, wanted.clone(), false));
-    let keeper = Keeper {
-        files,
-        image: Mutex::new(Some(LocalFile(Arc::clone(&image.file)))),
-        bytes: image.bytes,
-        limit,
-        is_readonly: image.how.readonly,
-        is_placed,
-        is_protected: AtomicBool::new(false),
-        home: Mutex::new(home),
-        merging: Mutex::default(),
-        wanted,
-        ending: Mutex::new(false),
-    };
-    Ok(Opened { logged, keeper, asked })
+    let synced = Synced::new(LocalFile(Arc::clone(&image.file)), Arc::clone(&image.durability));
+    let mut opened = Opened::new(files, found, synced, image.bytes, limit);
+    (opened.keeper.is_readonly, opened.keeper.is_placed) = (image.how.readonly, is_placed);
+    Ok(opened)
 }
 
-impl Opened {
+impl<D: Files + Clone, T: Threads> Opened<D, T> {
+    /// With the log that was found, for a disk of so many bytes whose log may take `limit`.
+    fn new(files: D, found: Option<(Home<D>, Log<D::File>)>, image: Synced<D::File>, bytes: u64, limit: u64) -> Self {
+        let (home, log) = found.unzip();
+        let keeper = Keeper {
+            files,
+            image: Monitor::new(Some(image.clone())),
+            bytes,
+            limit,
+            is_readonly: false,
+            is_placed: true,
+            home: Monitor::new(Kept { home, next: 1 }),
+            tasks: Arc::new(Monitor::new(Tasks::default())),
+            threads: Monitor::new(Vec::new()),
+        };
+        let logged = log.map(|log| Logged::new(log, keeper.notify(), false));
+        Self { logged, keeper, target: Target::new(image) }
+    }
+
     /// Begin to keep the log, for as long as the engine is there.
     #[must_use]
-    pub fn start(self, engine: &Handle) -> Arc<Keeper> {
-        let Self { keeper, asked, .. } = self;
+    pub fn start(self, engine: &impl VisitEngine<File = D::File>) -> Arc<Keeper<D, T>> {
+        let Self { keeper, target, .. } = self;
         let keeper = Arc::new(keeper);
         // Epochs that are to be given up are so when the guest writes, not before.
-        if lock(&keeper.home).as_ref().is_some_and(|home| !home.is_rewound()) {
-            let _ = keeper.wanted.send(());
+        if keeper.home.with(|kept| kept.home.as_ref().is_some_and(|home| !home.is_rewound())) {
+            keeper.notify().send();
         }
-        let (engine, kept) = (engine.clone(), Arc::clone(&keeper));
-        thread::spawn(move || {
-            while asked.recv().is_ok() {
-                while asked.try_recv().is_ok() {}
-                let prepared = kept.prepare(&engine);
-                let room = kept.make_room(&engine, prepared.is_err());
-                for Refused(why) in [prepared.err(), room.err()].into_iter().flatten() {
-                    tracing::warn!("{why}");
-                }
-            }
-        });
+        let (for_segments, for_merges) = (Arc::clone(&keeper), Arc::clone(&keeper));
+        let (engine, other) = (engine.clone(), engine.clone());
+        let segments = T::spawn(move || for_segments.make_segments(&engine));
+        let merges = T::spawn(move || Merger::new(for_merges, other, target).run());
+        keeper.threads.with(|threads| threads.extend([segments, merges]));
         keeper
     }
 }
 
-impl Keeper {
-    /// Let go of image and log: the server ends. A merge that is under way goes on to its end, or is done again by the next one.
+impl<D: Files + Clone, T: Threads> Keeper<D, T> {
+    /// Releases image and log: the server ends. A merge that is under way ends after its step; the next server repeats it.
     pub fn release(&self) {
-        drop(lock(&self.image).take());
-        drop(lock(&self.home).take());
+        self.tasks.with(|tasks| tasks.stop = true);
+        self.threads.with(std::mem::take).into_iter().for_each(T::join);
+        drop(self.image.with(Option::take));
+        drop(self.home.with(|kept| kept.home.take()));
     }
 
-    fn image(&self) -> Result<LocalFile, Refused> {
-        lock(&self.image).clone().ok_or_else(|| Refused("the server ends".into()))
+    fn notify(&self) -> Notify {
+        let tasks = Arc::clone(&self.tasks);
+        Notify::new(move || tasks.with(|tasks| tasks.is_segment_wanted = true))
     }
 
-    /// Make the segments that will be needed.
-    fn prepare(&self, engine: &Handle) -> Result<(), Refused> {
-        let mut home = lock(&self.home);
-        let Some(home) = home.as_mut() else { return Ok(()) };
+    /// Makes segments whenever some are wanted.
+    fn make_segments(&self, engine: &impl VisitEngine<File = D::File>) {
+        let next = |tasks: &mut Tasks| {
+            let is_wanted = std::mem::take(&mut tasks.is_segment_wanted);
+            (tasks.stop || is_wanted).then_some(!tasks.stop)
+        };
+        while self.tasks.wait(next) {
+            let prepared = self.home.with(|kept| Self::prepare(kept, engine));
+            let room = self.make_room(engine, prepared.is_err());
+            for Refused(why) in [prepared.err(), room.err()].into_iter().flatten() {
+                tracing::warn!("{why}");
+            }
+        }
+    }
+
+    /// Makes the segments that will be needed.
+    fn prepare(kept: &mut Kept<D>, engine: &impl VisitEngine<File = D::File>) -> Result<(), Refused> {
+        let Some(home) = kept.home.as_mut() else { return Ok(()) };
         let wanted = engine.visit(|reach| Ok(reach.logged.as_ref().map(|logged| logged.log.wanted())))?;
         for epoch in wanted.unwrap_or_default() {
             let segment = home.prepare(epoch).map_err(|e| refused(&e))?;
@@ -180,28 +227,26 @@ impl Keeper {
         Ok(())
     }
 
-    /// A log of which nobody takes checkpoints, as after a restore, ends when there is no more room for it: nobody would commit
-    /// one, and the guest would wait for ever.
-    fn make_room(self: &Arc<Self>, engine: &Handle, is_failing: bool) -> Result<(), Refused> {
-        if self.is_protected.load(Ordering::Relaxed) {
+    /// A log of which no protector takes checkpoints, as after a restore, ends when there is no more room for it: nothing would be
+    /// committed, and the guest would wait for ever.
+    fn make_room(&self, engine: &impl VisitEngine<File = D::File>, is_failing: bool) -> Result<(), Refused> {
+        let is_full = |reach: &mut Reach<'_, D::File>| Ok(reach.logged.as_ref().is_some_and(Logged::is_full));
+        if self.tasks.with(|tasks| tasks.is_protected) || !(is_failing || engine.visit(is_full)?) {
             return Ok(());
         }
-        let is_waiting = |reach: &mut Reach<'_>| Ok(reach.logged.as_ref().is_some_and(Logged::is_full));
-        if is_failing || engine.visit(is_waiting)? {
-            tracing::warn!("the redo log is full and nobody protects the VM: it is merged, and ends");
-            self.end(engine)?;
-        }
+        tracing::warn!("the redo log is full and no protector takes checkpoints of the VM: it is merged, and ends");
+        self.end();
         Ok(())
     }
 
     /// From here on writes go to a log. A disk that has one keeps it.
     ///
     /// *On success:* the log is there, durably; gives the disk's identity and the epoch of what is written now.
-    /// *On failure:* the disk has no log.
+    /// *On failure:* the disk has the log that it had, or none.
     ///
     /// # Errors
     /// [`Refused`].
-    pub fn begin(&self, engine: &Handle) -> Result<At, Refused> {
+    pub fn begin(&self, engine: &impl VisitEngine<File = D::File>) -> Result<At, Refused> {
         if self.is_readonly {
             return Err(Refused("the disk is served read-only: it has no epochs".into()));
         }
@@ -209,46 +254,58 @@ impl Keeper {
             let why = "a block device has nothing beside it: say where its redo log is to be (`redo = \"FOLDER\"` in its [[disk]], or rekindle disk serve --redo DIR)";
             return Err(Refused(why.into()));
         }
-        if *lock(&self.ending) {
-            return Err(Refused("the disk's redo log is being merged, to end: ask again when it has".into()));
-        }
-        self.is_protected.store(true, Ordering::Relaxed);
-        let mut home = lock(&self.home);
-        if home.is_none() {
-            let made = Home::create(self.files.clone(), self.bytes).map_err(|e| refused(&e))?;
-            let made = home.insert(made);
-            let log = Log::new(made.state().disk, 1, 0, 0, self.limit);
-            let logged = Logged::new(log, self.wanted.clone(), true);
-            engine.visit(move |reach| {
-                *reach.logged = Some(logged);
-                Ok(())
-            })?;
-        }
-        drop(home);
-        // Where there is no room for segments, there is a log and its writes wait: that is no way to begin.
-        if let Err(refused) = self.prepare(engine) {
-            self.end_empty(engine);
-            return Err(refused);
-        }
-        engine.visit(|reach| {
-            let log = &reach.logged.as_ref().ok_or_else(no_log)?.log;
-            Ok(At { disk: log.disk(), epoch: log.epoch() })
+        let allow = |tasks: &mut Tasks| {
+            tasks.is_protected |= !tasks.is_end_wanted;
+            if tasks.is_end_wanted { Err(ending()) } else { Ok(()) }
+        };
+        self.tasks.with(allow)?;
+        self.home.with(|kept| {
+            // Its end may have been requested while this waited.
+            self.tasks.with(allow)?;
+            let is_new = kept.home.is_none();
+            if is_new {
+                self.begin_log(kept, engine)?;
+            }
+            // Where there is no room for segments, there is a log and its writes wait: that is no way to begin.
+            let begun = Self::prepare(kept, engine).and_then(|()| {
+                engine.visit(|reach| {
+                    let log = &reach.logged.as_ref().ok_or_else(no_log)?.log;
+                    Ok(At { disk: log.disk(), epoch: log.epoch() })
+                })
+            });
+            if begun.is_err() && is_new && !Self::end_empty(kept, engine) {
+                // Something was written to it already, and no protector is going to commit that.
+                self.end();
+            }
+            begun
         })
     }
 
-    /// Undo a beginning, if nothing was written since.
-    fn end_empty(&self, engine: &Handle) {
+    fn begin_log(&self, kept: &mut Kept<D>, engine: &impl VisitEngine<File = D::File>) -> Result<(), Refused> {
+        let home = Home::create(self.files.clone(), self.bytes).map_err(|e| refused(&e))?;
+        let log = Log::new(home.state().disk, kept.next, 0, 0, self.limit);
+        let logged = Logged::new(log, self.notify(), true);
+        kept.home = Some(home);
+        engine.visit(move |reach| {
+            *reach.logged = Some(logged);
+            Ok(())
+        })
+    }
+
+    /// Undoes a beginning, if nothing was written since. Gives whether it has.
+    fn end_empty(kept: &mut Kept<D>, engine: &impl VisitEngine<File = D::File>) -> bool {
         let gone = engine.visit(|reach| {
-            let logged = reach.logged.take_if(|logged| logged.log.is_empty() && logged.log.merged() == 0);
-            reach.ended = logged;
+            reach.ended = reach.logged.take_if(|logged| logged.log.is_empty());
             Ok(reach.ended.is_some())
         });
-        if matches!(gone, Ok(true))
-            && let Some(home) = lock(&self.home).take()
+        let is_gone = matches!(gone, Ok(true));
+        if is_gone
+            && let Some(home) = kept.home.take()
             && let Err(e) = home.destroy()
         {
             tracing::warn!("{}", chain(&e));
         }
+        is_gone
     }
 
     /// Later writes are of the next epoch. Gives the one that the disk is as of now. Writes nothing to any disk, if the one before was
@@ -258,7 +315,7 @@ impl Keeper {
     ///
     /// # Errors
     /// [`Refused`]; the epoch goes on.
-    pub fn mark(&self, engine: &Handle) -> Result<At, Refused> {
+    pub fn mark(&self, engine: &impl VisitEngine<File = D::File>) -> Result<At, Refused> {
         let mark = || {
             engine.visit(|reach| {
                 let is_running = reach.is_running;
@@ -270,13 +327,13 @@ impl Keeper {
                 Ok(log.mark().map(|epoch| At { disk: log.disk(), epoch }))
             })
         };
-        if *lock(&self.ending) {
+        if self.tasks.with(|tasks| tasks.is_end_wanted) {
             return Err(no_log());
         }
         if let Some(at) = mark()? {
             return Ok(at);
         }
-        self.prepare(engine)?;
+        self.home.with(|kept| Self::prepare(kept, engine))?;
         mark()?.ok_or_else(|| Refused("the next epoch has no segment yet".into()))
     }
 
@@ -287,8 +344,8 @@ impl Keeper {
     ///
     /// # Errors
     /// [`Refused`]; a checkpoint with this epoch must not be committed.
-    pub fn seal(&self, engine: &Handle, epoch: u64) -> Result<(), Refused> {
-        let (segments, image) = engine.visit(move |reach| {
+    pub fn seal(&self, engine: &impl VisitEngine<File = D::File>, epoch: u64) -> Result<(), Refused> {
+        let (disk, segments, is_image_dirty) = engine.visit(move |reach| {
             let logged = reach.logged.as_ref().ok_or_else(no_log)?;
             if epoch > logged.log.closed() {
                 return Err(Refused(format!(
@@ -298,47 +355,85 @@ impl Keeper {
             }
             let broken =
                 || Refused("the redo log has not become durable before, and what of it is, is not known".into());
-            Ok((logged.log.unsynced(epoch).ok_or_else(broken)?, logged.image_dirty))
+            Ok((logged.log.disk(), logged.log.unsynced(epoch).ok_or_else(broken)?, logged.image_dirty))
         })?;
-        let mut failed = None;
-        if image && let Err(e) = self.image()?.sync() {
-            failed = Some(e);
-        }
+        let image = self.image.with(|image| image.clone()).ok_or_else(|| refused(&RedoError::Closed))?;
+        let mut failed = if is_image_dirty { image.sync().err() } else { image.check().err() };
         let mut synced = Vec::new();
         for segment in segments {
             let done = segment.file.sync();
             synced.push((segment.epoch, segment.written, done.is_ok()));
             failed = failed.or(done.err());
         }
-        let is_good = failed.is_none();
-        engine.visit(move |reach| {
-            if let Some(logged) = reach.logged {
-                synced.into_iter().for_each(|(epoch, written, good)| logged.log.synced(epoch, written, good));
-                logged.image_dirty &= !is_good;
-            }
-            Ok(())
+        let (is_good, shared) = (failed.is_none(), image.clone());
+        let is_durable = engine.visit(move |reach| {
+            let logged = reach.logged.as_mut().filter(|logged| logged.log.disk() == disk).ok_or_else(no_log)?;
+            let log = &mut logged.log;
+            // All of them, also after one that failed.
+            let is_durable =
+                synced.into_iter().fold(true, |all, (epoch, written, good)| log.synced(epoch, written, good) && all);
+            logged.image_dirty &= !(is_good && shared.check().is_ok());
+            Ok(is_durable)
         })?;
+        // A flush of the guest that ran at the same time may have got the error of what this was for.
+        let failed = failed.or_else(|| image.check().err());
+        let failed = failed.or_else(|| (!is_durable).then(|| io::Error::other("a flush of the guest has failed")));
         if let Some(e) = failed {
-            return Err(refused(&RedoError::io(self.directory(), "making it durable")(e)));
+            return Err(refused(&RedoError::io(self.files.path(), "making it durable")(e)));
         }
-        let mut home = lock(&self.home);
-        let home = home.as_mut().ok_or_else(no_log)?;
-        home.record(|state| state.sealed = state.sealed.max(epoch)).map_err(|e| refused(&e))?;
+        self.home.with(|kept| {
+            // The log may have ended since, and another one have begun.
+            let home = kept.home.as_mut().filter(|home| home.state().disk == disk).ok_or_else(no_log)?;
+            if home.state().floor > epoch {
+                return Err(Refused(format!("epoch {epoch} cannot be had any more: later writes are being merged")));
+            }
+            home.record(|state| state.sealed = state.sealed.max(epoch)).map_err(|e| refused(&e))
+        })?;
         // The next mark finds its segment made.
-        let _ = self.wanted.send(());
+        self.notify().send();
         Ok(())
     }
 
-    fn directory(&self) -> &std::path::Path {
-        use super::files::Files;
-        self.files.path()
+    /// A checkpoint with this epoch counts: it may be merged, and no older one is wanted any more. Does not wait for that.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn committed(&self, epoch: u64) -> Result<(), Refused> {
+        self.home.with(|kept| {
+            let sealed = kept.home.as_ref().map(|home| home.state().sealed).ok_or_else(no_log)?;
+            if epoch > sealed {
+                return Err(Refused(format!("epoch {epoch} was not sealed: the last that was is {sealed}")));
+            }
+            self.tasks.with(|tasks| {
+                tasks.committed = tasks.committed.max(epoch);
+                tasks.is_merge_wanted = true;
+            });
+            Ok(())
+        })
+    }
+
+    /// Merge all and have no log any more, while the guest runs. Does not wait for that: [`Told`] goes when it is done.
+    pub fn end(&self) {
+        self.tasks.with(|tasks| {
+            if !std::mem::replace(&mut tasks.is_end_wanted, true) {
+                tasks.failed = None;
+            }
+        });
     }
 
     /// Complete what the engine says of its log.
     pub fn tell(&self, told: &mut Told) {
-        if let Some(home) = lock(&self.home).as_ref() {
-            (told.sealed, told.rewound) = (home.state().sealed, home.is_rewound());
-        }
-        told.failed.clone_from(&lock(&self.merging).failed);
+        self.home.with(|kept| {
+            if let Some(home) = &kept.home {
+                (told.sealed, told.rewound) = (home.state().sealed, home.is_rewound());
+            }
+        });
+        told.failed = self.tasks.with(|tasks| tasks.failed.clone());
+    }
+}
+
+impl<D: Files, T: Threads> SharedHome<D> for Keeper<D, T> {
+    fn with_home(&self, change: &mut dyn FnMut(&mut Home<D>) -> Result<(), RedoError>) -> Result<(), RedoError> {
+        self.home.with(|kept| kept.home.as_mut().map_or(Err(RedoError::Closed), change))
     }
 }

@@ -1,11 +1,10 @@
 //! The log of a disk that nobody serves: what there is, and merging it.
 
 use super::error::RedoError;
-use super::files::{LocalFile, LocalFiles};
-use super::format::PAGE;
-use super::merge::merge;
+use super::files::{LocalFile, LocalFiles, Synced};
+use super::merge::{Target, merge};
 use super::recover::{self, Wanted, scan};
-use super::state::{epoch_of, name_of, read_slot};
+use super::state::{epoch_of, name_of, newest_slot};
 use crate::image::{Image, ImageError};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -51,8 +50,7 @@ pub fn look(directory: &Path) -> Result<Option<Left>, RedoError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
         slots => slots.map_err(failed("reading its state"))?,
     };
-    let newest = slots.chunks(PAGE as usize).filter_map(read_slot).max_by_key(|(count, _)| *count);
-    let Some((_, state)) = newest else {
+    let Some((_, state)) = newest_slot(&slots) else {
         return if epochs.is_empty() { Ok(None) } else { Err(RedoError::Damaged { path: directory.to_owned() }) };
     };
     let mut writes = 0;
@@ -96,10 +94,12 @@ pub fn merge_all(image: &Path, directory: &Path, direct: bool) -> Result<Option<
     let home = Mutex::new(Some(home));
     let mut merged = 0;
     if let Some(batch) = log.batch(log.closed()) {
-        merged = batch.files.len();
-        merge(&home, &batch, &LocalFile(Arc::clone(&opened.file)), || ())?;
+        merged = batch.segments.len();
+        let image = Synced::new(LocalFile(Arc::clone(&opened.file)), Arc::clone(&opened.durability));
+        merge(&home, &batch, &mut Target::new(image), || Ok(()))?;
     }
-    if let Some(home) = home.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+    if let Some(mut home) = home.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+        home.close(log.epoch())?;
         home.destroy()?;
     }
     Ok(Some(merged))

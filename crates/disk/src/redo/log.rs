@@ -115,20 +115,31 @@ pub struct Unsynced<F> {
 pub struct Batch<F> {
     /// Up to this epoch.
     pub upto: u64,
-    /// Segments by epoch.
-    pub files: BTreeMap<u64, F>,
+    /// Segments by epoch: the file, and the nonce that its entries have.
+    pub segments: BTreeMap<u64, (F, u128)>,
     entries: Vec<Placed>,
 }
 
 impl<F> Batch<F> {
-    /// The last content of each sector, in the order of the disk: first byte, bytes, where it is.
+    /// The last content of each sector, in the order of the disk: first byte, bytes, the entry that has it.
     #[must_use]
-    pub fn resolve(&self) -> Vec<(u64, u64, Source)> {
+    pub fn resolve(&self) -> Vec<(u64, u64, Placed)> {
         let mut index = Index::default();
         for entry in &self.entries {
             index.insert(entry.at, entry.at + entry.bytes, entry.sequence, entry.source(), |_, _, _| ());
         }
-        index.all().collect()
+        let entries: BTreeMap<u64, &Placed> = self.entries.iter().map(|entry| (entry.sequence, entry)).collect();
+        let pieces = index.all();
+        pieces.filter_map(|(at, bytes, sequence)| Some((at, bytes, **entries.get(&sequence)?))).collect()
+    }
+}
+
+/// Called when no write is under way any more.
+struct WhenIdle(Box<dyn FnOnce() + Send>);
+
+impl std::fmt::Debug for WhenIdle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("WhenIdle")
     }
 }
 
@@ -151,6 +162,12 @@ pub struct Log<F> {
     limit: u64,
     /// Parts of the disk whose entries are in the image, still to be forgotten.
     retired: Vec<(u64, u64)>,
+    /// Called when nothing is under way into epochs up to this one.
+    when_idle: Option<(u64, WhenIdle)>,
+}
+
+fn is_busy<F>(segments: &BTreeMap<u64, Segment<F>>, upto: u64) -> bool {
+    segments.range(..=upto).any(|(_, segment)| segment.open > 0)
 }
 
 impl<F: Clone> Log<F> {
@@ -158,7 +175,8 @@ impl<F: Clone> Log<F> {
     #[must_use]
     pub fn new(disk: Uuid, epoch: u64, closed: u64, merged: u64, limit: u64) -> Self {
         let (segments, ready, index) = (BTreeMap::new(), BTreeMap::new(), Index::default());
-        Self { disk, epoch, closed, merged, sequence: 1, segments, ready, index, bytes: 0, limit, retired: Vec::new() }
+        let (retired, when_idle) = (Vec::new(), None);
+        Self { disk, epoch, closed, merged, sequence: 1, segments, ready, index, bytes: 0, limit, retired, when_idle }
     }
 
     /// The disk's identity.
@@ -279,6 +297,9 @@ impl<F: Clone> Log<F> {
         if let Some(segment) = self.segments.get_mut(&placed.epoch) {
             segment.open = segment.open.saturating_sub(1);
         }
+        if let Some((_, WhenIdle(call))) = self.when_idle.take_if(|(upto, _)| !is_busy(&self.segments, *upto)) {
+            call();
+        }
     }
 
     fn hold(&mut self, placed: &Placed) {
@@ -343,14 +364,16 @@ impl<F: Clone> Log<F> {
         Some(dirty.map(unsynced).collect())
     }
 
-    /// A sync has ended.
-    pub fn synced(&mut self, epoch: u64, written: u64, is_good: bool) {
-        if let Some(segment) = self.segments.get_mut(&epoch) {
-            segment.broken |= !is_good;
-            if is_good {
-                segment.synced = segment.synced.max(written);
-            }
+    /// A sync has ended. Gives whether so many entries are durable: they are not where another sync of the segment has failed, since
+    /// the kernel reports that to one of them only.
+    pub fn synced(&mut self, epoch: u64, written: u64, is_good: bool) -> bool {
+        // One that was merged is in the image, which was synced.
+        let Some(segment) = self.segments.get_mut(&epoch) else { return is_good };
+        segment.broken |= !is_good;
+        if !segment.broken {
+            segment.synced = segment.synced.max(written);
         }
+        !segment.broken
     }
 
     /// Segments with room that could be reclaimed if they were durable.
@@ -392,10 +415,13 @@ impl<F: Clone> Log<F> {
         (self.closed, self.epoch) = (self.epoch, self.epoch + 1);
     }
 
-    /// Whether writes are under way, in any epoch.
-    #[must_use]
-    pub fn is_busy(&self) -> bool {
-        self.segments.values().any(|segment| segment.open > 0)
+    /// Calls `call` once no write is under way into an epoch up to `upto`: now, or when the last of them ends. `call` must not block.
+    pub fn when_idle(&mut self, upto: u64, call: impl FnOnce() + Send + 'static) {
+        if is_busy(&self.segments, upto) {
+            self.when_idle = Some((upto, WhenIdle(Box::new(call))));
+        } else {
+            call();
+        }
     }
 
     /// What is to be merged up to an epoch; `None` if nothing is. No epoch that may still be written to is merged.
@@ -407,9 +433,9 @@ impl<F: Clone> Log<F> {
             return None;
         }
         let segments = || self.segments.range(..=upto);
-        let files = segments().map(|(epoch, segment)| (*epoch, segment.file.clone())).collect();
+        let files = segments().map(|(epoch, segment)| (*epoch, (segment.file.clone(), segment.nonce))).collect();
         let records = segments().flat_map(|(_, segment)| segment.records.values());
-        Some(Batch { upto, files, entries: records.map(|record| record.placed).collect() })
+        Some(Batch { upto, segments: files, entries: records.map(|record| record.placed).collect() })
     }
 
     /// Everything up to an epoch is in the image.

@@ -142,7 +142,8 @@ impl<F: LogFile> Window<'_, F> {
 /// The system's.
 pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<(u128, u64, Vec<Placed>)>> {
     let length = file.length()?;
-    let mut window = Window { file, buffer: Buffer::new(WINDOW as usize), at: 0, held: 0 };
+    let buffer = Buffer::new(WINDOW.min(length).max(PAGE) as usize);
+    let mut window = Window { file, buffer, at: 0, held: 0 };
     let head = window.get(0, PAGE)?.and_then(read_head).filter(|head| head.epoch == epoch && head.disk == disk);
     let Some(head) = head else { return Ok(None) };
     let mut entries = Vec::new();

@@ -1,8 +1,8 @@
 //! The directory of a log: what is durable about its epochs, and its segments' files.
 
 use super::error::RedoError;
-use super::files::{Files, LogFile};
-use super::format::{Head, PAGE, write_head};
+use super::files::{Files, LogFile, Peek};
+use super::format::{Head, PAGE, read_head, write_head};
 use super::log::Segment;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -79,13 +79,49 @@ pub(crate) fn read_slot(page: &[u8]) -> Option<(u64, State)> {
 /// The epoch of the segment with this name.
 #[must_use]
 pub fn epoch_of(name: &str) -> Option<u64> {
-    name.strip_suffix(".log").and_then(|number| number.parse().ok())
+    let epoch = name.strip_suffix(".log")?.parse().ok()?;
+    (name_of(epoch) == name).then_some(epoch)
 }
 
 /// The name of an epoch's segment.
 #[must_use]
 pub fn name_of(epoch: u64) -> String {
     format!("{epoch}.log")
+}
+
+/// Whether a file is one that a log made, also one that a crash has left incomplete: by its name and by what is in it.
+fn is_ours(name: &str, Peek { bytes, length }: &Peek) -> bool {
+    let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+    // Nothing was written to it, apart from zeroes.
+    let is_empty = *length == bytes.len() as u64 && is_zero(bytes);
+    if name == NAME {
+        let is_slot = |slot: &[u8]| slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE as usize - 16).unwrap_or(slot));
+        return *length <= 2 * PAGE && bytes.chunks(PAGE as usize).all(is_slot);
+    }
+    epoch_of(name).is_some() && (is_empty || bytes.get(..PAGE as usize).and_then(read_head).is_some())
+}
+
+/// Whether what has this name in the directory is a file that a log made.
+fn recognise(files: &impl Files, name: &str) -> io::Result<bool> {
+    let Some(first) = files.peek(name, 2 * PAGE)? else { return Ok(false) };
+    if is_ours(name, &first) {
+        return Ok(true);
+    }
+    // Room that was reserved for a segment, before its head was durable.
+    let whole = if first.length <= RESERVED { files.peek(name, RESERVED)? } else { None };
+    Ok(whole.is_some_and(|whole| is_ours(name, &whole)))
+}
+
+/// Why a name in the directory of a log is not removed.
+fn foreign(files: &impl Files, name: &str) -> RedoError {
+    let path = files.path().to_owned();
+    let target = std::fs::read_link(&path).ok();
+    RedoError::Foreign { path, target, name: name.into() }
+}
+
+/// The newest state in the file of a state, if one is whole.
+pub(crate) fn newest_slot(bytes: &[u8]) -> Option<(u64, State)> {
+    bytes.chunks(PAGE as usize).filter_map(read_slot).max_by_key(|(count, _)| *count)
 }
 
 /// See [the module](self).
@@ -97,29 +133,68 @@ pub struct Home<D: Files> {
     count: u64,
     /// To be given up before anything is written: the disk was opened at an older epoch.
     rewound: Option<(u64, u64)>,
+    /// Nobody else changes the directory.
+    _claim: D::Claim,
+}
+
+fn claim<D: Files>(files: &D) -> Result<Option<D::Claim>, RedoError> {
+    files.claim().map_err(|e| match e.kind() {
+        io::ErrorKind::ResourceBusy => RedoError::InUse { path: files.path().to_owned() },
+        _ => RedoError::io(files.path(), "locking the directory")(e),
+    })
 }
 
 impl<D: Files> Home<D> {
     /// Begin a log for a disk of `bytes` bytes that has none.
     ///
+    /// *On failure:* what there is then is no log. Files that no log made are as they were, and keep this from beginning.
+    ///
     /// # Errors
-    /// [`RedoError`]; what there is then is no log.
+    /// [`RedoError`].
     pub fn create(files: D, bytes: u64) -> Result<Self, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         files.make().map_err(failed("making the directory"))?;
-        for name in files.list().map_err(failed("reading the directory"))? {
-            // `begin` or `end` was cut off: there is no state that is whole.
-            files.remove(&name).map_err(failed("removing what was left there"))?;
-        }
+        let claim = claim(&files)?.ok_or(io::ErrorKind::NotFound.into()).map_err(failed("locking the directory"))?;
+        Self::clear(&files)?;
         let file = files.create(NAME).map_err(failed("making its state"))?;
         let (format, disk) = (FORMAT, Uuid::new_v4());
         let state = State { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead: Vec::new() };
         let empty = Buffer::new(2 * PAGE as usize);
         file.write_at(&empty, 0).map_err(failed("making its state"))?;
-        let mut home = Self { files, file, state, count: 0, rewound: None };
+        let mut home = Self { files, file, state, count: 0, rewound: None, _claim: claim };
         home.record(|_| ())?;
         home.files.sync().map_err(RedoError::io(home.files.path(), "making its directory durable"))?;
         Ok(home)
+    }
+
+    /// Removes what a `begin` or `end` that was interrupted has left. Nothing is removed unless all of it is that.
+    fn clear(files: &D) -> Result<(), RedoError> {
+        let failed = |doing| RedoError::io(files.path(), doing);
+        let mut names = files.list().map_err(failed("reading the directory"))?;
+        names.sort_unstable();
+        for name in &names {
+            if !recognise(files, name).map_err(failed("reading what is in the directory"))? {
+                return Err(foreign(files, name));
+            }
+        }
+        let has_segments = names.iter().any(|name| epoch_of(name).is_some());
+        let state = match files.peek(NAME, 2 * PAGE) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            found => found.map_err(failed("reading its state"))?,
+        };
+        match state.and_then(|found| newest_slot(&found.bytes)) {
+            None if has_segments => return Err(RedoError::Damaged { path: files.path().to_owned() }),
+            Some((_, state)) => {
+                let is_done = |epoch| epoch <= state.merged || state.is_dead(epoch);
+                if !names.iter().filter_map(|name| epoch_of(name)).all(is_done) {
+                    return Err(RedoError::Occupied { path: files.path().to_owned(), found: state.disk });
+                }
+            }
+            None => {}
+        }
+        // The state last: segments without one are a damaged log.
+        names.sort_unstable_by_key(|name| name == NAME);
+        names.iter().try_for_each(|name| files.remove(name)).map_err(failed("removing what was left there"))
     }
 
     /// The log in `files`, if there is one.
@@ -128,24 +203,25 @@ impl<D: Files> Home<D> {
     /// [`RedoError`].
     pub fn open(files: D) -> Result<Option<Self>, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
+        let Some(claim) = claim(&files)? else { return Ok(None) };
         let names = files.list().map_err(failed("reading the directory"))?;
         let has_segments = names.iter().any(|name| epoch_of(name).is_some());
         let damaged = || RedoError::Damaged { path: files.path().to_owned() };
         let file = match files.open(NAME) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound && has_segments => return Err(damaged()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
+                return if has_segments { Err(damaged()) } else { Ok(None) };
+            }
             opened => opened.map_err(failed("opening its state"))?,
         };
         let mut slots = Buffer::new(2 * PAGE as usize);
         file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
-        let newest = slots.chunks(PAGE as usize).filter_map(read_slot).max_by_key(|(count, _)| *count);
-        match newest {
+        match newest_slot(&slots) {
             None if has_segments => Err(damaged()),
             None => Ok(None),
             Some((_, state)) if state.format != FORMAT => {
                 Err(RedoError::Newer { path: files.path().to_owned(), found: state.format })
             }
-            Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None })),
+            Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None, _claim: claim })),
         }
     }
 
@@ -214,9 +290,9 @@ impl<D: Files> Home<D> {
     fn make(&self, epoch: u64) -> io::Result<Segment<D::File>> {
         let name = name_of(epoch);
         let file = match self.files.create(&name) {
-            // It could not be made durable before, so nobody has got it.
+            // It could not be made durable before, so nothing has used it.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                self.files.remove(&name)?;
+                self.remove_ours(&name)?;
                 self.files.create(&name)?
             }
             created => created?,
@@ -235,6 +311,15 @@ impl<D: Files> Home<D> {
         Ok(Segment::new(epoch, head.nonce, file))
     }
 
+    /// Removes a segment, if it is one.
+    fn remove_ours(&self, name: &str) -> io::Result<()> {
+        if recognise(&self.files, name)? {
+            return self.files.remove(name);
+        }
+        let why = format!("{name} is not a file of a redo log; move it away");
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
+    }
+
     /// Remove the segments that the image has, and those that were given up.
     ///
     /// # Errors
@@ -243,26 +328,55 @@ impl<D: Files> Home<D> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         for name in self.files.list().map_err(failed("reading the directory"))? {
             if epoch_of(&name).is_some_and(|epoch| epoch <= self.state.merged || self.state.is_dead(epoch)) {
-                self.files.remove(&name).map_err(failed("removing a segment"))?;
+                self.remove_ours(&name).map_err(failed("removing a segment"))?;
             }
         }
         Ok(())
     }
 
-    /// Remove the log. All that is in it must have been merged.
+    /// Notes that the log is about to end: the image has all of it, and may be newer than each of its epochs from here on. `next`: the
+    /// epoch of what would be written now; it and the one after it may have segments, which are empty.
+    ///
+    /// *On success:* the image may be written without the log.
+    /// *On failure:* the log is as it was.
     ///
     /// # Errors
-    /// [`RedoError::Io`]; what is left then is a log without writes, or none.
+    /// [`RedoError::Io`].
+    pub fn close(&mut self, next: u64) -> Result<(), RedoError> {
+        let done = next + 1;
+        self.record(|state| (state.floor, state.merged) = (state.floor.max(done), state.merged.max(done)))
+    }
+
+    /// Remove the log. All that is in it must have been merged, and [`Self::close`] have succeeded. Files that no log made stay, and
+    /// the directory with them.
+    ///
+    /// # Errors
+    /// [`RedoError`]; what is left then is a log without writes, or none.
     pub fn destroy(self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         let names = self.files.list().map_err(failed("reading the directory"))?;
-        // The state last: segments without one are a damaged log.
-        for name in names.iter().filter(|name| *name != NAME) {
-            self.files.remove(name).map_err(failed("removing a segment"))?;
+        let mut others = Vec::new();
+        for name in names.into_iter().filter(|name| *name != NAME) {
+            match epoch_of(&name).map(|_| self.remove_ours(&name)) {
+                Some(Ok(())) => {}
+                Some(Err(e)) if e.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(failed("removing a segment")(e));
+                }
+                _ => others.push(name),
+            }
         }
         self.files.sync().map_err(failed("making its directory durable"))?;
-        self.files.remove(NAME).map_err(failed("removing its state"))?;
-        self.files.remove_all().map_err(failed("removing the directory"))
+        // What has the name of a segment would make a damaged log of a directory without a state.
+        if !others.iter().any(|name| epoch_of(name).is_some()) {
+            self.files.remove(NAME).map_err(failed("removing its state"))?;
+        }
+        match others.first() {
+            None => self.files.remove_all().map_err(failed("removing the directory")),
+            Some(name) => {
+                self.files.sync().map_err(failed("making its directory durable"))?;
+                Err(foreign(&self.files, name))
+            }
+        }
     }
 }
 

@@ -75,7 +75,7 @@ pub struct DiskServe {
     pub wait: bool,
     #[command(flatten)]
     pub rate: DiskRate,
-    /// The directory of its redo log [default: IMAGE.redo; a block device has none].
+    /// The directory of its redo log, of this disk alone: empty, or not there yet [default: IMAGE.redo; a block device has none].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
     /// Bytes that its redo log may take [default: a quarter of the disk, at least 4G].

@@ -131,9 +131,7 @@ impl Engine {
         if let (Place::Entry(placed), true) = (work.place, buffer.is_some()) {
             return self.appended((number, part), &placed, result, buffer);
         }
-        if work.work == Work::Sync {
-            self.flushed(work.place, result.is_ok());
-        }
+        let result = if work.work == Work::Sync { self.flushed(work.place, result) } else { result };
         let status = match result {
             Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
                 warn_limited!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);

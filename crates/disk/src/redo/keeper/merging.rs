@@ -1,14 +1,14 @@
-//! Merging what was committed, and ending a log.
+//! Merging what was committed, and ending a log: the work of one thread, in turn.
 
-use super::{Keeper, lock, no_log, refused};
-use crate::engine::Handle;
+use super::threads::{Monitor, Threads};
+use super::{Keeper, Tasks, no_log, refused};
 use crate::engine::command::Refused;
-use crate::engine::visit::Reach;
-use crate::redo::error::chain;
-use crate::redo::merge::merge;
-use crate::redo::state::Home;
+use crate::engine::visit::VisitEngine;
+use crate::redo::error::{RedoError, chain};
+use crate::redo::files::Files;
+use crate::redo::merge::{Target, merge};
+use std::io;
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// A log that is shorter is ended in one go, while the guest's writes wait.
@@ -17,64 +17,93 @@ const SHORT: u64 = 8 << 20;
 const ROUNDS: u32 = 16;
 /// What a merge does before it rests.
 const WORK: Duration = Duration::from_millis(20);
-/// Between two looks whether what is under way has ended.
-const LOOK: Duration = Duration::from_millis(1);
 
-impl Keeper {
-    /// A checkpoint with this epoch counts: it may be merged, and no older one is wanted any more.
-    ///
-    /// # Errors
-    /// [`Refused`].
-    pub fn committed(self: &Arc<Self>, engine: &Handle, epoch: u64) -> Result<(), Refused> {
-        let sealed = lock(&self.home).as_ref().map(|home| home.state().sealed).ok_or_else(no_log)?;
-        if epoch > sealed {
-            return Err(Refused(format!("epoch {epoch} was not sealed: the last that was is {sealed}")));
-        }
-        let mut merging = lock(&self.merging);
-        merging.committed = merging.committed.max(epoch);
-        if !std::mem::replace(&mut merging.is_under_way, true) {
-            let (keeper, engine) = (Arc::clone(self), engine.clone());
-            thread::spawn(move || keeper.merge_committed(&engine));
-        }
-        Ok(())
+/// What is to be done next.
+enum Task {
+    Merge { upto: u64 },
+    End,
+}
+
+/// See [the module](self).
+pub(super) struct Merger<D: Files, E, T: Threads> {
+    keeper: Arc<Keeper<D, T>>,
+    engine: E,
+    target: Target<D::File>,
+}
+
+impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, T> {
+    pub(super) fn new(keeper: Arc<Keeper<D, T>>, engine: E, target: Target<D::File>) -> Self {
+        Self { keeper, engine, target }
     }
 
-    fn merge_committed(&self, engine: &Handle) {
-        loop {
-            let upto = lock(&self.merging).committed;
-            let merged = self.merge_to(engine, upto);
-            let mut merging = lock(&self.merging);
-            merging.failed = merged.as_ref().err().map(|Refused(why)| why.clone());
-            if let Some(why) = &merging.failed {
-                tracing::warn!("the redo log is not merged: {why}");
+    /// Does what there is to do, until the server ends.
+    pub(super) fn run(mut self) {
+        let next = |tasks: &mut Tasks| {
+            if tasks.stop {
+                Some(None)
+            } else if tasks.is_end_wanted {
+                Some(Some(Task::End))
+            } else {
+                let is_merge_wanted = std::mem::take(&mut tasks.is_merge_wanted);
+                is_merge_wanted.then_some(Some(Task::Merge { upto: tasks.committed }))
             }
-            if merged.is_err() || merging.committed == upto {
-                merging.is_under_way = false;
-                return;
+        };
+        while let Some(task) = self.keeper.tasks.wait(next) {
+            match task {
+                Task::Merge { upto } => {
+                    let failed = self.merge_to(upto).err().map(|Refused(why)| why);
+                    if let Some(why) = &failed {
+                        tracing::warn!("the redo log is not merged: {why}");
+                    }
+                    // A caller that waits for the end must not take this for its result.
+                    self.keeper.tasks.with(|tasks| {
+                        if !tasks.is_end_wanted {
+                            tasks.failed = failed;
+                        }
+                    });
+                }
+                Task::End => {
+                    let failed = self.end_log().err().map(|Refused(why)| why);
+                    if let Some(why) = &failed {
+                        tracing::warn!("the redo log does not end: {why}");
+                        let reopened = self.engine.visit(|reach| {
+                            reach.logged.iter_mut().for_each(|logged| logged.closing = false);
+                            Ok(())
+                        });
+                        // An engine that has ended needs no log.
+                        drop(reopened);
+                    }
+                    self.keeper.tasks.with(|tasks| (tasks.failed, tasks.is_end_wanted) = (failed, false));
+                }
             }
         }
     }
 
-    /// Merge what has ended, up to an epoch.
-    fn merge_to(&self, engine: &Handle, upto: u64) -> Result<(), Refused> {
+    /// Merges what has ended, up to an epoch.
+    pub(super) fn merge_to(&mut self, upto: u64) -> Result<(), Refused> {
+        let Self { keeper, engine, target } = self;
         let batch = engine.visit(move |reach| Ok(reach.logged.as_ref().and_then(|logged| logged.log.batch(upto))))?;
         let Some(batch) = batch else { return Ok(()) };
         let mut since = Instant::now();
         let pace = || {
-            let worked = since.elapsed();
+            if keeper.tasks.with(|tasks| tasks.stop) {
+                return Err(io::Error::new(io::ErrorKind::Interrupted, "the disk's server ends"));
+            }
+            let worked = T::elapsed(since);
             if worked < WORK {
-                return;
+                return Ok(());
             }
             let is_long = engine.visit(|reach| {
                 let (bytes, limit) = reach.logged.as_ref().map_or((0, 1), |logged| logged.log.bytes());
                 Ok(bytes > limit / 2 || reach.logged.as_ref().is_some_and(|logged| logged.closing))
             });
             if matches!(is_long, Ok(false)) {
-                thread::sleep(worked);
+                keeper.tasks.wait_timeout(worked, |tasks| (tasks.stop || tasks.is_end_wanted).then_some(()));
             }
             since = Instant::now();
+            Ok(())
         };
-        merge(&self.home, &batch, &self.image()?, pace).map_err(|e| refused(&e))?;
+        merge(&**keeper, &batch, target, pace).map_err(|e| refused(&e))?;
         let upto = batch.upto;
         engine.visit(move |reach| {
             if let Some(logged) = reach.logged {
@@ -82,52 +111,23 @@ impl Keeper {
             }
             Ok(())
         })?;
-        if let Some(home) = lock(&self.home).as_ref()
-            && let Err(e) = home.remove_done()
-        {
+        let removed = keeper.home.with(|kept| kept.home.as_ref().map_or(Ok(()), |home| home.remove_done()));
+        if let Err(e) = removed {
             tracing::warn!("{}", chain(&e));
         }
         Ok(())
     }
 
-    /// Merge all and have no log any more, while the guest goes on. Answers at once; [`Told`] goes when it is done.
-    ///
-    /// # Errors
-    /// [`Refused`].
-    pub fn end(self: &Arc<Self>, engine: &Handle) -> Result<(), Refused> {
-        if std::mem::replace(&mut *lock(&self.ending), true) {
-            return Ok(());
-        }
-        lock(&self.merging).failed = None;
-        let (keeper, engine) = (Arc::clone(self), engine.clone());
-        thread::spawn(move || {
-            let ended = keeper.end_now(&engine);
-            lock(&keeper.merging).failed = ended.as_ref().err().map(|Refused(why)| why.clone());
-            if let Err(Refused(why)) = ended {
-                tracing::warn!("the redo log does not end: {why}");
-                let reopened = engine.visit(|reach| {
-                    reach.logged.iter_mut().for_each(|logged| logged.closing = false);
-                    Ok(())
-                });
-                drop(reopened);
-            }
-            *lock(&keeper.ending) = false;
-        });
-        Ok(())
-    }
-
-    fn end_now(&self, engine: &Handle) -> Result<(), Refused> {
-        // One merge at a time.
-        while lock(&self.merging).is_under_way {
-            thread::sleep(LOOK);
-        }
-        if lock(&self.home).is_none() {
+    /// Merges all, and has no log any more.
+    fn end_log(&mut self) -> Result<(), Refused> {
+        if self.keeper.home.with(|kept| kept.home.is_none()) {
             return Ok(());
         }
         for round in 0.. {
             // Without room for a further segment the guest has to wait a little longer.
-            let is_last = self.prepare(engine).is_err() || round >= ROUNDS;
-            let is_short = engine.visit(move |reach| {
+            let prepared = self.keeper.home.with(|kept| Keeper::<D, T>::prepare(kept, &self.engine));
+            let is_last = prepared.is_err() || round >= ROUNDS;
+            let (is_short, upto) = self.engine.visit(move |reach| {
                 let logged = reach.logged.as_mut().ok_or_else(no_log)?;
                 let is_short = logged.log.current_bytes() < SHORT || is_last;
                 if is_short {
@@ -135,48 +135,63 @@ impl Keeper {
                 } else {
                     logged.log.mark();
                 }
-                Ok(is_short)
+                Ok((is_short, if is_short { u64::MAX } else { logged.log.closed() }))
             })?;
-            self.wait_idle(engine, is_short)?;
+            self.wait_idle(upto)?;
             if is_short {
                 break;
             }
-            self.merge_to(engine, u64::MAX)?;
+            self.merge_to(u64::MAX)?;
         }
-        engine.visit(|reach| {
+        self.engine.visit(|reach| {
             reach.logged.iter_mut().for_each(|logged| logged.log.close());
             Ok(())
         })?;
-        self.merge_to(engine, u64::MAX)?;
-        let is_empty = |reach: &mut Reach<'_>| Ok(reach.logged.as_ref().is_none_or(|logged| logged.log.is_empty()));
-        if !engine.visit(is_empty)? {
-            return Err(Refused("something was written meanwhile".into()));
-        }
-        if let Some(Err(e)) = lock(&self.home).take().map(Home::destroy) {
-            // What is left has no writes that are not in the image.
-            tracing::warn!("{}", chain(&e));
-        }
-        engine.visit(|reach| {
-            reach.ended = reach.logged.take();
+        self.merge_to(u64::MAX)?;
+        self.remove_log()
+    }
+
+    /// All is in the image: from here on what is written goes there.
+    fn remove_log(&self) -> Result<(), Refused> {
+        let Self { keeper, engine, .. } = self;
+        keeper.home.with(|kept| {
+            let (is_empty, next) = engine.visit(|reach| {
+                let log = &reach.logged.as_ref().ok_or_else(no_log)?.log;
+                Ok((log.is_empty(), log.epoch()))
+            })?;
+            if !is_empty {
+                return Err(Refused("something was written meanwhile".into()));
+            }
+            let home = kept.home.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
+            home.close(next).map_err(|e| refused(&e))?;
+            engine.visit(|reach| {
+                reach.ended = reach.logged.take();
+                Ok(())
+            })?;
+            kept.next = kept.next.max(next);
+            // What was committed was of this log.
+            keeper.tasks.with(|tasks| (tasks.committed, tasks.is_merge_wanted) = (0, false));
+            if let Some(Err(e)) = kept.home.take().map(|home| home.destroy()) {
+                // What is left has no writes that are not in the image, and no epoch of it can be had.
+                tracing::warn!("{}", chain(&e));
+            }
             Ok(())
         })
     }
 
-    /// Until nothing is under way into epochs that have ended; `all`: into any.
-    fn wait_idle(&self, engine: &Handle, all: bool) -> Result<(), Refused> {
-        loop {
-            let is_idle = engine.visit(move |reach| {
-                let log = &reach.logged.as_ref().ok_or_else(no_log)?.log;
-                Ok(if all {
-                    !log.is_busy()
-                } else {
-                    log.batch(u64::MAX).is_none_or(|batch| batch.upto == log.closed())
-                })
-            })?;
-            if is_idle {
-                return Ok(());
-            }
-            thread::sleep(LOOK);
-        }
+    /// Waits until nothing is under way into epochs up to `upto`.
+    fn wait_idle(&self, upto: u64) -> Result<(), Refused> {
+        let tasks = &self.keeper.tasks;
+        tasks.with(|tasks| tasks.is_idle = false);
+        let idle = Arc::clone(tasks);
+        self.engine.visit(move |reach| {
+            let log = &mut reach.logged.as_mut().ok_or_else(no_log)?.log;
+            log.when_idle(upto, move || idle.with(|tasks| tasks.is_idle = true));
+            Ok(())
+        })?;
+        tasks.wait(|tasks| match tasks {
+            tasks if tasks.stop => Some(Err(refused(&RedoError::Closed))),
+            tasks => tasks.is_idle.then_some(Ok(())),
+        })
     }
 }

@@ -5,6 +5,7 @@ use super::world::{BYTES, World, content, image};
 use crate::redo::error::RedoError;
 use crate::redo::format::What;
 use crate::redo::recover::{Wanted, open};
+use crate::redo::state::Home;
 use uuid::Uuid;
 
 const LIMIT: u64 = 1 << 30;
@@ -113,9 +114,61 @@ fn an_entry_that_is_damaged_hides_nothing_else() {
 }
 
 #[test]
+fn a_damaged_entry_is_not_merged_and_its_segment_stays() {
+    // Header and data of the entry of epoch 1: 4096 for the head.
+    for at in [4096 + 20, 4096 + 4096 + 7] {
+        let mut world = world();
+        let epoch = world.mark();
+        world.seal(epoch).unwrap();
+        let image = |world: &World| content(&world.disk, None);
+        let before = image(&world);
+        world.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
+        let error = world.commit(epoch).unwrap_err();
+        let why = std::error::Error::source(&error).unwrap().to_string();
+        assert!(why.contains("1.log") && why.contains("checksum"), "{why}");
+        assert_eq!(image(&world)[..4], before[..4], "sectors 0 to 3 are of that entry alone");
+        assert!(world.disk.names().contains(&"1.log".into()));
+        world.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
+        world.commit(epoch).unwrap();
+        world.check();
+    }
+}
+
+#[test]
+fn an_end_that_cannot_remove_its_files_leaves_no_epoch_that_can_be_had() {
+    for after in 0.. {
+        let mut world = world();
+        let epoch = world.mark();
+        world.seal(epoch).unwrap();
+        world.commit(epoch).unwrap();
+        let steps = world.disk.steps();
+        let mut home = world.home.lock().unwrap().take().unwrap();
+        let next = world.log().epoch();
+        home.close(next).unwrap();
+        let used = world.disk.steps() - steps;
+        world.disk.refuse(after, libc::EIO);
+        let destroyed = home.destroy();
+        world.disk.relent();
+        // The guest writes to the image itself now.
+        let wanted = Wanted::Epoch { epoch, disk: world.uuid };
+        let opened = open(world.disk.clone(), BYTES, wanted, LIMIT);
+        assert!(
+            matches!(opened, Err(RedoError::NewerDisk { .. } | RedoError::NoLog { .. })),
+            "{after} steps after {used}: {opened:?}"
+        );
+        // The next log takes the place of what is left.
+        Home::create(world.disk.clone(), BYTES).unwrap();
+        if destroyed.is_ok() {
+            assert!(after > 2, "{after}");
+            break;
+        }
+    }
+}
+
+#[test]
 fn a_merge_that_fails_at_any_step_is_done_again() {
     for error in [libc::ENOSPC, libc::EIO] {
-        let mut failed = 0;
+        let (mut failed, mut broken) = (0, 0);
         for after in 0.. {
             let mut world = world();
             let epoch = world.mark();
@@ -125,6 +178,17 @@ fn a_merge_that_fails_at_any_step_is_done_again() {
             world.disk.relent();
             // What is read is right, merged or not.
             world.check();
+            if world.durability.is_broken() {
+                // The kernel reports what it could not write once: only a new server may trust the image again.
+                world.commit(epoch).unwrap_err();
+                assert!(
+                    world.disk.names().contains(&"1.log".into()),
+                    "a segment is dropped that may not be in the image"
+                );
+                world.check();
+                world.reopen(Wanted::Newest);
+                broken += 1;
+            }
             world.commit(epoch).unwrap();
             world.check();
             world.reopen(Wanted::Newest);
@@ -134,7 +198,7 @@ fn a_merge_that_fails_at_any_step_is_done_again() {
             }
             failed += 1;
         }
-        assert!(failed > 5, "{failed}");
+        assert!(failed > 5 && broken == 1, "{failed} steps failed, {broken} of them a sync of the image");
     }
 }
 

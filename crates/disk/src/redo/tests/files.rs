@@ -1,7 +1,7 @@
 //! A directory and an image in memory. They record what is done, can make of that every state that a crash may leave, and can
 //! refuse to work. (The store's tests have one of their own: it has other steps.)
 
-use crate::redo::files::{Files, LogFile};
+use crate::redo::files::{Files, LogFile, Peek};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -212,6 +212,18 @@ impl LogFile for MemoryFile {
 
 impl Files for Memory {
     type File = MemoryFile;
+    type Claim = ();
+
+    fn claim(&self) -> io::Result<Option<()>> {
+        Ok(self.state().is_made.then_some(()))
+    }
+
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+        let state = self.state();
+        let file = &state.files[*state.names.get(name).ok_or(io::ErrorKind::NotFound)?];
+        let bytes = file[..file.len().min(most as usize)].to_vec();
+        Ok(Some(Peek { bytes, length: file.len() as u64 }))
+    }
 
     fn path(&self) -> &Path {
         Path::new("disk.redo")

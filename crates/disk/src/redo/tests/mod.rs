@@ -4,5 +4,5 @@
 
 mod crash;
 mod damage;
-mod files;
+pub(super) mod files;
 mod world;

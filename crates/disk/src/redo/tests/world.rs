@@ -1,17 +1,18 @@
 //! A guest, its log, and what must be true of its disk: the same steps as the engine and the keeper take, on a disk in memory.
 
 use super::files::{Memory, MemoryFile};
+use crate::image::Durability;
 use crate::redo::error::RedoError;
-use crate::redo::files::{LogFile, read_any};
+use crate::redo::files::{LogFile, Synced, read_any};
 use crate::redo::format::{PAGE, What};
 use crate::redo::index::Source;
 use crate::redo::log::{Log, Placed};
-use crate::redo::merge::merge;
+use crate::redo::merge::{Target, merge};
 use crate::redo::recover::{self, Wanted};
 use crate::redo::state::Home;
 use rekindle_kernel::uring::Buffer;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use uuid::Uuid;
 
 /// Sectors of the disk.
@@ -88,6 +89,8 @@ pub struct World {
     /// The disk of each epoch that was ever marked.
     pub epochs: BTreeMap<u64, Content>,
     pub uuid: Uuid,
+    /// Whether all syncs of the image have succeeded.
+    pub durability: Arc<Durability>,
     committed: u64,
     /// The newest disk, while it is gone back from and nothing was given up.
     left: Option<Vec<(u64, u64)>>,
@@ -110,6 +113,7 @@ impl World {
             promise: Promise { newest, sealed: BTreeSet::from([0]) },
             epochs: BTreeMap::from([(0, initial())]),
             uuid,
+            durability: Arc::default(),
             committed: 0,
             left: None,
         }
@@ -236,12 +240,17 @@ impl World {
         Ok(())
     }
 
+    /// The image, as merges write it.
+    fn target(&self) -> Target<MemoryFile> {
+        Target::new(Synced::new(self.disk.image(), Arc::clone(&self.durability)))
+    }
+
     /// The checkpoint counts, and is merged.
     pub fn commit(&mut self, epoch: u64) -> Result<(), RedoError> {
         self.committed = self.committed.max(epoch);
         self.promise.sealed.retain(|sealed| *sealed >= epoch);
         let Some(batch) = self.log().batch(epoch) else { return Ok(()) };
-        merge(&self.home, &batch, &self.disk.image(), || ())?;
+        merge(&self.home, &batch, &mut self.target(), || Ok(()))?;
         self.log().merged_to(batch.upto);
         while self.log().sweep() {}
         self.home.lock().unwrap().as_ref().unwrap().remove_done()
@@ -253,9 +262,12 @@ impl World {
         self.log().close();
         let upto = self.log().closed();
         if let Some(batch) = self.log().batch(upto) {
-            merge(&self.home, &batch, &self.disk.image(), || ()).unwrap();
+            merge(&self.home, &batch, &mut self.target(), || Ok(())).unwrap();
         }
-        self.home.lock().unwrap().take().unwrap().destroy().unwrap();
+        let next = self.log().epoch();
+        let mut home = self.home.lock().unwrap().take().unwrap();
+        home.close(next).unwrap();
+        home.destroy().unwrap();
         self.log = None;
         self.promise.sealed.clear();
         self.promise.newest = self.now.iter().map(|(_, value)| BTreeSet::from([*value])).collect();
@@ -264,6 +276,7 @@ impl World {
     /// The server is killed, what was under way is lost, and another one opens the disk.
     pub fn reopen(&mut self, wanted: Wanted) {
         self.under_way.clear();
+        self.durability = Arc::default();
         let (home, log) = recover::open(self.disk.clone(), BYTES, wanted, LIMIT).unwrap().unwrap();
         let is_rewound = home.is_rewound();
         self.home = Mutex::new(Some(home));

@@ -1,0 +1,153 @@
+//! Files in memory, each use of which is a step of the model.
+
+use crate::redo::files::{Files, LogFile, Peek};
+use crate::redo::tests::files::{Memory, MemoryFile};
+use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What is checked while files are used.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    steps: AtomicUsize,
+    /// The merge that has written to the image and not synced it yet.
+    pub merging: std::sync::Mutex<Option<u32>>,
+    /// Two merges are an error. Not where the checker itself is checked.
+    pub is_strict: bool,
+}
+
+/// A file whose every use is a step, at which another thread may continue.
+#[derive(Debug, Clone)]
+pub(super) struct StepFile {
+    file: MemoryFile,
+    watch: Arc<Watch>,
+    /// Which merge uses it, if it is the image and one does.
+    merge: Option<u32>,
+}
+
+impl StepFile {
+    fn step(&self, is_end: bool) {
+        self.watch.steps.fetch_add(1, Ordering::SeqCst);
+        if let Some(merge) = self.merge {
+            let mut merging = self.watch.merging.lock().unwrap();
+            let is_other = merging.is_some_and(|other| other != merge);
+            assert!(!(is_other && self.watch.is_strict), "two merges of one log at once");
+            *merging = (!is_end).then_some(merge);
+        }
+    }
+}
+
+impl LogFile for StepFile {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.watch.steps.fetch_add(1, Ordering::SeqCst);
+        self.file.read_at(into, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.step(false);
+        self.file.write_at(bytes, offset)
+    }
+
+    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
+        self.step(false);
+        self.file.zero(offset, len, hole)
+    }
+
+    fn reserve(&self, len: u64) {
+        self.file.reserve(len);
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.step(true);
+        self.file.sync()
+    }
+
+    fn length(&self) -> io::Result<u64> {
+        self.file.length()
+    }
+}
+
+/// The directory.
+#[derive(Debug, Clone)]
+pub(super) struct StepFiles {
+    pub memory: Memory,
+    pub watch: Arc<Watch>,
+    is_claimed: Arc<AtomicBool>,
+}
+
+/// The directory's lock.
+#[derive(Debug)]
+pub(super) struct Claim(Arc<AtomicBool>);
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+impl StepFiles {
+    pub fn new(image: Vec<u8>, is_strict: bool) -> Self {
+        let watch = Arc::new(Watch { is_strict, ..Watch::default() });
+        Self { memory: Memory::new(image), watch, is_claimed: Arc::default() }
+    }
+
+    fn file(&self, file: MemoryFile) -> StepFile {
+        StepFile { file, watch: Arc::clone(&self.watch), merge: None }
+    }
+
+    /// `merge`: the number of the merge that uses it; `None` for the engine.
+    pub fn image(&self, merge: Option<u32>) -> StepFile {
+        StepFile { merge, ..self.file(self.memory.image()) }
+    }
+}
+
+impl Files for StepFiles {
+    type File = StepFile;
+    type Claim = Claim;
+
+    fn path(&self) -> &Path {
+        self.memory.path()
+    }
+
+    fn make(&self) -> io::Result<()> {
+        self.memory.make()
+    }
+
+    fn claim(&self) -> io::Result<Option<Claim>> {
+        if self.memory.claim()?.is_none() {
+            return Ok(None);
+        }
+        assert!(!self.is_claimed.swap(true, Ordering::SeqCst), "two logs have the directory");
+        Ok(Some(Claim(Arc::clone(&self.is_claimed))))
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.memory.list()
+    }
+
+    fn create(&self, name: &str) -> io::Result<StepFile> {
+        self.memory.create(name).map(|file| self.file(file))
+    }
+
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+        self.memory.peek(name, most)
+    }
+
+    fn open(&self, name: &str) -> io::Result<StepFile> {
+        self.memory.open(name).map(|file| self.file(file))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.watch.steps.fetch_add(1, Ordering::SeqCst);
+        self.memory.remove(name)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.memory.sync()
+    }
+
+    fn remove_all(&self) -> io::Result<()> {
+        self.memory.remove_all()
+    }
+}

@@ -1,0 +1,102 @@
+//! Threads and what they share, so that a model checker can take the system's place (`model.rs`).
+
+use std::fmt::Debug;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// A value that one thread at a time uses, and that threads wait for.
+pub trait Monitor<T>: Send + Sync + 'static {
+    /// With this value.
+    fn new(value: T) -> Self;
+    /// Uses the value. Those who wait check it anew.
+    fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R;
+    /// Waits until `until` gives something.
+    fn wait<R>(&self, until: impl FnMut(&mut T) -> Option<R>) -> R;
+    /// The same, for so long at most.
+    fn wait_timeout<R>(&self, patience: Duration, until: impl FnMut(&mut T) -> Option<R>) -> Option<R>;
+}
+
+/// Where threads and monitors come from.
+pub trait Threads: Debug + Send + Sync + 'static {
+    /// A value that they share.
+    type Monitor<T: Send + 'static>: Monitor<T>;
+    /// A thread.
+    type Thread: Send + 'static;
+    /// Begin one.
+    fn spawn(run: impl FnOnce() + Send + 'static) -> Self::Thread;
+    /// Wait for its end.
+    fn join(thread: Self::Thread);
+    /// How long ago `since` is.
+    fn elapsed(since: Instant) -> Duration;
+}
+
+/// Those of the system.
+#[derive(Debug)]
+pub struct System;
+
+/// See [`Monitor`].
+#[derive(Debug)]
+pub struct SystemMonitor<T> {
+    value: Mutex<T>,
+    changed: Condvar,
+}
+
+impl<T> SystemMonitor<T> {
+    fn lock(&self) -> MutexGuard<'_, T> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Send + 'static> Monitor<T> for SystemMonitor<T> {
+    fn new(value: T) -> Self {
+        Self { value: Mutex::new(value), changed: Condvar::new() }
+    }
+
+    fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R {
+        let given = run(&mut self.lock());
+        self.changed.notify_all();
+        given
+    }
+
+    fn wait<R>(&self, mut until: impl FnMut(&mut T) -> Option<R>) -> R {
+        let mut value = self.lock();
+        loop {
+            if let Some(given) = until(&mut value) {
+                return given;
+            }
+            value = self.changed.wait(value).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn wait_timeout<R>(&self, patience: Duration, mut until: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
+        let deadline = Instant::now() + patience;
+        let mut value = self.lock();
+        loop {
+            let given = until(&mut value);
+            let left = deadline.saturating_duration_since(Instant::now());
+            if given.is_some() || left.is_zero() {
+                return given;
+            }
+            value = self.changed.wait_timeout(value, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Threads for System {
+    type Monitor<T: Send + 'static> = SystemMonitor<T>;
+    type Thread = JoinHandle<()>;
+
+    fn spawn(run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+        thread::spawn(run)
+    }
+
+    fn join(thread: JoinHandle<()>) {
+        // One that panicked has said so.
+        let _ = thread.join();
+    }
+
+    fn elapsed(since: Instant) -> Duration {
+        since.elapsed()
+    }
+}
