@@ -74,7 +74,7 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
     // Its file system is not mounted.
     let away: PathBuf = lab.path("away");
     fs::rename(&store, &away).unwrap();
-    let words = ["the store of VM web is gone", "owner since 20", "mounted?", &format!("{}", abandon.join(" "))];
+    let words = ["the store of VM web is gone", "owner since 20", "mounted?", &abandon.join(" ")];
     for arguments in [&[][..], &["--create-store"]] {
         protect(arguments).status(1).says(&words);
         assert!(!store.exists());
