@@ -44,7 +44,7 @@ use hand::Hand;
 use job::{Job, Late};
 use logged::Logged;
 use record::Record;
-use rekindle_kernel::uring::{Buffer, Done, Ring};
+use rekindle_kernel::uring::{Buffer, Done, HALF, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 use std::collections::{BTreeMap, VecDeque};
@@ -352,6 +352,11 @@ impl Engine {
                 let buffer = self.pool.swap_remove(position);
                 self.pooled -= buffer.len();
                 buffer
+            }
+            None if bytes > HALF / 2 && bytes <= HALF => {
+                let [first, second] = Buffer::pair();
+                self.put_back(Some(second));
+                first
             }
             None => Buffer::new(bytes),
         }
