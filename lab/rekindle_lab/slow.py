@@ -43,6 +43,21 @@ def can_be_slow() -> bool:
 
 
 @contextmanager
+def loop_device(image: Path) -> Iterator[str]:
+    """A loop device on a file, for direct I/O. It is removed with its last user, also when this process is killed."""
+    device = run("losetup", "--find", "--show", "--direct-io=on", image)
+    try:
+        held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        # The kernel detaches a device that is open when it is closed for the last time.
+        run("losetup", "--detach", device)
+    try:
+        yield device
+    finally:
+        os.close(held)
+
+
+@contextmanager
 def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
     """A disk that can be held to a rate: a loop device on a file in `folder`, which is on the machine's disk.
 
@@ -57,8 +72,7 @@ def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
             file.truncate(size_mib << 20)
         run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
         mount.mkdir()
-        loop = run("losetup", "--find", "--show", "--direct-io=on", image)
-        stack.callback(subprocess.run, ["losetup", "--detach", loop], check=False)
+        loop = stack.enter_context(loop_device(image))
         number = Path(loop).stat().st_rdev
         slow = Slow(mount, f"{os.major(number)}:{os.minor(number)}")
         run("mount", "-t", "ext4", loop, mount)

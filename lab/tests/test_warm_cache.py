@@ -47,8 +47,9 @@ def made_up():
         for how, ms in (("map", 1010), ("no-map", 1000)):
             given = {"bytes": GIB, "us": ms * 1000 + number, "cpu_us": 1}
             out += [Row("map", what, how, "none", number, **given) for what in ("read", "write", "bytes")]
-        for how, mb in (("server", 120), ("qsd", 100)):
-            given = {"block": 4096, "bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": 10**6}
+        for how, mb in (("server", 120), ("qsd", 80), ("qsd-threads", 100)):
+            given = {"block": 4096, "bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": mb * 10**4}
+            given["requests"] = 10**5
             out.append(Row("native", "read", how, "none", number, **given))
         given = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": 500_000}
         out.append(Row("native", "read", "attic", "none", number, **given))
@@ -75,6 +76,9 @@ def test_known_rows_give_known_figures(tmp_path):
     # More is better here.
     native = by_id["native_vs_qsd"].as_json()
     assert (native["met"], native["verdict"], native["bar"]) == (True, "better", ">= 1")
+    # The peer is the one of the daemon's ways that is the fastest.
+    assert native["value"] == pytest.approx(122 / 102, abs=0.02)
+    assert (native["server_us_a_request"], native["peer_us_a_request"]) == (12.0, 10.0)
     assert [line for line in found.absent if "write" in line]
 
 

@@ -6,7 +6,7 @@
 use crate::block::Block;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
-use xxhash_rust::xxh3::xxh3_128_with_seed;
+use twox_hash::XxHash3_128;
 
 /// The digest of one block.
 pub type Digest = u128;
@@ -31,6 +31,26 @@ impl Digester {
     /// The digest of a block.
     #[must_use]
     pub fn of(self, block: &Block) -> Digest {
-        xxh3_128_with_seed(block, self.seed)
+        XxHash3_128::oneshot_with_seed(self.seed, block)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::block::BLOCK;
+    use proptest::prelude::*;
+    use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn it_is_the_same_whichever_instructions_the_processor_has(
+            seed in any::<u64>(), bytes in proptest::collection::vec(any::<u8>(), BLOCK),
+        ) {
+            let block: &Block = bytes.as_slice().try_into().unwrap();
+            prop_assert_eq!(Digester { seed }.of(block), xxh3_128_with_seed(block, seed));
+        }
     }
 }

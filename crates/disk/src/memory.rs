@@ -17,7 +17,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
-use vm_memory::bitmap::{Bitmap, BitmapSlice, NewBitmap, WithBitmapSlice};
+use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{
     Address, Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
@@ -92,11 +92,9 @@ impl Marks {
     }
 }
 
-impl WithBitmapSlice<'_> for Marks {
-    type S = Self;
+impl<'a> WithBitmapSlice<'a> for Marks {
+    type S = RefSlice<'a, Self>;
 }
-
-impl BitmapSlice for Marks {}
 
 impl Bitmap for Marks {
     fn mark_dirty(&self, offset: usize, len: usize) {
@@ -109,8 +107,8 @@ impl Bitmap for Marks {
         word.is_some_and(|word| word.load(Ordering::Relaxed) & (1 << (page % 64)) != 0)
     }
 
-    fn slice_at(&self, offset: usize) -> Self {
-        Self { region: Arc::clone(&self.region), base: self.base.saturating_add(offset as u64) }
+    fn slice_at(&self, offset: usize) -> RefSlice<'_, Self> {
+        RefSlice::new(self, offset)
     }
 }
 
@@ -264,7 +262,19 @@ impl Memory {
     /// Copy into the guest.
     #[must_use]
     pub fn write(&self, address: u64, bytes: &[u8]) -> Option<()> {
+        if bytes.len() >= PAGE_SIZE {
+            self.touch(address, bytes.len());
+        }
         self.map.write_slice(bytes, GuestAddress(address)).ok()
+    }
+
+    /// Reads a byte of each page that is about to be written. The first access to a page of the file that this mapping does not have yet is a fault: one for a
+    /// read maps 16 pages that are there (`fault_around_bytes`), one for a write maps one.
+    fn touch(&self, address: u64, bytes: usize) {
+        let Ok(slice) = self.map.get_slice(GuestAddress(address), bytes) else { return };
+        for at in (0..bytes).step_by(PAGE_SIZE) {
+            let _ = slice.load::<u8>(at, Ordering::Relaxed);
+        }
     }
 
     /// Copy into the guest what fills pages that it may not have taken of the host yet. Through the file: that takes no fault for each, and none
@@ -443,6 +453,26 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(bytes).unwrap();
         Region { address, bytes, file, offset: 0, front: 0x7000_0000_0000 + address }
+    }
+
+    #[test]
+    fn a_write_takes_no_page_of_the_host_but_those_that_it_fills() {
+        use rustix::fs::{MemfdFlags, memfd_create};
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(1 << 20).unwrap();
+        file.write_all_at(&[7; 3 * PAGE_SIZE], 33 * PAGE_SIZE as u64).unwrap();
+        let part = Region { address: 0, bytes: 1 << 20, file: file.try_clone().unwrap(), offset: 0, front: 0 };
+        let memory = Memory::map(vec![part]).unwrap();
+        assert_eq!(memory.room(), 256 - 3);
+        // Not at the beginning of a page, one that is there and two that are not.
+        memory.write(35 * PAGE_SIZE as u64 + 100, &[1; 2 * PAGE_SIZE]).unwrap();
+        assert_eq!(memory.room(), 256 - 5);
+        let mut expected = vec![0; 1 << 20];
+        expected[33 * PAGE_SIZE..36 * PAGE_SIZE].fill(7);
+        expected[35 * PAGE_SIZE + 100..37 * PAGE_SIZE + 100].fill(1);
+        let mut found = vec![0; 1 << 20];
+        file.read_exact_at(&mut found, 0).unwrap();
+        assert!(found == expected);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring safe: there is
 //! no way to look at, change or free memory that the kernel or a device is still writing.
 
+use crate::large::{HUGE, Large};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -17,10 +18,23 @@ use std::time::Duration;
 /// Alignment of a buffer: that of a page, which is enough for `O_DIRECT` on any device.
 pub const ALIGNMENT: usize = 4096;
 
+/// Bytes of each buffer of [`Buffer::pair`].
+pub const HALF: usize = HUGE / 2;
+
 /// Memory for `O_DIRECT`.
 pub struct Buffer {
     start: NonNull<u8>,
-    layout: Layout,
+    len: usize,
+    memory: Memory,
+}
+
+/// Where a buffer's memory comes from.
+enum Memory {
+    Allocated(Layout),
+    /// A half of a huge page, which the other half's buffer keeps as well.
+    Half {
+        _page: Arc<Large>,
+    },
 }
 
 // SAFETY: the memory is this value's alone; it is reached through it only.
@@ -39,14 +53,30 @@ impl Buffer {
         // SAFETY: the layout is not of size zero.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
-        Self { start, layout }
+        Self { start, len: bytes, memory: Memory::Allocated(layout) }
+    }
+
+    /// Two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up and describes such a buffer to a device as one
+    /// piece, not as 256 pages; a device that takes fewer pieces at a time (loop: 128) gets it in one request.
+    #[must_use]
+    pub fn pair() -> [Self; 2] {
+        let mut page = Large::new();
+        let starts = {
+            let (first, second) = page.grow(HUGE).split_at_mut(HALF);
+            [NonNull::from(first).cast(), NonNull::from(second).cast()]
+        };
+        // From here on the page is reached through the two buffers only, and is unmapped when both have gone.
+        let page = Arc::new(page);
+        starts.map(|start| Self { start, len: HALF, memory: Memory::Half { _page: Arc::clone(&page) } })
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their buffer.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+        if let Memory::Allocated(layout) = self.memory {
+            // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their buffer.
+            unsafe { dealloc(self.start.as_ptr(), layout) }
+        }
     }
 }
 
@@ -55,14 +85,14 @@ impl Deref for Buffer {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: initialised memory of that size, borrowed with `self`.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.layout.size()) }
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
@@ -341,6 +371,26 @@ mod tests {
         // Beyond the end.
         ring.begin(&file, Operation::Read { at: 1 << 20, len: 4096, buffer: Buffer::new(4096) }, 3).unwrap();
         assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap(), 0);
+    }
+
+    #[test]
+    fn two_buffers_share_a_huge_page_and_not_a_byte() {
+        let [mut first, mut second] = Buffer::pair();
+        assert_eq!((first.len(), second.len()), (HALF, HALF));
+        assert!(first.iter().chain(&*second).all(|byte| *byte == 0));
+        assert!([&first, &second].iter().all(|half| (half.as_ptr() as usize).is_multiple_of(ALIGNMENT)));
+        first.fill(1);
+        second.fill(2);
+        assert!(first.iter().all(|byte| *byte == 1));
+        // What one leaves is still the other's.
+        drop(first);
+        assert!(second.iter().all(|byte| *byte == 2));
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let mut ring = Ring::new(2).unwrap();
+        ring.begin(&file, Operation::Write { at: 0, len: HALF, buffer: second }, 1).unwrap();
+        let second = all(&mut ring, 1).pop().unwrap().buffer.unwrap();
+        ring.begin(&file, Operation::Read { at: 0, len: HALF, buffer: Buffer::new(HALF) }, 2).unwrap();
+        assert!(*all(&mut ring, 1).pop().unwrap().buffer.unwrap() == *second);
     }
 
     #[test]

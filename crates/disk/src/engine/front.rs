@@ -2,7 +2,7 @@
 
 use super::command::{Broken, Ends, Notify, Refused, Rings, Session};
 use super::line::{Line, Next, RingError};
-use super::{Engine, Token};
+use super::{Engine, FEED, Token};
 use crate::attic::Attic;
 use crate::beside::beside;
 use crate::channel;
@@ -28,6 +28,8 @@ const MOST_JOBS: usize = 1024;
 const MOST_BYTES: u64 = 128 << 20;
 /// Requests that are taken out of a queue before something else has its turn, at most. A long one counts as several.
 const TURN: u64 = 256;
+/// The guest is notified after so many answers at the latest, while the engine has more of them.
+const MOST_UNNOTIFIED: usize = 32;
 
 /// See [the module](self).
 #[derive(Default)]
@@ -127,7 +129,11 @@ impl Engine {
     ) -> Result<(), Refused> {
         if let Some(line) = self.front(session)?.lines.get_mut(&queue) {
             match which {
-                Notify::Call => line.call = descriptor,
+                Notify::Call => {
+                    line.call = descriptor;
+                    // What was answered before had nowhere to be notified.
+                    line.interrupt();
+                }
                 Notify::Error => line.error = descriptor,
             }
         }
@@ -189,7 +195,10 @@ impl Engine {
             again: again.into(),
             stopping: false,
             broken: None,
+            has_unnotified: false,
         };
+        // A server before may have been killed after it had answered and before it had notified the guest, which waits for that.
+        line.interrupt();
         front.lines.insert(number, line);
         if front.is_untold {
             front.tell_grown();
@@ -358,7 +367,7 @@ impl Engine {
         }
     }
 
-    /// Put a chain into the used ring, and tell the guest if it wants to know.
+    /// Puts a chain into the used ring. The guest is notified with the next [`Engine::notify`], at the latest before the engine waits.
     pub(super) fn tell(&mut self, session: Session, number: u16, head: u16, written: u32) {
         let Some(front) = self.fronts.get_mut(&session) else { return };
         let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.as_ref()) else { return };
@@ -366,6 +375,22 @@ impl Engine {
             Ok(Ok(())) => {}
             Ok(Err(e)) => warn_limited!("a request is not noted as done: {e}"),
             Err(e) => self.ring_failed(session, number, &e),
+        }
+        self.unnotified += 1;
+        if self.unnotified >= MOST_UNNOTIFIED || written as usize >= FEED {
+            self.notify();
+        }
+    }
+
+    /// Notifies the guest of all that was answered. One notification serves for many answers: each wakes a processor of the guest, and costs both sides
+    /// more than a small request does.
+    pub(super) fn notify(&mut self) {
+        if std::mem::take(&mut self.unnotified) == 0 {
+            return;
+        }
+        for front in self.fronts.values_mut() {
+            let Some(memory) = &front.memory else { continue };
+            front.lines.values_mut().for_each(|line| line.notify(memory));
         }
     }
 }

@@ -53,6 +53,8 @@ pub(super) struct Line {
     pub stopping: bool,
     /// Why nothing is taken any more.
     pub broken: Option<String>,
+    /// The used ring has entries that the guest has not been notified of.
+    pub has_unnotified: bool,
 }
 
 impl Line {
@@ -103,7 +105,7 @@ impl Line {
         }
     }
 
-    /// Puts a chain into the used ring, and notifies the guest if it wants that.
+    /// Puts a chain into the used ring. The guest is notified by [`Line::notify`].
     pub fn answer(
         &mut self,
         memory: &Memory,
@@ -117,12 +119,20 @@ impl Line {
         let used = self.queue.next_used();
         let noted =
             noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.told(number, head, used)));
-        if self.queue.needs_notification(&memory.map).unwrap_or(true)
-            && let Some(call) = &self.call
-        {
-            notify(call);
-        }
+        self.has_unnotified = true;
         Ok(noted)
+    }
+
+    /// Notifies the guest of what was put into the used ring since the last time, if its driver wants that.
+    pub fn notify(&mut self, memory: &Memory) {
+        if std::mem::take(&mut self.has_unnotified) && self.queue.needs_notification(&memory.map).unwrap_or(true) {
+            self.interrupt();
+        }
+    }
+
+    /// Notifies the guest in any case. A driver that finds nothing new in the used ring ignores it.
+    pub fn interrupt(&self) {
+        self.call.iter().for_each(notify);
     }
 
     /// Stops to take requests for good. Gives whether it was not broken before.

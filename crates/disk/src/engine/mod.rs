@@ -44,7 +44,7 @@ use hand::Hand;
 use job::{Job, Late};
 use logged::Logged;
 use record::Record;
-use rekindle_kernel::uring::{Buffer, Done, Ring};
+use rekindle_kernel::uring::{Buffer, Done, HALF, Ring};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 use std::collections::{BTreeMap, VecDeque};
@@ -198,6 +198,8 @@ struct Engine {
     has_more: bool,
     /// Bytes of all requests that were taken out of the queues and have not ended.
     taken_bytes: u64,
+    /// Answers that no guest has been notified of.
+    unnotified: usize,
     /// Bytes that are under way.
     moving: usize,
     /// Bytes that were moved since the disk was seen to.
@@ -266,6 +268,7 @@ pub fn start(
             looked: Instant::now(),
             tending: false,
             has_room: false,
+            unnotified: 0,
             has_more: false,
             taken_bytes: 0,
             moving: 0,
@@ -292,6 +295,7 @@ impl Engine {
             }
             self.begin_waiting();
             self.punch();
+            self.notify();
             self.answer_stopped();
             if self.ended && self.jobs.is_empty() {
                 return Ok(());
@@ -302,6 +306,7 @@ impl Engine {
                 self.completed(done);
                 // What was moved has taken its time: meanwhile the disk is to have something to do.
                 if std::mem::take(&mut self.has_moved) > FEED {
+                    self.notify();
                     self.take_all();
                     self.begin_waiting();
                     self.ring.submit()?;
@@ -347,6 +352,11 @@ impl Engine {
                 let buffer = self.pool.swap_remove(position);
                 self.pooled -= buffer.len();
                 buffer
+            }
+            None if bytes > HALF / 2 && bytes <= HALF => {
+                let [first, second] = Buffer::pair();
+                self.put_back(Some(second));
+                first
             }
             None => Buffer::new(bytes),
         }

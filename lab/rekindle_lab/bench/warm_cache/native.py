@@ -11,12 +11,15 @@ from pathlib import Path
 
 from rekindle_lab.bench.stage import MIB, NoRoomError
 from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.slow import loop_device
 
 from .plan import Plan
 from .rows import Row
 from .stage import Stage
 
 START_DEADLINE_S = 30.0
+PEERS = {"qsd": "io_uring", "qsd-native": "native", "qsd-threads": "threads"}
+"""The storage daemon's ways to access a device; each window is measured with all of them, and the best one counts."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,15 @@ class Server:
 
 @contextmanager
 def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
-    """Start a server and wait for its socket; ended at the end."""
+    """Start a server and wait for its socket; ended at the end, or with this process."""
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + START_DEADLINE_S
         while not socket.exists():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RekindleError(f"{command[0]}: {log.read_text()[-1000:]}")
+                raise RekindleError(f"{command[3]}: {log.read_text()[-1000:]}")
             time.sleep(0.02)
         yield Server(socket, process.pid)
     finally:
@@ -75,14 +79,14 @@ def ours(stage: Stage, image: Path, name: str = "ours", *options: str) -> Abstra
     return _process(command, socket, stage.work / f"{name}.log")
 
 
-def daemon(stage: Stage, image: Path) -> AbstractContextManager[Server]:
-    """QEMU's, with io_uring and a thread of its own, which polls: the fastest that it has."""
+def daemon(stage: Stage, device: Path, aio: str) -> AbstractContextManager[Server]:
+    """QEMU's, with a thread of its own, which polls, and direct I/O as ours."""
     binary = shutil.which("qemu-storage-daemon")
     if binary is None:
         raise NoRoomError("has no qemu-storage-daemon; run: scripts/setup")
     socket = stage.work / "qsd.sock"
     export = f"type=vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path={socket},writable=on,iothread=t"
-    blockdev = f"driver=file,node-name=f,filename={image},cache.direct=on,aio=io_uring"
+    blockdev = f"driver=host_device,node-name=f,filename={device},cache.direct=on,aio={aio}"
     command = [binary, "--object", "iothread,id=t", "--blockdev", blockdev, "--export", export]
     return _process(command, socket, stage.work / "qsd.log")
 
@@ -104,24 +108,29 @@ def _row(what: Kind, how: str, number: int, told: dict[str, int]) -> Row:
 
 
 @contextmanager
-def image(stage: Stage, span_mib: int) -> Iterator[Path]:
-    """A disk without holes, which is on a real one."""
-    stage.need(memory_mib=3 * span_mib, disk_mib=span_mib)
-    path = stage.disk_dir / "native.raw"
+def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
+    """A block device in memory: its own time varies less than a disk's."""
+    stage.need(memory_mib=4 * span_mib)
+    if not Path("/dev/loop-control").exists():
+        raise NoRoomError("has no loop devices")
+    path = stage.work / "native.raw"
     try:
         subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
-        subprocess.run(["sync", str(path)], check=True)
-        yield path
+        with loop_device(path) as device:
+            # It is the device's alone from here on: memory that is freed with it.
+            path.unlink()
+            yield Path(device)
     finally:
         path.unlink(missing_ok=True)
 
 
 def native(stage: Stage, plan: Plan) -> None:
     """Windows with each server in turn."""
-    with image(stage, plan.span_mib) as path:
+    ways = ("server", *PEERS)
+    with medium(stage, plan.span_mib) as device:
         for number in range(plan.native):
-            for how in ("server", "qsd") if number % 2 == 0 else ("qsd", "server"):
-                with ours(stage, path) if how == "server" else daemon(stage, path) as server:
+            for how in ways if number % 2 == 0 else ways[::-1]:
+                with daemon(stage, device, PEERS[how]) if how in PEERS else ours(stage, device) as server:
                     for kind in KINDS:
                         told = ask(stage, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
                         stage.rows.append(_row(kind, how, number, told))
@@ -132,7 +141,7 @@ def attic(stage: Stage, plan: Plan) -> None:
     """All is read, the client goes, the next one reads it out of the attic: into buffers, or memory nobody touched."""
     kind = KINDS[1]
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
-    with image(stage, plan.span_mib) as path, ours(stage, path) as server:
+    with medium(stage, plan.span_mib) as device, ours(stage, device) as server:
         control = f"{server.socket}.control"
         for number in range(plan.attic):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):

@@ -23,7 +23,7 @@ class Row:
     server: until it serves again) and `verify` (what was read and verified meanwhile)."""
     how: str
     """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
-    `map` and `no-map`; `server` and `qsd`; `attic` (into buffers) and
+    `map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (into buffers) and
     `attic-fresh` (into memory that nobody has touched)."""
     limit: str
     """What the disk is held to: one of the plan's, or `none`."""
