@@ -33,6 +33,7 @@ pub mod process;
 pub mod sched;
 pub mod softdirty;
 pub mod spawn;
+pub mod stand_in;
 pub mod tap;
 #[cfg(test)]
 mod testing;
