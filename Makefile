@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             replace QEMU 7.2 by 10.0 under a guest, warm, saved and cold; reboot a guest cold and'
+	@echo 'make demo             replace QEMU 7.2 by 10.0, 11.1 and 7.2 under a guest; saved and cold; reboot a guest cold and'
 	@echo '                      with a warm cache; crash a guest and restore it; end with the plan for that VM'
 	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest goes on on another, with the timeline'
 	@echo 'make test             the whole check'

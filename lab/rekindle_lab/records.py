@@ -29,6 +29,16 @@ class Record:
         return None if stopped is None else stopped / 1e3
 
     @property
+    def versions(self) -> str:
+        """The versions of the QEMUs before and after, as `7.2 -> 10.0`; `?` for one that is not known."""
+
+        def short(side: str) -> str:
+            version = self.vm.get(side, {}).get("version")
+            return f"{version['major']}.{version['minor']}" if version else "?"
+
+        return f"{short('from')} -> {short('to')}"
+
+    @property
     def stop_host_us(self) -> int | None:
         """When the guest stopped, by the host's clock."""
         return self.vm.get("stop_host_us")

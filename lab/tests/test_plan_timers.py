@@ -58,6 +58,13 @@ def test_warm_timers_are_independent_and_cold_ones_coupled():
     assert "reboot os front-1 --how cold" in start["rekindle-plan-os-front-1.service"]
 
 
+def test_no_unit_runs_for_ever():
+    for name, text in units(host_plan(), "/usr/bin/rekindle").items():
+        if name.endswith(".service"):
+            timeouts = [line for line in text.splitlines() if line.startswith("TimeoutStartSec=")]
+            assert timeouts and "infinity" not in timeouts[0], name
+
+
 def test_what_a_unit_has_started_outlives_it():
     for name, text in units(host_plan(), "/usr/bin/rekindle").items():
         if name.endswith(".service"):

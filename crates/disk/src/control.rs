@@ -16,6 +16,7 @@ use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
 use crate::redo::keeper::At;
+use rekindle_kernel::lines::Lines;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -29,6 +30,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of a question at most.
 const LONGEST: u64 = 1 << 16;
+/// Bytes of an answer at most.
+const LONGEST_ANSWER: usize = 16 << 20;
 
 /// A question.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -201,7 +204,7 @@ pub enum ControlError {
 #[derive(Debug)]
 pub struct Control {
     path: PathBuf,
-    stream: BufReader<UnixStream>,
+    lines: Lines<UnixStream>,
 }
 
 impl Control {
@@ -211,11 +214,11 @@ impl Control {
     /// [`ControlError::Connect`].
     pub fn connect(path: &Path) -> Result<Self, ControlError> {
         let connected = UnixStream::connect(path).and_then(|stream| {
-            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_write_timeout(Some(PATIENCE))?;
             Ok(stream)
         });
         let failed = |source| ControlError::Connect { path: path.to_owned(), source };
-        Ok(Self { path: path.to_owned(), stream: BufReader::new(connected.map_err(failed)?) })
+        Ok(Self { path: path.to_owned(), lines: Lines::new(connected.map_err(failed)?, LONGEST_ANSWER) })
     }
 
     /// Ask.
@@ -233,12 +236,10 @@ impl Control {
         let failed = move |source| ControlError::Connect { path, source };
         let mut line = serde_json::to_vec(ask).map_err(io::Error::other).map_err(failed.clone())?;
         line.push(b'\n');
-        let mut text = String::new();
-        let sent = self.stream.get_mut().write_all(&line).and_then(|()| self.stream.read_line(&mut text));
-        if sent.map_err(failed.clone())? == 0 {
-            return Err(failed(io::ErrorKind::UnexpectedEof.into()));
-        }
-        let answer: Answer = serde_json::from_str(&text).map_err(io::Error::other).map_err(failed.clone())?;
+        let deadline = Instant::now() + PATIENCE;
+        let sent = self.lines.stream().write_all(&line);
+        let answer = sent.and_then(|()| Ok(self.lines.next_by(deadline)?)).map_err(failed.clone())?;
+        let answer: Answer = serde_json::from_slice(&answer).map_err(io::Error::other).map_err(failed.clone())?;
         match answer.error {
             Some(why) => Err(ControlError::Refused { path: self.path.clone(), why }),
             None => {

@@ -21,8 +21,16 @@ mod ioctl {
 /// # Errors
 /// When there is no such interface, or without `CAP_NET_ADMIN`. The error names the interface.
 pub fn up(name: &str) -> io::Result<()> {
+    up_by(&socket()?, name)
+}
+
+/// As [`up`], in the network namespace of `socket`.
+///
+/// # Errors
+/// As for [`up`].
+pub(crate) fn up_by(socket: &OwnedFd, name: &str) -> io::Result<()> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("interface {name}: {e}"));
-    let (socket, mut request) = (socket().map_err(named)?, request(name).map_err(named)?);
+    let mut request = request(name).map_err(named)?;
     // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and it lives through the call, which
     // writes the flags into it.
     unsafe { ioctl::get_flags(socket.as_raw_fd(), &raw mut request) }.map_err(|e| named(e.into()))?;
@@ -50,7 +58,8 @@ pub fn join(name: &str, bridge: &str) -> io::Result<()> {
     Ok(())
 }
 
-fn socket() -> io::Result<OwnedFd> {
+/// A socket of the network namespace of the calling thread.
+pub(crate) fn socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?)
 }
 

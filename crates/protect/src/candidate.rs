@@ -14,6 +14,7 @@ use crate::runs::send_from;
 use crate::session::SessionError;
 use crate::target::{Target, TargetError};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
@@ -24,7 +25,6 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::path::Path;
 use std::thread;
 use std::time::Instant;
 
@@ -170,7 +170,7 @@ pub struct Next<'a> {
     /// Its machine; the one that the candidate knows, but for what tells it that it was set back.
     pub hardware: &'a Hardware,
     /// The QEMU.
-    pub binary: &'a Path,
+    pub binary: &'a Binary,
     /// Its directory, its taps, and the operation's journal.
     pub made: Made,
     /// Called with the new QEMU before anything is loaded.

@@ -7,6 +7,7 @@
 use crate::foreign::Foreign;
 use crate::options::Options;
 use crate::ramblock::MAIN_RAM;
+use crate::syntax::Syntax;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::os::fd::RawFd;
@@ -293,15 +294,15 @@ impl Hardware {
         fits("network cards", self.nets.len(), SLOTS_NET)
     }
 
-    /// The arguments for a QEMU with this hardware, with its sockets in `directory` and the guest's console logged to
-    /// `console_log`.
+    /// The arguments for a QEMU of this `syntax` with this hardware, with its sockets in `directory` and the guest's console
+    /// logged to `console_log`.
     #[must_use]
-    pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start) -> Vec<String> {
+    pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start, syntax: Syntax) -> Vec<String> {
         if let Some(foreign) = &self.foreign {
-            return foreign.arguments(self, directory, console_log, start);
+            return foreign.arguments(self, directory, console_log, start, syntax);
         }
         let mut line = Line(Vec::new());
-        line.add("-name", format!("guest={},debug-threads=on", escaped(&self.name)));
+        line.add("-name", syntax.name(&escaped(&self.name)));
         if let Some(uuid) = self.uuid {
             line.add("-uuid", uuid.to_string());
         }
@@ -328,7 +329,8 @@ impl Hardware {
         let events = self.disks.iter().any(|disk| disk.server).then(|| ("events", directory.events()));
         for (id, socket) in monitors.into_iter().chain(events) {
             line.add("-chardev", format!("socket,id={id},path={},server=on,wait=off", escaped_path(&socket)));
-            line.add("-mon", format!("chardev={id},mode=control"));
+            let (option, value) = syntax.monitor(id);
+            line.add(option, value);
         }
         let (socket, log) = (escaped_path(&directory.console()), escaped_path(console_log));
         let console = format!("socket,id=console,path={socket},server=on,wait=off,logfile={log},logappend=on");
@@ -365,7 +367,7 @@ impl Hardware {
         }
         for (slot, disk) in (SLOT_DISK..).zip(&self.disks) {
             if disk.server {
-                line.served_disk(slot, disk, directory, self.vcpus);
+                line.served_disk(slot, disk, directory, self.vcpus, syntax);
             } else {
                 line.disk(slot, disk);
             }
@@ -434,7 +436,7 @@ impl Hardware {
     #[must_use]
     pub fn device_types(&self) -> Vec<String> {
         let nowhere = Directory(PathBuf::new());
-        let arguments = self.arguments(&nowhere, Path::new(""), Start::Boot);
+        let arguments = self.arguments(&nowhere, Path::new(""), Start::Boot, Syntax::default());
         let devices = arguments.iter().zip(arguments.iter().skip(1)).filter(|(option, _)| *option == "-device");
         devices.filter_map(|(_, value)| Options::parse(value, "driver").ok()?.get("driver")).collect()
     }
@@ -501,10 +503,10 @@ impl Line {
         self.device(slot, device);
     }
 
-    fn served_disk(&mut self, slot: u8, disk: &Disk, directory: &Directory, vcpus: u32) {
+    fn served_disk(&mut self, slot: u8, disk: &Disk, directory: &Directory, vcpus: u32, syntax: Syntax) {
         let (id, socket) = (&disk.id, escaped_path(&directory.disk(&disk.id)));
         // QEMU connects again to the server that comes after one that was killed.
-        self.add("-chardev", format!("socket,id={id}-server,path={socket},reconnect=1"));
+        self.add("-chardev", format!("socket,id={id}-server,path={socket},{}", syntax.reconnect()));
         let device = json!({"driver": "vhost-user-blk-pci", "id": id, "chardev": format!("{id}-server"),
             "num-queues": disk_queues(vcpus)});
         self.device(slot, device);

@@ -4,6 +4,7 @@
 //! nothing has to be at a path that QEMU may open (another user, a chroot, a mount namespace), and nothing of the guest is on
 //! a disk.
 
+use crate::incoming::MOST_DEVICES;
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::{self, StreamError};
 use crate::transfer::SAVE_DEVICES;
@@ -157,6 +158,10 @@ impl DeviceState {
     /// [`DeviceStateError::Stream`] when it is not.
     pub fn take(&self) -> Result<Vec<u8>, DeviceStateError> {
         let length = self.memory.metadata().map_err(DeviceStateError::Memory)?.len();
+        if length > MOST_DEVICES {
+            let why = format!("QEMU has written {length} bytes of device state, more than {MOST_DEVICES}");
+            return Err(DeviceStateError::Memory(io::Error::new(io::ErrorKind::InvalidData, why)));
+        }
         let mut state = vec![0; usize::try_from(length).unwrap_or_default()];
         self.memory.read_exact_at(&mut state, 0).map_err(DeviceStateError::Memory)?;
         stream::check(&state)?;

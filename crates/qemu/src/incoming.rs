@@ -15,7 +15,7 @@ use std::io::{self, Read};
 /// Most RAM blocks of a stream.
 const MOST_BLOCKS: usize = 4096;
 /// Most bytes of device state.
-const MOST_DEVICES: u64 = 64 << 20;
+pub(crate) const MOST_DEVICES: u64 = 64 << 20;
 
 /// Why a stream cannot be read.
 #[derive(Debug, thiserror::Error)]

@@ -10,9 +10,10 @@
 
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
+use rekindle_kernel::output::{waiting_in, within};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
-use rustix::io::{Errno, ioctl_fionbio};
+use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 use std::io::{self, IoSliceMut, Read, Write};
@@ -26,6 +27,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 const VIRSH: &str = "virsh";
 /// How long libvirt may take for a command. It waits 30 s by itself for another one to end.
 const PATIENCE: Duration = Duration::from_secs(40);
+/// Bytes that it may print for a command.
+const LONGEST: usize = 16 << 20;
+/// Bytes of what it complains about that are of interest.
+const COMPLAINT: usize = 1 << 16;
 /// The number at which a `virsh` inherits a descriptor.
 const FD: i32 = 9;
 
@@ -65,6 +70,8 @@ struct Session {
     unread: Vec<u8>,
     /// Commands so far.
     count: u64,
+    /// What it prints next may be about a command that was given up.
+    spoilt: bool,
 }
 
 impl Drop for Session {
@@ -103,15 +110,15 @@ impl Session {
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(Said(format!("{VIRSH} has no standard input")));
         };
-        if let Some(errors) = &child.stderr {
-            ioctl_fionbio(errors, true).map_err(io::Error::from)?;
-        }
         let (domain, uri) = (domain.to_owned(), uri.map(str::to_owned));
-        Ok(Self { domain, uri, child, input, output, unread: Vec::new(), count: 0 })
+        Ok(Self { domain, uri, child, input, output, unread: Vec::new(), count: 0, spoilt: false })
     }
 
     /// QEMU's reply to a command, one line of JSON.
     fn execute(&mut self, command: &str) -> Result<String, Said> {
+        if self.spoilt {
+            return Err(Said(format!("{VIRSH} has not answered a command before this one; try again")));
+        }
         self.count += 1;
         // Comes behind the reply, so that it is known when there is none.
         let end = format!("rekindle-{}.", self.count);
@@ -132,10 +139,20 @@ impl Session {
             if self.unread.starts_with(end.as_bytes()) {
                 return Err(self.said().unwrap_or_else(|| Said(format!("{VIRSH} gave no reply, and did not say why"))));
             }
+            if self.unread.len() > LONGEST {
+                self.spoilt = true;
+                return Err(Said(format!("{VIRSH} has printed more than {} MiB", LONGEST >> 20)));
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-            match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&limit)) {
-                Ok(0) => return Err(Said(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs()))),
+            let polled = poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&limit));
+            match polled {
+                // It may always print something more.
+                Ok(_) if left.is_zero() => {
+                    self.spoilt = true;
+                    return Err(Said(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs())));
+                }
+                Ok(0) => continue,
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
                 Err(e) => return Err(io::Error::from(e).into()),
@@ -150,10 +167,7 @@ impl Session {
 
     /// What it has said on its standard error.
     fn said(&mut self) -> Option<Said> {
-        let mut text = Vec::new();
-        // It does not block: an error is that no more is there.
-        let _ = self.child.stderr.as_mut()?.read_to_end(&mut text);
-        words(&text)
+        words(&waiting_in(self.child.stderr.as_mut()?, COMPLAINT))
     }
 
     /// The same with a descriptor.
@@ -163,12 +177,12 @@ impl Session {
         one.args(["--domain", &self.domain, "--cmd", command]).stdin(Stdio::null());
         let mapped = one.fd_mappings(vec![FdMapping { parent_fd: fd, child_fd: FD }]);
         mapped.map_err(|e| Said(e.to_string()))?;
-        let output = one.output()?;
-        let reply = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let output = within(&mut one, LONGEST, Instant::now() + PATIENCE)?;
+        let reply = String::from_utf8_lossy(&output.out).trim().to_owned();
         if output.status.success() && reply.starts_with('{') {
             return Ok(reply);
         }
-        Err(words(&output.stderr).unwrap_or(Said(format!("{VIRSH} ended with {}", output.status))))
+        Err(words(&output.err).unwrap_or(Said(format!("{VIRSH} ended with {}", output.status))))
     }
 
     /// Be the monitor at the other end of `socket`, until that is closed.

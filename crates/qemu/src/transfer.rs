@@ -10,8 +10,9 @@ use rustix::fd::OwnedFd;
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
 use rustix::io::{Errno, ioctl_fionbio};
 use rustix::pipe::fcntl_setpipe_size;
+use serde::Deserialize;
 use serde_json::{Value, json};
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -19,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// How long the other end of a pipe may stand still.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes that a state may have: devices, and RAM that is not shared, as that of graphics cards.
+const MOST_STATE: u64 = 1 << 30;
 /// Bytes that fit into a pipe: several times a device state.
 const PIPE: usize = 1 << 20;
 /// The command that saves devices without RAM. Built into QEMU for x86 also without Xen.
@@ -38,6 +41,9 @@ pub enum TransferError {
     /// The QEMU at the other end does not move.
     #[error("QEMU has not moved its end of the pipe for {} s", PATIENCE.as_secs())]
     Stuck,
+    /// It is longer than any state is.
+    #[error("QEMU has sent more than {} MiB as the state of its devices", MOST_STATE >> 20)]
+    TooLong,
     /// QEMU says that the transfer failed.
     #[error("QEMU could not {what} the state: {reason}")]
     Failed {
@@ -58,6 +64,50 @@ pub type Capabilities<'a> = &'a [(&'a str, bool)];
 pub fn set_capabilities(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<(), QmpError> {
     let list: Vec<_> = capabilities.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
     qmp.execute::<Value>("migrate-set-capabilities", json!({"capabilities": list})).map(drop)
+}
+
+/// Has QEMU write all of its state to `file`, which must be open for writing only, or read it from one that is open for reading only.
+/// QEMU since 9.0 has a transport for files, and since 11.0 the one for descriptors rejects files.
+fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpError> {
+    #[derive(Deserialize)]
+    struct Added {
+        #[serde(rename = "fdset-id")]
+        set: u64,
+    }
+    let capabilities: Vec<Value> = qmp.execute("query-migrate-capabilities", ())?;
+    // A capability of the transport for files alone.
+    if !capabilities.iter().any(|one| one["capability"] == "mapped-ram") {
+        qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), file.as_fd())?;
+        return qmp.execute::<Value>(command, json!({ "uri": format!("fd:{FD_NAME}") })).map(drop);
+    }
+    let Added { set } = qmp.execute_with_fd("add-fd", json!({}), file.as_fd())?;
+    let begun = qmp.execute::<Value>(command, json!({ "uri": format!("file:/dev/fdset/{set}") }));
+    // QEMU has opened it by now, or has failed to.
+    qmp.execute::<Value>("remove-fd", json!({ "fdset-id": set }))?;
+    begun.map(drop)
+}
+
+/// Saves all of a stopped guest, RAM and devices, to `file`, which must be open for writing only, and waits until that is done.
+///
+/// # Errors
+/// [`TransferError`].
+pub fn save_to_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(), TransferError> {
+    set_capabilities(qmp, &[("events", true), ("x-ignore-shared", false)])?;
+    // The guest is stopped: no bandwidth has to be left for it.
+    qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
+    qmp.drop_events();
+    through_file(qmp, "migrate", file)?;
+    wait_saved(qmp, timeout)
+}
+
+/// Loads what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`, and waits until that is done.
+///
+/// # Errors
+/// [`TransferError`].
+pub fn load_from_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(), TransferError> {
+    set_capabilities(qmp, &[("events", true)])?;
+    through_file(qmp, "migrate-incoming", file)?;
+    wait_loaded(qmp, timeout)
 }
 
 /// The way into a QEMU that was started with `-incoming defer`.
@@ -243,6 +293,11 @@ impl Tap {
         qmp: &mut Qmp,
         mut take: impl FnMut(&[u8]) -> Result<(), TransferError>,
     ) -> Result<(), TransferError> {
+        let mut left = MOST_STATE;
+        let mut take = |part: &[u8]| {
+            left = left.checked_sub(part.len() as u64).ok_or(TransferError::TooLong)?;
+            take(part)
+        };
         let mut buffer = vec![0; PIPE];
         let deadline = Instant::now() + PATIENCE;
         match &mut self {
@@ -275,6 +330,7 @@ impl Tap {
                     match read_some(pipe, &mut buffer)? {
                         Some([]) => break,
                         Some(part) => take(part)?,
+                        None if Instant::now() > deadline => return Err(TransferError::Stuck),
                         None => wait(&*pipe, PollFlags::IN)?,
                     }
                 }

@@ -5,7 +5,7 @@
 mod common;
 
 use common::plain::{Plain, descriptors, free_port};
-use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
@@ -102,6 +102,12 @@ fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
 fn a_guest_of_an_old_qemu_with_plain_memory_goes_on_elsewhere() {
     // As anybody starts one: memory by `-m`, machine by its alias, nothing prepared.
     goes_on_elsewhere(qemu_old(), &["-machine", "q35,smm=off", "-m", "192M", "-device", "vmgenid,id=gen"]);
+}
+
+#[test]
+fn a_guest_of_a_qemu_under_a_loader_goes_on_elsewhere() {
+    // `/proc/PID/exe` is the loader.
+    goes_on_elsewhere(qemu_newest(), &["-machine", "q35", "-m", "192M", "-device", "vmgenid,id=gen"]);
 }
 
 #[test]

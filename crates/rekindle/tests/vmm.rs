@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Net, Watch, qemu_new, qemu_old, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, Watch, major, qemu_new, qemu_old, ticks_once, wait_for};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
@@ -76,7 +76,7 @@ fn warm_keeps_memory_connections_console_and_video() {
     let entries = guest.rekindle(&["--json", "show", "--timeline"]).ok().json();
     assert!(entries.as_array().unwrap().iter().all(|entry| entry["vm"] == "warm"), "{entries:#}");
     let lines = guest.lab.rekindle(["reboot", "vmm", "warm"]).ok();
-    lines.says(&["warm: stopped for", "QEMU 10.", "->"]);
+    lines.says(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
@@ -126,14 +126,14 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
 
     let new = qemu_new().to_str().unwrap();
     for (arguments, from, to) in [
-        (vec!["--qemu", new, "--verify-memory"], 7, 10),
-        (vec!["--rollback", "--verify-memory"], 10, 7),
-        (vec!["--rollback"], 7, 10),
-        (vec!["--rollback"], 10, 7),
+        (vec!["--qemu", new, "--verify-memory"], qemu_old(), qemu_new()),
+        (vec!["--rollback", "--verify-memory"], qemu_new(), qemu_old()),
+        (vec!["--rollback"], qemu_old(), qemu_new()),
+        (vec!["--rollback"], qemu_new(), qemu_old()),
     ] {
         let report = guest.warm(&arguments);
-        assert_eq!(report["from"]["version"]["major"], from, "{report:#}");
-        assert_eq!(report["to"]["version"]["major"], to, "{report:#}");
+        assert_eq!(report["from"]["version"]["major"], major(from), "{report:#}");
+        assert_eq!(report["to"]["version"]["major"], major(to), "{report:#}");
         if arguments.contains(&"--verify-memory") {
             assert_eq!(report["memory_changed_bytes"], 0, "{report:#}");
         }

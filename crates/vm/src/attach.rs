@@ -254,7 +254,7 @@ fn state(
         Ok(mac) => mac,
         Err(_) => Mac::derived(name.as_str(), &network.id),
     };
-    let binary = PathBuf::from(adopted.binary.to_string_lossy().trim_end_matches(" (deleted)"));
+    let binary = adopted.binary.clone();
     let backend = NetBackend::User { forward: Vec::new() };
     let definition = Definition {
         name: name.clone(),

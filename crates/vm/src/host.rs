@@ -185,7 +185,7 @@ impl Host {
     /// Where the answers of QEMU binaries are kept.
     #[must_use]
     pub fn binaries(&self) -> PathBuf {
-        self.root.join(".binaries")
+        self.root.join(crate::rundir::BINARIES)
     }
 
     /// Take Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.

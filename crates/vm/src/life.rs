@@ -428,8 +428,9 @@ pub fn run_as<E: From<LifeError>>(
 
 fn boot(place: &Place<'_>) -> Result<State, LifeError> {
     let Made { journal, directory, fds } = place.make(Kind::Run)?;
-    let arguments = place.state.hardware.arguments(&directory, &place.rundir.console_log(), Start::Boot);
-    let vmm = Vmm::spawn(&place.state.definition.qemu, &arguments, &directory, fds)?;
+    let Place { state, binary, rundir, .. } = place;
+    let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, binary.syntax);
+    let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
     let mut qmp = vmm.connect(vmm::START)?;
     run_state(&mut qmp)?;
     place.settle(journal, vmm, qmp.version().clone())

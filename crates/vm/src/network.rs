@@ -7,8 +7,10 @@ use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::packet::Capture;
 use rekindle_kernel::process::Process;
+use rekindle_kernel::stand_in::StandIn;
 use rekindle_kernel::{descriptor, link, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
 use rekindle_qemu::qmp::Qmp;
@@ -227,7 +229,7 @@ pub struct Duplicates {
     pub fds: Vec<(OwnedFd, RawFd)>,
     /// The stand-ins once more. To be held until the guest runs: an interface goes away with its last descriptor, and
     /// the kernel takes some 15 ms for that.
-    pub stand_ins: Vec<OwnedFd>,
+    pub stand_ins: Vec<StandIn>,
 }
 
 /// Duplicate the taps of a VM out of the QEMU that uses them now.
@@ -242,12 +244,22 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
         // Many VMs may be at it at once: the name must be this process's and this tap's own.
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
-        let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), tap::open_transient)?;
-        duplicates.stand_ins.push(stand_in.try_clone().map_err(failed)?);
-        duplicates.fds.push((stand_in, Tap::fd(index)));
+        let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), StandIn::open)?;
+        duplicates.fds.push((stand_in.descriptor().map_err(failed)?, Tap::fd(index)));
+        duplicates.stand_ins.push(stand_in);
         duplicates.fds.push((real, Tap::waiting_fd(index)));
     }
     Ok(duplicates)
+}
+
+/// Gives a QEMU whose guest's former QEMU is stopped or gone the real taps in the place of `stand_ins`.
+///
+/// # Errors
+/// When the QEMU cannot be traced, or does not notice: it has some of them then.
+pub fn replace_stand_ins(injector: Injector, hardware: &Hardware, stand_ins: &[StandIn]) -> io::Result<()> {
+    let taps: Vec<_> = hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
+    descriptor::replace(injector, &taps)?;
+    stand_ins.iter().try_for_each(StandIn::wake)
 }
 
 /// What the host sends into the taps of a VM from now on. To let go of one takes the kernel some 10 ms.

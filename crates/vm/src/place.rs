@@ -41,6 +41,8 @@ pub struct Site<'a> {
 pub struct Plan {
     /// What its run directory is going to say.
     pub state: State,
+    /// Its QEMU.
+    binary: Binary,
     ram: RamDirectory,
 }
 
@@ -162,7 +164,8 @@ impl<'a> Site<'a> {
     /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
     #[must_use]
     pub fn place_of(self, plan: Plan) -> Place<'a> {
-        Place { host: self.host, rundir: self.rundir, state: plan.state, ram: plan.ram, epochs: None, _lock: self.lock }
+        let Plan { state, binary, ram } = plan;
+        Place { host: self.host, rundir: self.rundir, state, binary, ram, epochs: None, _lock: self.lock }
     }
 }
 
@@ -174,6 +177,8 @@ pub struct Place<'a> {
     pub rundir: RunDir,
     /// What its run directory says.
     pub state: State,
+    /// The QEMU that it is to have.
+    pub binary: Binary,
     ram: RamDirectory,
     /// Of a checkpoint that is to be restored.
     epochs: Option<Epochs>,
@@ -362,14 +367,14 @@ fn plan(
     network::check(&definition)?;
     let state = State {
         format: format_of(&hardware),
-        definition: Definition { qemu: binary.path, ..definition },
+        definition: Definition { qemu: binary.path.clone(), ..definition },
         hardware,
         generation: 1,
         vmm: None,
-        version: Some(binary.version),
+        version: Some(binary.version.clone()),
         previous: None,
         attached: None,
         prepared: None,
     };
-    Ok(Plan { state, ram })
+    Ok(Plan { state, binary, ram })
 }

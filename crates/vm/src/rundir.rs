@@ -13,12 +13,16 @@
 
 use crate::logs;
 use rekindle_kernel::lockfile;
+use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::Directory;
 use serde::Serialize;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// Name of the folder, adjacent to the run directories, in which answers of QEMU binaries are kept.
+pub const BINARIES: &str = ".binaries";
 
 /// The run directory of one VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +55,14 @@ impl RunDir {
         }
         names.sort();
         Ok(names)
+    }
+
+    /// What the QEMU at `path` knows, as it was kept for the VMs beside this one, or asked: see [`Binary::known`].
+    ///
+    /// # Errors
+    /// As [`Binary::known`].
+    pub fn binary(&self, path: &Path) -> Result<Binary, BinaryError> {
+        Binary::known(path, &self.path.with_file_name(BINARIES))
     }
 
     /// The VM's name.

@@ -27,6 +27,7 @@ def summary(records: Sequence[Record]) -> str:
         [
             {
                 "how": record.how,
+                "QEMU": record.versions,
                 "guest-stopped time": stopped(record),
                 "service gap": style.duration(record.gap_ms),
                 "requests lost": record.lost,

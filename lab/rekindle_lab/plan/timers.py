@@ -168,5 +168,5 @@ KillMode=process
 SendSIGKILL=no
 OOMPolicy=continue
 TasksMax=infinity
-TimeoutStartSec=infinity
+TimeoutStartSec=2h
 """

@@ -12,6 +12,7 @@ use rekindle_kernel::spawn::{detach, disown};
 use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::agent;
+use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::Qmp;
@@ -31,7 +32,7 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ScopedJoinHandle};
@@ -105,10 +106,15 @@ impl Registered {
 
 impl Waiting {
     /// Start one.
-    pub(crate) fn start(rundir: &RunDir, binary: &Path, made: Made, hardware: &Hardware) -> Result<Self, RestoreError> {
+    pub(crate) fn start(
+        rundir: &RunDir,
+        binary: &Binary,
+        made: Made,
+        hardware: &Hardware,
+    ) -> Result<Self, RestoreError> {
         let Made { mut journal, directory, fds } = made;
-        let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-        let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
+        let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, binary.syntax);
+        let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
         journal.operation.to = Some(vmm.clone());
         journal.write().map_err(journalled(rundir))?;
         let mut qmp = vmm.connect(vmm::START)?;

@@ -415,7 +415,7 @@ fn fresh(
     recorder.step("make its place");
     thread::scope(|scope| {
         let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
-        let waiting = Waiting::start(&place.rundir, &place.state.definition.qemu, made, &place.state.hardware)?;
+        let waiting = Waiting::start(&place.rundir, &place.binary, made, &place.state.hardware)?;
         fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
         recorder.step("start QEMU");
         let ahead = ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;

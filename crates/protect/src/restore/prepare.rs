@@ -15,6 +15,7 @@ use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
+use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, Name};
@@ -27,6 +28,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -102,8 +104,7 @@ fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, 
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
     let (made, hardware) = place.make_waiting()?;
     fault::point("prepare.journalled", None, None);
-    let Waiting { vmm, mut qmp, ram, journal, .. } =
-        Waiting::start(&place.rundir, &place.state.definition.qemu, made, &hardware)?;
+    let Waiting { vmm, mut qmp, ram, journal, .. } = Waiting::start(&place.rundir, &place.binary, made, &hardware)?;
     fault::point("prepare.spawned", None, Some(&vmm));
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
@@ -114,8 +115,9 @@ fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, 
     if let Err(e) = put {
         tracing::debug!("its firmware is left to the restore: {e}");
     }
-    let binary = fs::read_link(format!("/proc/{}/exe", vmm.pid)).and_then(|path| Mark::of(&path));
-    files.push(binary.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
+    let program = Program::of(vmm.process()).map(|program| program.files.into_iter().chain([program.start]));
+    let marks = program.and_then(|files| files.map(|path| Mark::of(&path)).collect::<io::Result<BTreeSet<_>>>());
+    files.extend(marks.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
     let prepared = Prepared {
         vmm: vmm.clone(),
         blocks: ram.blocks().iter().map(|block| block.told.clone()).collect(),

@@ -9,6 +9,7 @@ mod peer;
 
 pub use obstacle::Obstacle;
 
+use crate::program::Program;
 use crate::qmp::{Qmp, QmpError, Version};
 use rekindle_kernel::process::Process;
 use serde::{Deserialize, Serialize};
@@ -77,9 +78,9 @@ pub struct Adopted {
     pub pid: u32,
     /// Its start time, as in [`Process::started`].
     pub started: u64,
-    /// Its binary; ends with ` (deleted)` if that was replaced since.
+    /// What starts another one like it.
     pub binary: PathBuf,
-    /// Its command line.
+    /// Its arguments.
     pub arguments: Vec<String>,
     /// The user it runs as.
     pub uid: u32,
@@ -128,16 +129,13 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     // Who listens is told by the kernel, before anything is asked of a process that may be no QEMU.
     let listens = socket.map(|socket| peer::process(&qmp, socket)).transpose()?;
     let threads = cpu_threads(&mut qmp)?;
-    let process = listens.map_or_else(|| peer::of_threads(&threads), Ok)?;
+    let process = listens.map_or_else(|| peer::of_threads(&threads, qmp.version()), Ok)?;
     let socket = socket.unwrap_or(Path::new(MANAGED));
     let failed = |source| AdoptError::Process { pid: process.pid, source };
     if !has_threads(process, &threads).map_err(failed)? {
         return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
     }
-    let line = fs::read(format!("/proc/{}/cmdline", process.pid)).map_err(failed)?;
-    let line = line.strip_suffix(b"\0").unwrap_or(&line);
-    let arguments = line.split(|&byte| byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    let binary = fs::read_link(format!("/proc/{}/exe", process.pid)).map_err(failed)?;
+    let Program { start: binary, arguments, .. } = Program::of(process).map_err(failed)?;
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(format!("/proc/{}", process.pid)).map_err(failed)?);
 
     #[derive(Deserialize)]
@@ -151,7 +149,6 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     }
     let Name { name } = qmp.execute("query-name", ())?;
     let Uuid { uuid } = qmp.execute("query-uuid", ())?;
-    let arguments: Vec<String> = arguments.skip(1).collect();
     let nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
     let same = |word: &String| word.eq_ignore_ascii_case(&uuid);
     if socket == Path::new(MANAGED) && !nil && !arguments.iter().any(same) {
@@ -205,6 +202,15 @@ fn has_threads(process: Process, wanted: &BTreeSet<u32>) -> io::Result<bool> {
 }
 
 fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
+    match qmp.execute::<Value>("query-accelerators", ()) {
+        Ok(all) => {
+            let enabled = all.get("enabled").and_then(Value::as_str).unwrap_or_default();
+            return Ok(if ["kvm", "tcg"].contains(&enabled) { enabled } else { "other" }.into());
+        }
+        // A QEMU before 10.2.
+        Err(QmpError::Refused { .. }) => {}
+        Err(e) => return Err(e),
+    }
     let kvm: Value = qmp.execute("query-kvm", ())?;
     if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
         return Ok("kvm".into());

@@ -1,7 +1,8 @@
 //! Which process serves a QMP socket.
 
 use super::{AdoptError, MANAGED};
-use crate::qmp::Qmp;
+use crate::program::Program;
+use crate::qmp::{Qmp, Version};
 use rekindle_kernel::process::Process;
 use rustix::net::sockopt::socket_peercred;
 use std::collections::BTreeSet;
@@ -17,13 +18,13 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
     if let Some(peer) = peer {
         may_look(peer)?;
-        if is_qemu(peer) {
+        if is_qemu(peer, qmp.version()) {
             return Ok(peer);
         }
     }
     // It was made by somebody else, and passed on: to whom?
     let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
-    let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process));
+    let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process, qmp.version()));
     match (holders.next(), holders.next()) {
         (Some(only), None) => Ok(only),
         (Some(one), Some(other)) => {
@@ -36,15 +37,15 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     }
 }
 
-/// The QEMU that has these threads.
-pub(super) fn of_threads(threads: &BTreeSet<u32>) -> Result<Process, AdoptError> {
+/// The QEMU of `version` that has these threads.
+pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<Process, AdoptError> {
     let unknown = |why: String| AdoptError::Unknown { socket: MANAGED.into(), why };
     let thread = threads.first().ok_or_else(|| unknown("it names no virtual CPUs".into()))?;
     let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
     let group = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
     let process = group.and_then(|pid: u32| Process::of(pid).ok());
     process.map_or(Ok(()), may_look)?;
-    let process = process.filter(|&process| is_qemu(process));
+    let process = process.filter(|&process| is_qemu(process, version));
     process.ok_or_else(|| {
         unknown(format!(
             "thread {thread}, its first virtual CPU, is no QEMU's here: is it in another PID namespace or host?"
@@ -62,11 +63,13 @@ fn may_look(process: Process) -> Result<(), AdoptError> {
     }
 }
 
-/// By its program, not by what it calls itself.
-fn is_qemu(process: Process) -> bool {
-    let Ok(program) = fs::read_link(format!("/proc/{}/exe", process.pid)) else { return false };
-    let name = program.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    (name.starts_with("qemu-system-") || name.starts_with("qemu-kvm")) && process.is_alive()
+/// By what its program is, not by its name or what it calls itself: the same QEMU as what answers.
+fn is_qemu(process: Process, version: &Version) -> bool {
+    let is_qemu = Program::of(process).and_then(|program| program.is_qemu(version));
+    is_qemu.unwrap_or_else(|e| {
+        tracing::debug!("the program of process {}: {e}", process.pid);
+        false
+    }) && process.is_alive()
 }
 
 /// `Num RefCount Protocol Flags Type St Inode Path`; flag 0x10000: it listens.

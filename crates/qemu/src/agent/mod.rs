@@ -1,4 +1,6 @@
-//! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow or stale.
+//! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow, stale or hostile.
+//!
+//! A connection has one deadline for everything that is asked over it, and an answer has a limit of bytes.
 
 mod exec;
 mod freeze;
@@ -7,12 +9,16 @@ pub use exec::{ExecError, Ran, boot_id, run};
 pub use freeze::{FreezeError, can_freeze, freeze, thaw};
 
 use crate::qmp::{Qmp, QmpError, connect_within};
+use rekindle_kernel::lines::Lines;
 use serde_json::{Value, json};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Bytes that an answer may have: what a program that was run has written is in it, which is short.
+const LONGEST: usize = 4 << 20;
 
 /// Ask the agent behind the socket at `path` to shut the guest down.
 ///
@@ -70,8 +76,7 @@ fn has(info: &Value, command: &str) -> bool {
 
 /// A connection to an agent that listens.
 struct Agent {
-    stream: UnixStream,
-    reader: BufReader<UnixStream>,
+    lines: Lines<UnixStream>,
     deadline: Instant,
 }
 
@@ -80,12 +85,10 @@ impl Agent {
     /// this answer has.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
-        let mut stream = connect_within(path, timeout)?;
-        stream.set_write_timeout(Some(timeout))?;
+        let stream = connect_within(path, timeout)?;
+        let mut agent = Self { lines: Lines::new(stream, LONGEST), deadline };
         // The agent drops what it has half read when it sees this byte, which no JSON has.
-        stream.write_all(&[0xff])?;
-        let reader = BufReader::new(stream.try_clone()?);
-        let mut agent = Self { stream, reader, deadline };
+        agent.write(&[0xff])?;
         // An answer to an earlier connection of ours must not be taken for the one to this.
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let id = u64::from(std::process::id()) << 24 | (COUNT.fetch_add(1, Ordering::Relaxed) & 0xff_ffff);
@@ -95,7 +98,27 @@ impl Agent {
     }
 
     fn send(&mut self, command: &str, arguments: Value) -> io::Result<()> {
-        writeln!(self.stream, "{}", json!({"execute": command, "arguments": arguments}))
+        self.write(format!("{}\n", json!({"execute": command, "arguments": arguments})).as_bytes())
+    }
+
+    fn write(&self, mut rest: &[u8]) -> io::Result<()> {
+        let mut stream = self.lines.stream();
+        while !rest.is_empty() {
+            stream.set_write_timeout(Some(self.left()?))?;
+            match stream.write(rest) {
+                Ok(written) => rest = rest.get(written..).unwrap_or_default(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(io::ErrorKind::TimedOut.into()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// The time until the deadline.
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
     }
 
     /// Ask, and give what is returned.
@@ -113,15 +136,9 @@ impl Agent {
 
     /// The next line; null if it is none of JSON.
     fn answer(&mut self) -> io::Result<Value> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.stream.set_read_timeout(Some(left))?;
-        let mut line = Vec::new();
-        if self.reader.read_until(b'\n', &mut line)? == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
+        // There may always be one more line.
+        self.left()?;
+        let line = self.lines.next_by(self.deadline)?;
         Ok(serde_json::from_slice::<Value>(&line).unwrap_or_default())
     }
 }
@@ -129,6 +146,7 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
     use std::thread;
 
@@ -205,6 +223,33 @@ mod tests {
                 Ok(()) => assert!(good),
                 Err(e) => assert!(!good && e.to_string().contains("settimeofday: EPERM"), "{e}"),
             }
+        }
+    }
+
+    /// An agent that says `what`, again and again, until the connection is closed.
+    fn flood(path: &Path, what: &'static [u8], pause: Duration) -> thread::JoinHandle<()> {
+        let listener = UnixListener::bind(path).unwrap();
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            while stream.write_all(what).is_ok() {
+                thread::sleep(pause);
+            }
+        })
+    }
+
+    #[test]
+    fn an_agent_that_never_stops_is_given_up_at_the_deadline() {
+        let directory = tempfile::tempdir().unwrap();
+        let patience = Duration::from_millis(300);
+        let pause = Duration::from_millis(1);
+        let cases: [(&str, &[u8], Duration); 3] =
+            [("drips", b"x", pause), ("babbles", b"{}\n", Duration::ZERO), ("floods", &[b'x'; 4096], Duration::ZERO)];
+        for (name, what, pause) in cases {
+            let path = directory.path().join(name);
+            let agent = flood(&path, what, pause);
+            let e = set_time(&path, patience).unwrap_err();
+            assert!(matches!(e.kind(), io::ErrorKind::TimedOut | io::ErrorKind::InvalidData), "{name}: {e}");
+            agent.join().unwrap();
         }
     }
 

@@ -25,7 +25,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The format of the file.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// What has changed within this time may change again without showing: file systems have clocks as coarse as 2 s.
 const FRESH_NS: i128 = 2_000_000_000;
 
@@ -196,6 +196,7 @@ fn write(path: &Path, directory: &Path, kept: &Kept) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::qmp::Version;
+    use crate::syntax::Syntax;
 
     fn binary(path: &Path) -> Binary {
         Binary {
@@ -206,6 +207,7 @@ mod tests {
             cpus: BTreeSet::new(),
             devices: BTreeSet::new(),
             commands: BTreeSet::new(),
+            syntax: Syntax::default(),
             kept: false,
         }
     }

@@ -3,7 +3,9 @@
 mod kept;
 
 use crate::qmp::{Qmp, QmpError, Version};
+use crate::syntax::Syntax;
 use kept::Asked;
+use rekindle_kernel::output::waiting_in;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::die_with_starter;
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,6 +21,9 @@ use std::time::Duration;
 
 /// How long a binary may take to greet. It takes 0.1 s; a loaded machine gets a hundred times that.
 const GREETING: Duration = Duration::from_secs(10);
+
+/// Bytes of what it has written on its standard error that are kept.
+const OUTPUT: usize = 1 << 16;
 
 /// Why a binary cannot be used as a QEMU.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +74,8 @@ pub struct Binary {
     pub devices: BTreeSet<String>,
     /// QMP commands.
     pub commands: BTreeSet<String>,
+    /// How its options are written.
+    pub syntax: Syntax,
     /// These are answers from before: see [`Binary::known`].
     #[serde(skip)]
     pub kept: bool,
@@ -122,8 +129,9 @@ impl Binary {
         let cpus = names(qmp.execute("query-cpu-definitions", ())?);
         let commands = names(qmp.execute("query-commands", ())?);
         let devices = names(qmp.execute("qom-list-types", json!({"implements": "device", "abstract": false}))?);
+        let syntax = Syntax::ask(&mut qmp)?;
         let version = qmp.version().clone();
-        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands, kept: false })
+        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands, syntax, kept: false })
     }
 
     /// The versioned machine type that `machine` stands for here: itself, unless it is an alias.
@@ -140,14 +148,16 @@ impl Binary {
 }
 
 /// End the child and give what it had said on standard error.
-fn end(child: Child) -> String {
+fn end(mut child: Child) -> String {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, Signal::KILL);
     }
-    child.wait_with_output().map(|output| String::from_utf8_lossy(&output.stderr).into_owned()).unwrap_or_else(|e| {
+    if let Err(e) = child.wait() {
         tracing::debug!("cannot reap the probed binary: {e}");
-        String::new()
-    })
+    }
+    // What it started itself may still have the other end open.
+    let output = child.stderr.take().map(|mut pipe| waiting_in(&mut pipe, OUTPUT)).unwrap_or_default();
+    String::from_utf8_lossy(&output).into_owned()
 }
 
 #[cfg(test)]
@@ -166,6 +176,17 @@ mod tests {
         fs::write(&path, "#!/bin/sh\n").unwrap();
         let e = Binary::probe(&path).unwrap_err();
         assert!(matches!(&e, BinaryError::Run { source, .. } if source.kind() == io::ErrorKind::PermissionDenied));
+    }
+
+    #[test]
+    fn a_binary_that_leaves_a_process_behind_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("not-qemu");
+        fs::write(&path, "#!/bin/sh\nsleep 1000 <&- >&- &\necho $! $$ >&2\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let e = Binary::probe(&path).unwrap_err().to_string();
+        let pid = e.split("it said: ").nth(1).and_then(|said| said.split(' ').next()?.parse().ok()).unwrap();
+        Process::of(pid).unwrap().kill().unwrap();
     }
 
     #[test]

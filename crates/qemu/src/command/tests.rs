@@ -50,7 +50,31 @@ fn hardware() -> Hardware {
 }
 
 fn text(start: Start) -> String {
-    hardware().arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), start).join(" ")
+    text_for(&hardware(), start, Syntax::default())
+}
+
+fn text_for(hardware: &Hardware, start: Start, syntax: Syntax) -> String {
+    hardware.arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), start, syntax).join(" ")
+}
+
+#[test]
+fn each_qemu_is_given_the_options_that_it_knows() {
+    let mut hardware = hardware();
+    for disk in &mut hardware.disks {
+        disk.server = true;
+    }
+    let old = text_for(&hardware, Start::Boot, Syntax::default());
+    assert!(old.contains("disk-disk0.sock,reconnect=1 "), "{old}");
+    assert!(old.contains("-mon chardev=save,mode=control"), "{old}");
+    assert!(old.contains("guest=a,,b,debug-threads=on "), "{old}");
+    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: false };
+    let new = text_for(&hardware, Start::Boot, newest);
+    assert!(new.contains("disk-disk0.sock,reconnect-ms=100 "), "{new}");
+    assert!(new.contains("-object monitor-qmp,id=save-monitor,chardev=save"), "{new}");
+    for gone in ["reconnect=", "-mon ", "debug-threads"] {
+        assert!(!new.contains(gone), "{gone}: {new}");
+    }
+    assert_eq!(old.matches("-mon ").count(), new.matches("monitor-qmp,id=").count());
 }
 
 #[test]
@@ -79,7 +103,7 @@ fn ports_have_their_numbers_whichever_are_there() {
     }
     let directory = Directory("/run/x".into());
     let alone = Hardware { agent: false, ..hardware() };
-    let alone = alone.arguments(&directory, Path::new("/run/x/console.log"), Start::Boot).join(" ");
+    let alone = alone.arguments(&directory, Path::new("/run/x/console.log"), Start::Boot, Syntax::default()).join(" ");
     assert!(alone.contains("virtio-serial-pci") && alone.contains(r#""nr":2"#) && !alone.contains("agent"), "{alone}");
 }
 
@@ -110,7 +134,7 @@ fn hardware_that_was_written_down_without_a_generation_has_none() {
 fn the_agent_s_bus_keeps_the_ports_that_its_guest_knows() {
     let before = Hardware { agent_ports: None, ..hardware() };
     let line = |hardware: &Hardware| {
-        hardware.arguments(&Directory("/run".into()), Path::new("/run/log"), Start::Boot).join(" ")
+        hardware.arguments(&Directory("/run".into()), Path::new("/run/log"), Start::Boot, Syntax::default()).join(" ")
     };
     assert!(line(&hardware()).contains(r#""max_ports":4"#));
     assert!(!line(&before).contains("max_ports"), "an older one");
@@ -125,7 +149,7 @@ fn a_disk_that_a_server_has_is_reached_where_every_qemu_of_the_vm_looks() {
     served.disks[0].server = true;
     let line = |generation: &str| {
         let directory = Directory(Path::new("/run/a,b").join(generation));
-        served.arguments(&directory, Path::new("/run/log"), Start::Incoming).join(" ")
+        served.arguments(&directory, Path::new("/run/log"), Start::Incoming, Syntax::default()).join(" ")
     };
     for generation in ["vmm-1", "vmm-2"] {
         let line = line(generation);

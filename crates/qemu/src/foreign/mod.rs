@@ -18,6 +18,7 @@ use crate::cpu::{self, Features};
 use crate::options::Options;
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock;
+use crate::syntax::Syntax;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -187,12 +188,13 @@ impl Foreign {
         directory: &Directory,
         console_log: &Path,
         start: Start,
+        syntax: Syntax,
     ) -> Vec<String> {
         let escaped = |text: &str| text.replace(',', ",,");
         let path = |path: &Path| escaped(&path.to_string_lossy());
         let mut line = Vec::new();
         let mut add = |option: &str, value: String| line.extend([option.to_owned(), value]);
-        add("-name", format!("guest={},debug-threads=on", escaped(&hardware.name)));
+        add("-name", syntax.name(&escaped(&hardware.name)));
         add("-display", "none".into());
         add("-msg", "timestamp=on".into());
         add("-monitor", "none".into());
@@ -207,7 +209,8 @@ impl Foreign {
         let (qmp, watch, protect, save) = (directory.qmp(), directory.watch(), directory.protect(), directory.save());
         for (id, socket) in [("qmp", qmp), ("watch", watch), ("protect", protect), ("save", save)] {
             add("-chardev", format!("socket,id=rekindle-{id},path={},server=on,wait=off", path(&socket)));
-            add("-mon", format!("chardev=rekindle-{id},mode=control"));
+            let (option, value) = syntax.monitor(&format!("rekindle-{id}"));
+            add(option, value);
         }
         let sockets = [
             (&self.console, directory.console(), format!(",logfile={},logappend=on", path(console_log))),

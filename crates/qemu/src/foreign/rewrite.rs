@@ -38,7 +38,7 @@ const OBJECTS: &[(&str, Why)] = &[
 ];
 
 /// Objects that are about this process or about windows.
-const OBJECTS_OF_THE_PROCESS: &[&str] = &["tls-c", "authz-", "thread-context", "input-", "secret"];
+const OBJECTS_OF_THE_PROCESS: &[&str] = &["tls-c", "authz-", "thread-context", "input-", "secret", "monitor-"];
 
 /// Networks whose cards have headers on their frames that only a tap knows.
 const WITH_HEADERS: &[&str] = &["tap", "bridge"];
@@ -150,6 +150,9 @@ impl Line {
                 self.keep(word.option, Some(&options.to_string()));
             }
             "nographic" => self.nographic = true,
+            // Not known by QEMU since 9.0; it takes the other form since long before.
+            "no-acpi" => self.machine.push(("acpi".into(), Some("off".into()))),
+            "no-hpet" => self.machine.push(("hpet".into(), Some("off".into()))),
             other => self.refuse(format!("-{other}"), "Rekindle has no rule for it"),
         }
     }

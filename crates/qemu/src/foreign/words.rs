@@ -42,14 +42,11 @@ const VALUED: &[(&[&str], Fate)] = {
 const SWITCHES: &[(&[&str], Fate)] = {
     use Fate::{Drop, Keep, Refuse, Rewrite};
     &[
-        (
-            &["nodefaults", "no-user-config", "no-acpi", "no-hpet", "usb", "no-fd-bootchk", "win2k-hack", "no-reboot"],
-            Keep,
-        ),
+        (&["nodefaults", "no-user-config", "usb", "no-fd-bootchk", "win2k-hack", "no-reboot"], Keep),
         (&["S", "daemonize", "no-shutdown", "enable-kvm", "s", "mem-prealloc", "singlestep", "full-screen"], Drop),
         (&["one-insn-per-tb", "async-teardown", "perfmap", "jitdump", "preconfig", "enable-sync-profile"], Drop),
         (&["only-migratable", "portrait"], Drop),
-        (&["nographic"], Rewrite),
+        (&["nographic", "no-acpi", "no-hpet"], Rewrite),
         (&["snapshot"], Refuse("what the guest writes to its disks is in a nameless file that ends with QEMU")),
         (&["xen-attach", "xen-domid-restrict"], Refuse("the guest's memory belongs to Xen")),
     ]

@@ -2,9 +2,18 @@
 //!
 //! One client at a time talks on a QMP socket: QEMU lets a second one connect but does not greet it before the first
 //! has gone, hence the time-out on the greeting. Commands are answered in order; events come in between and are kept
-//! until somebody asks for them.
+//! until the caller asks for them.
+//!
+//! A QEMU that a guest has taken over may send anything: an answer has a limit of bytes and one deadline, whatever comes before
+//! it, and of each kind of event only the newest are kept. An answer that is late says nothing about the QEMU, which may only be
+//! busy: when it comes after all, it is not taken for that to the next command.
 
-use rustix::event::{PollFd, PollFlags, poll};
+mod events;
+
+pub use events::Event;
+
+use events::{Events, Timestamp};
+use rekindle_kernel::lines::{LineError, Lines};
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -14,8 +23,7 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::VecDeque;
-use std::io::{self, IoSlice, Read};
+use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -24,6 +32,11 @@ use std::time::{Duration, Instant};
 /// How long QEMU may take to answer an ordinary command. QEMU answers within milliseconds; while it writes a
 /// snapshot or waits for a disk it may be silent for seconds.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Bytes that an answer or an event may have. The longest is that to `query-qmp-schema`, of 250 kB.
+const LONGEST: usize = 16 << 20;
+/// Messages that one look at what has come takes: a QEMU may always have one more.
+const AT_A_LOOK: usize = 1024;
 
 /// What can go wrong on a QMP socket.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +86,12 @@ pub enum QmpError {
         /// QEMU's words.
         description: String,
     },
+    /// It sends more than an answer may have.
+    #[error("QEMU sent more than {} MiB instead of an answer to `{during}`", LONGEST >> 20)]
+    TooLong {
+        /// The command that was waited for.
+        during: String,
+    },
     /// The answer was not what QMP promises.
     #[error("QEMU answered `{during}` with something unexpected: {text}")]
     Protocol {
@@ -119,23 +138,6 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// Something that QEMU told unasked.
-#[derive(Debug, Clone)]
-pub struct Event {
-    /// Its name, e.g. `STOP`.
-    pub name: String,
-    /// What came with it.
-    pub data: Value,
-    /// When QEMU says it was: microseconds of the host's clock since 1970.
-    pub host_us: u64,
-}
-
-#[derive(Deserialize)]
-struct Timestamp {
-    seconds: u64,
-    microseconds: u64,
-}
-
 /// One line from QEMU.
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -178,11 +180,10 @@ struct GreetingVersion {
 /// A connection to a QEMU, past the greeting.
 #[derive(Debug)]
 pub struct Qmp {
-    stream: UnixStream,
-    input: Vec<u8>,
-    /// Bytes of `input` known to hold no line end.
-    scanned: usize,
-    events: VecDeque<Event>,
+    lines: Lines<UnixStream>,
+    events: Events,
+    /// Answers that were given up, and may still come.
+    overdue: usize,
     version: Version,
     timeout: Duration,
 }
@@ -223,20 +224,25 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::connect`].
     pub fn over(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
-        let mut qmp = Self {
-            stream,
-            input: Vec::new(),
-            scanned: 0,
-            events: VecDeque::new(),
-            version: Version { major: 0, minor: 0, micro: 0 },
-            timeout: DEFAULT_TIMEOUT,
-        };
         let during = "greeting";
-        match qmp.message(during, Instant::now() + timeout, timeout)? {
+        // Of one that reads nothing, the buffer of the socket fills up.
+        set_socket_timeout(&stream, Timeout::Send, Some(DEFAULT_TIMEOUT))
+            .map_err(|e| QmpError::Io { during: during.into(), source: e.into() })?;
+        let mut qmp = Self {
+            lines: Lines::new(stream, LONGEST),
+            events: Events::default(),
+            overdue: 0,
+            version: Version { major: 0, minor: 0, micro: 0 },
+            timeout,
+        };
+        let deadline = Instant::now() + timeout;
+        match qmp.message(during, deadline, timeout)?.1 {
             Message::Greeting { qmp: greeting } => qmp.version = greeting.version.qemu,
             _ => return Err(QmpError::Protocol { during: during.into(), text: "no greeting".into() }),
         }
-        qmp.execute::<Value>("qmp_capabilities", ())?;
+        qmp.send("qmp_capabilities", (), &[])?;
+        qmp.reply_by::<Value>("qmp_capabilities", deadline)?;
+        qmp.timeout = DEFAULT_TIMEOUT;
         Ok(qmp)
     }
 
@@ -310,6 +316,7 @@ impl Qmp {
     fn write(&mut self, command: &str, mut rest: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
         let failed = |source: rustix::io::Errno| match source {
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => QmpError::Closed { during: command.into() },
+            rustix::io::Errno::AGAIN => QmpError::Timeout { during: command.into(), after: DEFAULT_TIMEOUT },
             other => QmpError::Io { during: command.into(), source: other.into() },
         };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -318,7 +325,7 @@ impl Qmp {
             return Err(QmpError::Protocol { during: command.into(), text: "too many descriptors".into() });
         }
         while !rest.is_empty() {
-            let sent = sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL);
+            let sent = sendmsg(self.lines.stream(), &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL);
             rest = rest.get(sent.map_err(failed)?..).unwrap_or_default();
             ancillary.clear();
         }
@@ -330,11 +337,21 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::execute`].
     pub fn reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<T, QmpError> {
-        let deadline = Instant::now() + self.timeout;
+        self.reply_by(command, Instant::now() + self.timeout)
+    }
+
+    fn reply_by<T: DeserializeOwned>(&mut self, command: &str, deadline: Instant) -> Result<T, QmpError> {
+        let timeout = self.timeout;
         loop {
-            let message = self.message(command, deadline, self.timeout)?;
-            if let Some(value) = self.settle(command, message)? {
-                return Ok(value);
+            let settled = self.message(command, deadline, timeout).and_then(|message| self.settle(command, message));
+            match settled {
+                Ok(Some(value)) => return Ok(value),
+                Ok(None) if Instant::now() < deadline => {}
+                Ok(None) | Err(QmpError::Timeout { .. }) => {
+                    self.overdue += 1;
+                    return Err(QmpError::Timeout { during: command.into(), after: timeout });
+                }
+                Err(e) => return Err(e),
             }
         }
     }
@@ -344,7 +361,8 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::execute`].
     pub fn try_reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<Option<T>, QmpError> {
-        while let Some(message) = self.try_message(command)? {
+        for _ in 0..AT_A_LOOK {
+            let Some(message) = self.try_message(command)? else { break };
             if let Some(value) = self.settle(command, message)? {
                 return Ok(Some(value));
             }
@@ -352,29 +370,35 @@ impl Qmp {
         Ok(None)
     }
 
-    /// Keep an event; turn a reply into its value or error.
-    fn settle<T: DeserializeOwned>(&mut self, command: &str, message: Message) -> Result<Option<T>, QmpError> {
+    /// Keeps an event; turns a reply into its value or error, unless it is one that was given up.
+    fn settle<T: DeserializeOwned>(
+        &mut self,
+        command: &str,
+        (bytes, message): (usize, Message),
+    ) -> Result<Option<T>, QmpError> {
         match message {
             Message::Event { event, data, timestamp } => {
-                self.keep(event, data, &timestamp);
+                self.keep(bytes, event, data, &timestamp);
+                Ok(None)
+            }
+            Message::Error { .. } | Message::Return { .. } if self.overdue > 0 => {
+                self.overdue -= 1;
                 Ok(None)
             }
             Message::Error { error } => {
                 Err(QmpError::Refused { command: command.into(), class: error.class, description: error.desc })
             }
-            Message::Return { value } => serde_json::from_value(value.clone())
-                .map(Some)
-                .map_err(|_| QmpError::Protocol { during: command.into(), text: value.to_string() }),
+            Message::Return { value } => serde_json::from_value(value.clone()).map(Some).map_err(|_| {
+                QmpError::Protocol { during: command.into(), text: value.to_string().chars().take(200).collect() }
+            }),
             Message::Greeting { .. } => {
                 Err(QmpError::Protocol { during: command.into(), text: "a second greeting".into() })
             }
         }
     }
 
-    fn keep(&mut self, name: String, data: Value, timestamp: &Timestamp) {
-        let host_us = timestamp.seconds * 1_000_000 + timestamp.microseconds;
-        tracing::trace!(name, %data, "QMP event");
-        self.events.push_back(Event { name, data, host_us });
+    fn keep(&mut self, bytes: usize, name: String, data: Value, timestamp: &Timestamp) {
+        self.events.keep(bytes, Event { name, data, host_us: timestamp.host_us() });
     }
 
     /// Take the first kept or coming event for which `wanted` gives a value; earlier ones are dropped.
@@ -388,16 +412,23 @@ impl Qmp {
         mut wanted: impl FnMut(&Event) -> Option<T>,
     ) -> Result<T, QmpError> {
         let deadline = Instant::now() + timeout;
+        let mut is_late = false;
         loop {
-            while let Some(event) = self.events.pop_front() {
+            while let Some(event) = self.events.take_oldest() {
                 if let Some(found) = wanted(&event) {
                     return Ok(found);
                 }
             }
+            if is_late {
+                return Err(QmpError::Timeout { during: what.into(), after: timeout });
+            }
             match self.message(what, deadline, timeout)? {
-                Message::Event { event, data, timestamp } => self.keep(event, data, &timestamp),
+                (bytes, Message::Event { event, data, timestamp }) => self.keep(bytes, event, data, &timestamp),
+                (_, Message::Error { .. } | Message::Return { .. }) if self.overdue > 0 => self.overdue -= 1,
                 _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply nobody asked for".into() }),
             }
+            // There may always be one more event.
+            is_late = Instant::now() > deadline;
         }
     }
 
@@ -411,68 +442,35 @@ impl Qmp {
         self.events.clear();
     }
 
-    fn message(&mut self, during: &str, deadline: Instant, timeout: Duration) -> Result<Message, QmpError> {
-        loop {
-            if let Some(message) = self.next_line(during)? {
-                return Ok(message);
-            }
-            if !self.fill(during, deadline.saturating_duration_since(Instant::now()))? {
-                return Err(QmpError::Timeout { during: during.into(), after: timeout });
-            }
+    /// The next message, with its bytes.
+    fn message(&mut self, during: &str, deadline: Instant, timeout: Duration) -> Result<(usize, Message), QmpError> {
+        let late = || QmpError::Timeout { during: during.into(), after: timeout };
+        match self.lines.next_by(deadline) {
+            Ok(line) => parsed(during, &line),
+            Err(LineError::Late) => Err(late()),
+            Err(e) => Err(failed(during, e)),
         }
     }
 
-    fn try_message(&mut self, during: &str) -> Result<Option<Message>, QmpError> {
-        loop {
-            if let Some(message) = self.next_line(during)? {
-                return Ok(Some(message));
-            }
-            if !self.fill(during, Duration::ZERO)? {
-                return Ok(None);
-            }
-        }
+    fn try_message(&mut self, during: &str) -> Result<Option<(usize, Message)>, QmpError> {
+        let line = self.lines.next_ready().map_err(|e| failed(during, e))?;
+        line.map(|line| parsed(during, &line)).transpose()
     }
+}
 
-    fn next_line(&mut self, during: &str) -> Result<Option<Message>, QmpError> {
-        let fresh = self.input.get(self.scanned..).unwrap_or_default();
-        let Some(at) = fresh.iter().position(|&b| b == b'\n') else {
-            self.scanned = self.input.len();
-            return Ok(None);
-        };
-        let rest = self.input.split_off(self.scanned + at + 1);
-        let line = std::mem::replace(&mut self.input, rest);
-        self.scanned = 0;
-        serde_json::from_slice(&line).map(Some).map_err(|_| QmpError::Protocol {
-            during: during.into(),
-            text: String::from_utf8_lossy(&line).trim().chars().take(200).collect(),
-        })
-    }
+fn parsed(during: &str, line: &[u8]) -> Result<(usize, Message), QmpError> {
+    serde_json::from_slice(line).map(|message| (line.len(), message)).map_err(|_| QmpError::Protocol {
+        during: during.into(),
+        text: String::from_utf8_lossy(line).trim().chars().take(200).collect(),
+    })
+}
 
-    /// Read what has come, waiting at most `left`. `false`: nothing came.
-    fn fill(&mut self, during: &str, left: Duration) -> Result<bool, QmpError> {
-        let failed = |source: io::Error| QmpError::Io { during: during.into(), source };
-        let limit = rustix::time::Timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
-        match poll(&mut fds, Some(&limit)) {
-            Ok(0) => return Ok(false),
-            Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => return Ok(true),
-            Err(e) => return Err(failed(e.into())),
-        }
-        let mut chunk = [0; 8192];
-        match self.stream.read(&mut chunk) {
-            Ok(0) => Err(QmpError::Closed { during: during.into() }),
-            Ok(n) => {
-                self.input.extend_from_slice(chunk.get(..n).unwrap_or_default());
-                Ok(true)
-            }
-            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(QmpError::Closed { during: during.into() }),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(true),
-            Err(e) => Err(failed(e)),
-        }
+fn failed(during: &str, e: LineError) -> QmpError {
+    let during = during.into();
+    match e {
+        LineError::Closed => QmpError::Closed { during },
+        LineError::TooLong { .. } => QmpError::TooLong { during },
+        LineError::Late | LineError::Io(_) => QmpError::Io { during, source: e.into() },
     }
 }
 
@@ -490,7 +488,7 @@ fn text(command: &str, arguments: impl Serialize) -> Result<Vec<u8>, QmpError> {
 
 impl AsFd for Qmp {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.lines.stream().as_fd()
     }
 }
 

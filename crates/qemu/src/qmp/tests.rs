@@ -100,3 +100,72 @@ fn whoever_does_not_take_a_connection_up_is_not_waited_for() {
     let e = Qmp::connect(&path, within).unwrap_err();
     assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == within), "{e}");
 }
+
+/// A QEMU that greets, takes the capabilities, and goes on with `then`, given its end and the number of the command.
+fn qemu(then: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || {
+        let mut out = theirs.try_clone().unwrap();
+        writeln!(out, "{GREETING}").unwrap();
+        let mut commands = serde_json::Deserializer::from_reader(&theirs).into_iter::<Value>();
+        commands.next().unwrap().unwrap();
+        writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
+        drop(commands);
+        then(out);
+    });
+    Qmp::over(ours, Duration::from_secs(10)).unwrap()
+}
+
+/// An event that a guest can cause.
+const CAUSED: &str = r#"{"timestamp": {"seconds": 18446744073709551615, "microseconds": 5}, "event": "RTC_CHANGE", "data": {"offset": 1}}"#;
+
+#[test]
+fn events_without_an_end_are_no_answer_and_take_no_memory() {
+    let mut qmp = qemu(|mut out| while writeln!(out, "{CAUSED}").is_ok() {});
+    qmp.timeout = Duration::from_millis(300);
+    let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+    assert!(matches!(&e, QmpError::Timeout { during, .. } if during == "query-status"), "{e}");
+    assert!(qmp.kept_events().count() <= 64);
+    assert_eq!(qmp.try_reply::<Value>("query-status").unwrap(), None, "one look ends");
+    let e = qmp.wait_event("STOP", Duration::from_millis(50), |e| (e.name == "STOP").then_some(())).unwrap_err();
+    assert!(matches!(e, QmpError::Timeout { .. }), "{e}");
+}
+
+#[test]
+fn events_that_a_guest_causes_do_not_push_out_others() {
+    let mut qmp = qemu(|mut out| {
+        writeln!(out, r#"{{"timestamp": {{"seconds": 1, "microseconds": 0}}, "event": "STOP"}}"#).unwrap();
+        for _ in 0..5000 {
+            writeln!(out, "{CAUSED}").unwrap();
+        }
+        writeln!(out, r#"{{"return": 7}}"#).unwrap();
+    });
+    assert_eq!(qmp.execute::<u32>("x", ()).unwrap(), 7);
+    qmp.wait_event("STOP", Duration::ZERO, |e| (e.name == "STOP").then_some(())).unwrap();
+}
+
+#[test]
+fn an_answer_without_an_end_takes_no_more_memory_than_its_limit() {
+    let mut qmp = qemu(|mut out| {
+        let _ = out.write_all(br#"{"return": ""#);
+        while out.write_all(&[b'x'; 65536]).is_ok() {}
+    });
+    let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+    assert!(matches!(&e, QmpError::TooLong { .. }), "{e}");
+}
+
+#[test]
+fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
+    let (given_up, wait) = std::sync::mpsc::channel();
+    let mut qmp = qemu(move |mut out| {
+        wait.recv().unwrap();
+        writeln!(out, r#"{{"return": "late"}}"#).unwrap();
+        writeln!(out, r#"{{"return": "in time"}}"#).unwrap();
+        let _ = std::io::copy(&mut out, &mut std::io::sink());
+    });
+    qmp.timeout = Duration::from_millis(20);
+    assert!(matches!(qmp.execute::<Value>("first", ()), Err(QmpError::Timeout { .. })));
+    qmp.timeout = Duration::from_secs(10);
+    given_up.send(()).unwrap();
+    assert_eq!(qmp.execute::<String>("second", ()).unwrap(), "in time");
+}

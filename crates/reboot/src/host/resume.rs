@@ -312,7 +312,7 @@ fn from_entry(
     recorder.phase(Phase::Renew);
     let Some(saved) = &entry.saved else { return Err(LifeError::Unknown { name: name.into() }.into()) };
     let hardware = &held.state.hardware;
-    let binary = held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
+    let binary = &held.rundir.binary(held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary))?;
     let (new, mut qmp) = match entry.how {
         How::Saved => {
             ram::renew(rundir, hardware)?;

@@ -1,6 +1,7 @@
 //! A QEMU that does not answer is not a dead one: it may run its guest, and is never killed for its silence unless the user says so.
 
 use super::RebootError;
+use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
 use rekindle_vm::disks::DisksError;
@@ -86,7 +87,9 @@ pub(super) fn of_generation(held: &Held, generation: u32) -> Result<Option<Vmm>,
     let Some(process) = processes_of(&directory).map_err(failed)?.into_iter().find(|process| process.is_alive()) else {
         return Ok(None);
     };
-    let binary = std::fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap_or_else(|_| PathBuf::from("qemu"));
+    // As it was started, if that is on record: the program of the process may be a loader.
+    let recorded = held.state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
+    let binary = recorded.or_else(|| Some(Program::of(process).ok()?.start)).unwrap_or_else(|| PathBuf::from("qemu"));
     Ok(Some(Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None }))
 }
 

@@ -55,7 +55,7 @@ pub(crate) fn boot(
     change.recorder.step("renew its memory");
     let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
     let fds = network::reopen(hardware)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused);
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused, change.binary.syntax);
     let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
     fault::point("cold.renew.spawned", Some(&old), Some(&new));
     let mut qmp = new.connect(vmm::START)?;

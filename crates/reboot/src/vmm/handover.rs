@@ -1,6 +1,7 @@
 //! The state of a suspended guest as a file, and starting a QEMU from it.
 
 use super::RebootError;
+use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stream;
@@ -96,7 +97,7 @@ pub(crate) fn read(name: &str, saved: &SavedState) -> Result<Vec<u8>, RebootErro
 pub(crate) fn start_from(
     rundir: &RunDir,
     hardware: &Hardware,
-    binary: &Path,
+    binary: &Binary,
     (generation, saved): (u32, &SavedState),
     taps: Taps,
 ) -> Result<(Vmm, Qmp), RebootError> {
@@ -104,8 +105,8 @@ pub(crate) fn start_from(
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
     disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(file)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-    let vmm = Vmm::spawn(binary, &arguments, &directory, taps)?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, binary.syntax);
+    let vmm = Vmm::spawn(&binary.path, &arguments, &directory, taps)?;
     let load = || -> Result<Qmp, RebootError> {
         let mut qmp = vmm.connect(vmm::START)?;
         let mut feed = Feed::open(&mut qmp, WARM)?;

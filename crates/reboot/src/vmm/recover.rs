@@ -339,6 +339,7 @@ pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recov
         (_, Some(saved)) if has_not_run => {
             let hardware = &held.state.hardware;
             let start = |binary: &Path| {
+                let binary = &held.rundir.binary(binary)?;
                 if with_ram {
                     ram::renew(&held.rundir, hardware)?;
                     saved::start_from_disk(
@@ -440,9 +441,9 @@ pub(crate) fn boot(
     phases::begin(&held.rundir, hardware, &held.state.definition);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;
     let fds = taps.map_or_else(|| network::reopen(hardware), Ok)?;
-    let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused);
-    let binary = held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
-    let vmm = Vmm::spawn(binary, &arguments, &directory, fds)?;
+    let binary = held.rundir.binary(held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary))?;
+    let arguments = hardware.arguments(&directory, &held.rundir.console_log(), Start::Paused, binary.syntax);
+    let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
     let qmp = vmm.connect(vmm::START)?;
     journal.operation.to = Some(vmm.clone());
     journal.advance(Step::Resume).map_err(|source| file(held, source))?;

@@ -2,19 +2,18 @@
 //! shutting its guest down, and what the warm way is measured against.
 
 use super::{Change, Failure, Left, RebootError, Report, handover, resume, stop, switch};
+use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::transfer::{TransferError, set_capabilities, wait_loaded, wait_saved};
+use rekindle_qemu::transfer::{load_from_file, save_to_file};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
 use rekindle_vm::life::LifeError;
 use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, life, network, ram};
-use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -64,15 +63,9 @@ fn suspend(change: &mut Change, journal: &mut Journal, path: &Path) -> Result<(u
 /// Write RAM and devices to `path`, and make them last.
 pub(crate) fn save(qmp: &mut Qmp, path: &Path) -> Result<SavedState, RebootError> {
     let failed = |source: io::Error| RebootError::File { path: path.to_owned(), source };
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
+    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
     let file = file.map_err(failed)?;
-    set_capabilities(qmp, &[("events", true), ("x-ignore-shared", false)])?;
-    // The guest is stopped: there is nobody to leave bandwidth to.
-    qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
-    qmp.execute_with_fd::<Value>("getfd", json!({"fdname": "saved"}), file.as_fd())?;
-    qmp.drop_events();
-    qmp.execute::<Value>("migrate", json!({"uri": "fd:saved"}))?;
-    wait_saved(qmp, handover::LOAD)?;
+    save_to_file(qmp, &file, handover::LOAD)?;
     file.sync_all().map_err(failed)?;
     let bytes = file.metadata().map_err(failed)?.len();
     Ok(SavedState { path: path.to_owned(), bytes, digest: 0, without_ram: false })
@@ -89,7 +82,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
     ram::renew(&rundir, &change.held.state.hardware)?;
     let (hardware, generation) = (&change.held.state.hardware, journal.operation.generation);
     let (new, mut qmp) =
-        start_from_disk(&rundir, hardware, &change.binary.path, (generation, saved), network::reopen(hardware)?)?;
+        start_from_disk(&rundir, hardware, &change.binary, (generation, saved), network::reopen(hardware)?)?;
     change.recorder.step("load from disk");
     fault::point("saved.renew.loaded", Some(&old), Some(&new));
     let mut journal = journal;
@@ -122,7 +115,7 @@ fn finish(change: &mut Change, journal: Journal, stopped: u64, saved: &SavedStat
 pub(crate) fn start_from_disk(
     rundir: &rekindle_vm::rundir::RunDir,
     hardware: &rekindle_qemu::command::Hardware,
-    binary: &Path,
+    binary: &Binary,
     (generation, saved): (u32, &SavedState),
     taps: handover::Taps,
 ) -> Result<(Vmm, Qmp), RebootError> {
@@ -136,15 +129,12 @@ pub(crate) fn start_from_disk(
     let made = |source| RebootError::File { path: rundir.path().to_owned(), source };
     disks::start(rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(generation).map_err(made)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
-    let new = Vmm::spawn(binary, &arguments, &directory, taps)?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, binary.syntax);
+    let new = Vmm::spawn(&binary.path, &arguments, &directory, taps)?;
     fault::point("saved.renew.spawned", None, Some(&new));
     let load = || -> Result<Qmp, RebootError> {
         let mut qmp = new.connect(vmm::START)?;
-        set_capabilities(&mut qmp, &[("events", true)])?;
-        qmp.execute_with_fd::<Value>("getfd", json!({"fdname": "saved"}), file.as_fd())?;
-        qmp.execute::<Value>("migrate-incoming", json!({"uri": "fd:saved"})).map_err(TransferError::from)?;
-        wait_loaded(&mut qmp, handover::LOAD)?;
+        load_from_file(&mut qmp, &file, handover::LOAD)?;
         Ok(qmp)
     };
     match load() {

@@ -11,14 +11,14 @@ use super::verify::Snapshot;
 use super::{
     Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
 };
-use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
 use rekindle_kernel::sched::{self, First, Rank};
+use rekindle_kernel::stand_in::StandIn;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
-use rekindle_qemu::command::{Start, Tap};
+use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::ramblock::{self, MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::{self, RamSection};
@@ -31,7 +31,6 @@ use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, network};
 use serde_json::Value;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 /// How long the new QEMU may take from `cont` to its `RESUME`: it may still load.
@@ -54,7 +53,7 @@ struct Ready {
     /// See [`network::captures`].
     captures: Vec<Capture>,
     /// See [`network::Duplicates::stand_ins`].
-    stand_ins: Vec<OwnedFd>,
+    stand_ins: Vec<StandIn>,
 }
 
 /// The way of the state from the old QEMU to the new one.
@@ -131,7 +130,7 @@ impl Prepared {
             let _ = capture.frames();
         }
         let first = go_first(&change.old, &new);
-        let handed = hand_over(&mut change, &mut journal, link, &mut old_qmp, &new, &mut new_qmp);
+        let handed = hand_over(&mut change, &mut journal, link, &stand_ins, &mut old_qmp, &new, &mut new_qmp);
         drop(first);
         // QEMU serves one client at a time, and going back connects anew.
         drop(old_qmp);
@@ -166,7 +165,7 @@ pub(crate) struct Switched {
     waiting: Vec<Capture>,
     /// The others. Closing one takes the kernel many milliseconds, in which the next guest could be handed over.
     _spent: Vec<Capture>,
-    _stand_ins: Vec<OwnedFd>,
+    _stand_ins: Vec<StandIn>,
 }
 
 impl Switched {
@@ -198,7 +197,7 @@ fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, Reboot
     let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
     let taps = network::duplicate(hardware, old.process())?;
     let captures = network::captures(hardware)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming);
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, change.binary.syntax);
     let new = Vmm::spawn(&change.binary.path, &arguments, &directory, taps.fds)?;
     fault::point("warm.prepare.spawned", Some(&old), Some(&new));
     journal.operation.to = Some(new.clone());
@@ -323,6 +322,7 @@ fn hand_over(
     change: &mut Change,
     journal: &mut Journal,
     link: Link,
+    stand_ins: &[StandIn],
     old_qmp: &mut Qmp,
     new: &Vmm,
     new_qmp: &mut Qmp,
@@ -358,9 +358,8 @@ fn hand_over(
     let save_qmp = save_qmp.as_mut().unwrap_or(old_qmp);
     tap.begin(save_qmp, staged)?;
     // Nobody runs the guest: the new QEMU may have the taps. It idles now, and would not while it loads.
-    let taps: Vec<_> = change.held.state.hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
     let failed = |source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source };
-    descriptor::replace(injector, &taps).map_err(failed)?;
+    network::replace_stand_ins(injector, &change.held.state.hardware, stand_ins).map_err(failed)?;
     points("warm.suspend.taps");
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub enum Disk {
     /// Serve a raw image or a block device to a QEMU, by vhost-user.
     ///
-    /// QEMU is given it by: -chardev socket,id=d,path=SOCKET,reconnect=1 -device vhost-user-blk-pci,chardev=d, and memory that is
+    /// QEMU is given it by: -chardev socket,id=d,path=SOCKET,reconnect-ms=100 (before QEMU 9.2: reconnect=1) -device vhost-user-blk-pci,chardev=d, and memory that is
     /// shared (memory-backend-file or memory-backend-memfd with share=on).
     ///
     /// Needs: an image that nobody else has open; io_uring.

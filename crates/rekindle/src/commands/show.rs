@@ -142,6 +142,9 @@ fn qemu(state: &State) -> Option<&Vmm> {
 pub fn description(host: &Host, state: &State) -> Result<Value> {
     let rundir = RunDir::new(&host.root, &state.hardware.name);
     let directory = rundir.vmm(state.generation);
+    // A binary that is gone starts nothing: how its options were written does not matter then.
+    let binary = qemu(state).map_or(&state.definition.qemu, |vmm| &vmm.binary);
+    let syntax = rundir.binary(binary).map(|binary| binary.syntax).unwrap_or_default();
     Ok(json!({
         "name": state.hardware.name,
         "status": life::status(&rundir)?,
@@ -156,7 +159,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "previous": state.previous,
         "definition": state.definition,
         "hardware": state.hardware,
-        "command_line": state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot),
+        "command_line": state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, syntax),
         "running_command_line": qemu(state).and_then(|vmm| command_line(vmm.pid)),
     }))
 }

@@ -2,6 +2,7 @@
 
 use super::vm::Vm;
 use super::{DEADLINE, eyes};
+use rekindle_qemu::binary::Binary;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -9,8 +10,8 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,8 +22,9 @@ fn repository() -> PathBuf {
 
 /// What the tests need beside this crate.
 struct Tools {
-    new: PathBuf,
     old: PathBuf,
+    new: PathBuf,
+    newest: PathBuf,
     micro: PathBuf,
 }
 
@@ -30,10 +32,11 @@ fn tools() -> &'static Tools {
     static TOOLS: OnceLock<Tools> = OnceLock::new();
     TOOLS.get_or_init(|| {
         let mut known: BTreeMap<String, String> = BTreeMap::new();
-        for name in ["QEMU_NEW", "QEMU_OLD", "REKINDLE_TEST_MICRO"] {
+        const QEMUS: [&str; 3] = ["QEMU_OLD", "QEMU_NEW", "QEMU_NEWEST"];
+        for name in QEMUS.into_iter().chain(["REKINDLE_TEST_MICRO"]) {
             known.extend(std::env::var(name).ok().filter(|value| !value.is_empty()).map(|value| (name.into(), value)));
         }
-        if !known.contains_key("QEMU_NEW") || !known.contains_key("QEMU_OLD") {
+        if !QEMUS.iter().all(|name| known.contains_key(*name)) {
             let text = script("scripts/setup", &["--print-env"]);
             let pairs = text.lines().filter_map(|line| line.split_once('='));
             for (name, value) in pairs {
@@ -43,8 +46,9 @@ fn tools() -> &'static Tools {
         let micro = known.remove("REKINDLE_TEST_MICRO");
         let micro = micro.unwrap_or_else(|| script("guest/build", &["micro"]).lines().last().unwrap_or("").into());
         let path = |name: &str| PathBuf::from(known.get(name).map_or("", String::as_str));
-        let tools = Tools { new: path("QEMU_NEW"), old: path("QEMU_OLD"), micro: micro.into() };
-        for file in [&tools.new, &tools.old, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
+        let [old, new, newest] = QEMUS.map(path);
+        let tools = Tools { old, new, newest, micro: micro.into() };
+        for file in [&tools.old, &tools.new, &tools.newest, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
             assert!(file.exists(), "{} is not there; run: scripts/setup && guest/build micro", file.display());
         }
         tools
@@ -76,9 +80,21 @@ fn script(name: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// The newer QEMU.
+/// The QEMU that VMs of the tests have: 10, or the one that `QEMU_NEW` names.
 pub fn qemu_new() -> &'static Path {
     &tools().new
+}
+
+/// QEMU 11, which a script starts by a dynamic loader of its own.
+pub fn qemu_newest() -> &'static Path {
+    &tools().newest
+}
+
+/// The first number of a QEMU's version.
+pub fn major(qemu: &Path) -> u32 {
+    static KNOWN: Mutex<BTreeMap<PathBuf, u32>> = Mutex::new(BTreeMap::new());
+    let ask = || Binary::probe(qemu).expect("it is a QEMU").version.major;
+    *KNOWN.lock().expect("nothing panics meanwhile").entry(qemu.to_owned()).or_insert_with(ask)
 }
 
 /// QEMU 7.2.

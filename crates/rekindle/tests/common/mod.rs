@@ -20,7 +20,7 @@ pub use {
     eyes::{Watch, ticks_once, with_argument_containing},
     guest::Guest,
     huge::HugePages,
-    lab::{Done, Lab, qemu_new, qemu_old},
+    lab::{Done, Lab, major, qemu_new, qemu_newest, qemu_old},
     vm::Net,
 };
 

@@ -2,7 +2,7 @@
 
 use super::bridge::Bridge;
 use super::guest::Guest;
-use super::lab::Lab;
+use super::lab::{Lab, qemu_new};
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -133,8 +133,9 @@ impl<'a> Vm<'a> {
         };
         let save_dir =
             if keys.contains("save_dir") { String::new() } else { format!("save_dir = {:?}\n", self.lab.save_dir()) };
+        let qemu = if keys.contains("qemu = ") { String::new() } else { format!("qemu = {:?}\n", qemu_new()) };
         format!(
-            "name = \"{name}\"\nmemory = \"{memory}\"\n{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
+            "name = \"{name}\"\nmemory = \"{memory}\"\n{qemu}{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
              append = \"console=ttyS0 quiet {QUICK} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
         )
     }

@@ -67,7 +67,7 @@ class CacheGuest(Guest):
         """The disk of a server that was started by hand."""
         if self.disk is not None:
             return []
-        chardev = f"socket,id=byhand,path={self.cache},reconnect=1"
+        chardev = f"socket,id=byhand,path={self.cache},reconnect-ms=1000"
         return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
 
     def disk_lines(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::command::{Directory, Hardware, Net, NetBackend, Ram, Start};
+use crate::syntax::Syntax;
 use proptest::prelude::*;
 use std::path::Path;
 
@@ -54,8 +55,12 @@ fn hardware(foreign: Foreign) -> Hardware {
 }
 
 fn built(foreign: Foreign) -> String {
+    built_for(foreign, Syntax::default())
+}
+
+fn built_for(foreign: Foreign, syntax: Syntax) -> String {
     let hardware = hardware(foreign);
-    hardware.arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), Start::Incoming).join(" ")
+    hardware.arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), Start::Incoming, syntax).join(" ")
 }
 
 #[test]
@@ -147,6 +152,23 @@ fn a_command_line_of_libvirt() {
     }
     for gone in ["masterKey0", "fd=", "no-shutdown", "memory-backend-ram", "chardev=charmonitor"] {
         assert!(!text.contains(gone), "{gone} in {text}");
+    }
+}
+
+#[test]
+fn options_that_later_qemus_do_not_know_are_written_so_that_all_do() {
+    let line = "-machine q35 -no-acpi -no-hpet -m 512 -chardev socket,id=c,path=/q,reconnect=1 -mon chardev=m -nodefaults \
+                -chardev socket,id=m,path=/m,server=on -object monitor-qmp,id=mon1,chardev=m,pretty=on";
+    let foreign = rewrite(&words(line), &facts(&[])).unwrap();
+    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true };
+    for syntax in [Syntax::default(), newest] {
+        let text = built_for(foreign.clone(), syntax);
+        assert!(text.contains("-machine type=pc-q35-7.2,acpi=off,hpet=off,"), "{text}");
+        for gone in ["-no-acpi", "-no-hpet", "reconnect", "mon1", "chardev=m "] {
+            assert!(!text.contains(gone), "{gone} in {text}");
+        }
+        assert_eq!(text.contains("-mon "), !syntax.monitor_objects, "{text}");
+        assert_eq!(text.contains("-object monitor-qmp,id=rekindle-qmp-monitor"), syntax.monitor_objects, "{text}");
     }
 }
 

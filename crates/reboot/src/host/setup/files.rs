@@ -328,6 +328,15 @@ mod tests {
     }
 
     #[test]
+    fn no_unit_can_hold_up_a_boot_or_a_shutdown_for_ever() {
+        for (name, unit) in UNITS {
+            let timeouts: Vec<_> = unit.lines().filter(|line| line.starts_with("Timeout")).collect();
+            assert!(!timeouts.is_empty(), "{name} is of type oneshot, which has no timeout by itself");
+            assert!(timeouts.iter().all(|line| !line.ends_with("infinity")), "{name}: {timeouts:?}");
+        }
+    }
+
+    #[test]
     fn a_second_time_there_is_nothing_to_write() {
         let (_directory, place) = host();
         let first = steps(&place, 2 * GIB, None).unwrap();

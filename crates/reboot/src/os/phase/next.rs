@@ -14,14 +14,13 @@ use super::candidates::Good;
 use super::go::Over;
 use super::port::{Port, wait_read};
 use crate::vmm::{Change, Problem, RebootError, cold, switch};
-use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
+use rekindle_kernel::stand_in::StandIn;
 use rekindle_memory::directory::Former;
 use rekindle_protect::candidate::{self, Loaded, Moment, Next};
 use rekindle_protect::pager;
 use rekindle_protect::restore::{Clock, RestoreError};
 use rekindle_qemu::agent;
-use rekindle_qemu::command::Tap;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::hardware::new_generation;
 use rekindle_vm::journal::Journal;
@@ -67,7 +66,7 @@ pub(super) fn load(
 ) -> Result<Went, RebootError> {
     let rundir = change.held.rundir.clone();
     let name = rundir.name().to_owned();
-    let (old, binary) = (change.old.clone(), change.binary.path.clone());
+    let (old, binary) = (change.old.clone(), change.binary.clone());
     let was_over = over.is_some();
     let mut state = change.held.state.clone();
     // Another one, so that the guest knows that it was set back.
@@ -87,7 +86,7 @@ pub(super) fn load(
     let mut former = Vec::new();
     let mut ready = |moment: Moment<'_>| {
         std::mem::swap(moment.recorder, &mut change.recorder);
-        let coming = Coming { good, end, state: &state, swaps: &taps.swaps };
+        let coming = Coming { good, end, state: &state, stand_ins: &taps.stand_ins };
         let taken = take_place(change, moment.journal, moment.injector, moment.bring_all, over, &coming);
         std::mem::swap(moment.recorder, &mut change.recorder);
         let (given_up, elsewhere) = taken.map_err(|e| RestoreError::Before(Box::new(e)))?;
@@ -136,21 +135,18 @@ pub(super) fn load(
 /// Its taps: as long as the former QEMU has them, stand-ins, and the real ones beside.
 struct Taps {
     fds: Vec<(OwnedFd, RawFd)>,
-    /// What is to be put in whose place.
-    swaps: Vec<(RawFd, RawFd)>,
-    /// To be held until the guest runs: see [`network::Duplicates::stand_ins`].
-    _stand_ins: Vec<OwnedFd>,
+    /// To be held until the guest runs: see [`network::Duplicates::stand_ins`]. Empty: it has the real ones.
+    stand_ins: Vec<StandIn>,
 }
 
 impl Taps {
     fn of(change: &Change, is_over: bool) -> Result<Self, RebootError> {
         let hardware = &change.held.state.hardware;
         if is_over {
-            return Ok(Self { fds: network::reopen(hardware)?, swaps: Vec::new(), _stand_ins: Vec::new() });
+            return Ok(Self { fds: network::reopen(hardware)?, stand_ins: Vec::new() });
         }
         let taps = network::duplicate(hardware, change.old.process())?;
-        let swaps = hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
-        Ok(Self { fds: taps.fds, swaps, _stand_ins: taps.stand_ins })
+        Ok(Self { fds: taps.fds, stand_ins: taps.stand_ins })
     }
 }
 
@@ -159,7 +155,7 @@ struct Coming<'a> {
     good: &'a Good,
     end: End,
     state: &'a State,
-    swaps: &'a [(RawFd, RawFd)],
+    stand_ins: &'a [StandIn],
 }
 
 /// End the former guest, and give what it had to the one that waits. Gives what of its memory is to be given back, and how long its end has taken.
@@ -202,7 +198,9 @@ fn take_place(
     }
     let pid = injector.process().pid;
     let failed = |source| RebootError::File { path: format!("/proc/{pid}/fd").into(), source };
-    descriptor::replace(injector, coming.swaps).map_err(failed)?;
+    if !coming.stand_ins.is_empty() {
+        network::replace_stand_ins(injector, &coming.state.hardware, coming.stand_ins).map_err(failed)?;
+    }
     fault::point("phase.renew.agreed", Some(&change.old), new.as_ref());
     change.recorder.step("take its place");
     alive(change, new.as_ref())?;

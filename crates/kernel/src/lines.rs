@@ -1,0 +1,200 @@
+//! Lines from a peer that is not trusted: a guest's agent, a QEMU, a helper process, a host on the network.
+//!
+//! Whatever the peer sends, a reader has at most one line and one chunk of it in memory, and has an answer when its deadline comes. The
+//! deadline is one for the whole exchange: a peer that sends a byte now and then does not move it.
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+use std::io::{self, Read};
+use std::time::{Duration, Instant};
+
+/// Bytes that are read at a time.
+const CHUNK: usize = 8192;
+
+/// Why there is no line.
+#[derive(Debug, thiserror::Error)]
+pub enum LineError {
+    /// It has not come by the deadline.
+    #[error("no whole line has come in time")]
+    Late,
+    /// The peer has closed its end. What it had sent of a line is dropped.
+    #[error("the other side has closed the connection")]
+    Closed,
+    /// It has more bytes than it may have. The rest of it would be taken for another line: the connection is of no more use.
+    #[error("a line of more than {limit} bytes")]
+    TooLong {
+        /// Bytes that a line may have.
+        limit: usize,
+    },
+    /// The connection failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<LineError> for io::Error {
+    fn from(e: LineError) -> Self {
+        let kind = match &e {
+            LineError::Late => io::ErrorKind::TimedOut,
+            LineError::Closed => io::ErrorKind::UnexpectedEof,
+            LineError::TooLong { .. } => io::ErrorKind::InvalidData,
+            LineError::Io(inner) => inner.kind(),
+        };
+        Self::new(kind, e)
+    }
+}
+
+/// Reads lines.
+#[derive(Debug)]
+pub struct Lines<S> {
+    stream: S,
+    limit: usize,
+    unread: Vec<u8>,
+    /// Bytes of `unread` known to hold no line end.
+    scanned: usize,
+    broken: bool,
+}
+
+impl<S: Read + AsFd> Lines<S> {
+    /// Reads from `stream` lines of at most `limit` bytes.
+    #[must_use]
+    pub fn new(stream: S, limit: usize) -> Self {
+        Self { stream, limit, unread: Vec::new(), scanned: 0, broken: false }
+    }
+
+    /// What it reads from.
+    #[must_use]
+    pub fn stream(&self) -> &S {
+        &self.stream
+    }
+
+    /// The next line, with its line end, if it is there or comes by `deadline`. A caller that skips lines has to check its deadline
+    /// itself: a peer may always have one more.
+    ///
+    /// # Errors
+    /// [`LineError`].
+    pub fn next_by(&mut self, deadline: Instant) -> Result<Vec<u8>, LineError> {
+        loop {
+            if let Some(line) = self.whole()? {
+                return Ok(line);
+            }
+            if !self.fill(deadline.saturating_duration_since(Instant::now()))? {
+                return Err(LineError::Late);
+            }
+        }
+    }
+
+    /// The next line, if the whole of it is there.
+    ///
+    /// # Errors
+    /// [`LineError`], but not [`LineError::Late`].
+    pub fn next_ready(&mut self) -> Result<Option<Vec<u8>>, LineError> {
+        match self.next_by(Instant::now()) {
+            Err(LineError::Late) => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// A whole line out of what was read.
+    fn whole(&mut self) -> Result<Option<Vec<u8>>, LineError> {
+        let fresh = self.unread.get(self.scanned..).unwrap_or_default();
+        let end = fresh.iter().position(|&byte| byte == b'\n').map(|at| self.scanned + at + 1);
+        if self.broken || end.unwrap_or(self.unread.len()) > self.limit {
+            self.broken = true;
+            self.unread = Vec::new();
+            self.scanned = 0;
+            return Err(LineError::TooLong { limit: self.limit });
+        }
+        let Some(end) = end else {
+            self.scanned = self.unread.len();
+            return Ok(None);
+        };
+        let rest = self.unread.split_off(end);
+        self.scanned = 0;
+        Ok(Some(std::mem::replace(&mut self.unread, rest)))
+    }
+
+    /// Reads what has come, waiting at most `left`. `false`: nothing came.
+    fn fill(&mut self, left: Duration) -> Result<bool, LineError> {
+        let limit =
+            Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&limit)) {
+            Ok(0) => return Ok(false),
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(true),
+            Err(e) => return Err(io::Error::from(e).into()),
+        }
+        let mut chunk = [0; CHUNK];
+        match self.stream.read(&mut chunk) {
+            Ok(0) => Err(LineError::Closed),
+            Ok(n) => {
+                self.unread.extend_from_slice(chunk.get(..n).unwrap_or_default());
+                Ok(true)
+            }
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(LineError::Closed),
+            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => Ok(true),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    #[test]
+    fn lines_come_whole_whatever_the_pieces_are() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut lines = Lines::new(ours, 100);
+        let mut out = &theirs;
+        out.write_all(b"one\nt").unwrap();
+        assert_eq!(lines.next_by(soon()).unwrap(), b"one\n");
+        assert!(lines.next_ready().unwrap().is_none());
+        assert!(matches!(lines.next_by(Instant::now()), Err(LineError::Late)));
+        out.write_all(b"wo\n\nlast").unwrap();
+        assert_eq!(lines.next_ready().unwrap().unwrap(), b"two\n");
+        assert_eq!(lines.next_ready().unwrap().unwrap(), b"\n");
+        drop(theirs);
+        assert!(matches!(lines.next_by(soon()), Err(LineError::Closed)));
+    }
+
+    #[test]
+    fn a_line_without_an_end_takes_no_more_memory_than_its_limit() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let flood = thread::spawn(move || {
+            let mut sent = 0u64;
+            while (&theirs).write_all(&[b'x'; 4096]).is_ok() {
+                sent += 4096;
+            }
+            sent
+        });
+        let mut lines = Lines::new(ours, 100_000);
+        assert!(matches!(lines.next_by(soon()), Err(LineError::TooLong { limit: 100_000 })));
+        assert!(lines.unread.capacity() < 2 * 100_000);
+        // What follows is not taken for a line.
+        assert!(matches!(lines.next_by(soon()), Err(LineError::TooLong { .. })));
+        drop(lines);
+        assert!(flood.join().unwrap() < 10_000_000);
+    }
+
+    #[test]
+    fn bytes_now_and_then_do_not_move_the_deadline() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let drip = thread::spawn(move || {
+            while (&theirs).write_all(b"x").is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let mut lines = Lines::new(ours, 1 << 30);
+        assert!(matches!(lines.next_by(Instant::now() + Duration::from_millis(50)), Err(LineError::Late)));
+        drop(lines);
+        drip.join().unwrap();
+    }
+}

@@ -1,0 +1,143 @@
+//! What a program prints, within a limit of bytes and a deadline.
+
+use crate::process::Process;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, ioctl_fionbio};
+use std::io::{self, Read};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// A program that has ended.
+#[derive(Debug)]
+pub struct Output {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// Its standard output.
+    pub out: Vec<u8>,
+    /// Its standard error.
+    pub err: Vec<u8>,
+}
+
+/// Runs `command` and waits for its end, at most until `deadline`. It may print `limit` bytes to each of its outputs.
+///
+/// # Errors
+/// `TimedOut` and `InvalidData`, when it was killed since it did not keep to that; when it cannot be started.
+pub fn within(command: &mut Command, limit: usize, deadline: Instant) -> io::Result<Output> {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let printed = printed(&mut child, limit, deadline);
+    let waited = printed.and_then(|(out, err)| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let ended = Process::of(child.id()).map_or(Ok(true), |process| process.wait_end(left))?;
+        if ended { Ok((out, err)) } else { Err(late()) }
+    });
+    if waited.is_err() {
+        let _ = child.kill();
+    }
+    let status = child.wait()?;
+    waited.map(|(out, err)| Output { status, out, err })
+}
+
+fn late() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "it has not ended in time")
+}
+
+fn printed(child: &mut Child, limit: usize, deadline: Instant) -> io::Result<(Vec<u8>, Vec<u8>)> {
+    let (Some(mut out), Some(mut err)) = (child.stdout.take(), child.stderr.take()) else {
+        return Err(io::ErrorKind::BrokenPipe.into());
+    };
+    ioctl_fionbio(&out, true)?;
+    ioctl_fionbio(&err, true)?;
+    let (mut printed, mut complained) = (Vec::new(), Vec::new());
+    let (mut open_out, mut open_err) = (true, true);
+    while open_out || open_err {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(late());
+        }
+        let wanted = |open: bool| if open { PollFlags::IN } else { PollFlags::empty() };
+        let mut fds = [PollFd::new(&out, wanted(open_out)), PollFd::new(&err, wanted(open_err))];
+        // A closed pipe that is not waited for would be ready all the time.
+        let fds: &mut [PollFd<'_>] = match (open_out, open_err) {
+            (true, true) => &mut fds,
+            (true, false) => &mut fds[..1],
+            _ => &mut fds[1..],
+        };
+        match poll(fds, Some(&timespec(left))) {
+            Ok(0) => return Err(late()),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        open_out = open_out && take(&mut out, &mut printed, limit)?;
+        open_err = open_err && take(&mut err, &mut complained, limit)?;
+    }
+    Ok((printed, complained))
+}
+
+fn timespec(left: Duration) -> Timespec {
+    Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
+}
+
+/// What is in a pipe that does not block. `false`: it has ended.
+fn take(pipe: &mut impl Read, taken: &mut Vec<u8>, limit: usize) -> io::Result<bool> {
+    let room = limit.saturating_sub(taken.len());
+    match pipe.take(room as u64 + 1).read_to_end(taken) {
+        _ if taken.len() > limit => {
+            Err(io::Error::new(io::ErrorKind::InvalidData, format!("it has printed more than {limit} bytes")))
+        }
+        Ok(_) => Ok(false),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(true),
+        Err(e) => Err(e),
+    }
+}
+
+/// What is in a pipe now, at most `limit` bytes, whether its other end is still open or not.
+pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Vec<u8> {
+    let mut taken = Vec::new();
+    if ioctl_fionbio(&*pipe, true).is_ok() {
+        // An error is that no more is there.
+        let _ = pipe.take(limit as u64).read_to_end(&mut taken);
+    }
+    taken
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null());
+        command
+    }
+
+    #[test]
+    fn both_outputs_and_the_status_are_there() {
+        let soon = Instant::now() + Duration::from_secs(20);
+        let done = within(&mut shell("echo one; echo two >&2; exit 3"), 100, soon).unwrap();
+        assert_eq!((done.status.code(), &done.out[..], &done.err[..]), (Some(3), &b"one\n"[..], &b"two\n"[..]));
+        // One of them is closed early.
+        let done = within(&mut shell("exec 2>&-; sleep 0.05; echo one"), 100, soon).unwrap();
+        assert_eq!(done.out, b"one\n");
+    }
+
+    #[test]
+    fn one_that_does_not_end_or_prints_too_much_is_killed() {
+        let deadline = || Instant::now() + Duration::from_millis(100);
+        let e = within(&mut shell("exec sleep 1000"), 100, deadline()).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::TimedOut);
+        let e = within(&mut shell("exec >&- 2>&-; exec sleep 1000"), 100, deadline()).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::TimedOut);
+        let soon = Instant::now() + Duration::from_secs(20);
+        let e = within(&mut shell("exec yes"), 100_000, soon).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn what_waits_in_a_pipe_is_taken_while_its_other_end_is_open() {
+        let (mut reader, mut writer) = io::pipe().unwrap();
+        io::Write::write_all(&mut writer, b"some").unwrap();
+        assert_eq!(waiting_in(&mut reader, 3), b"som");
+        assert_eq!(waiting_in(&mut reader, 3), b"e");
+        drop(writer);
+    }
+}

@@ -1,0 +1,115 @@
+//! Processes that a loader has started, and programs that only look like a QEMU.
+
+use super::*;
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A process that is killed at the end.
+struct Running(Child);
+
+impl Running {
+    /// Starts `command`, and waits until it has executed its program.
+    fn start(command: &mut Command, is_there: impl Fn(&Program) -> bool) -> (Self, Program) {
+        let running = Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let program = Process::of(running.0.id()).and_then(Program::of);
+            if let Ok(program) = program.as_ref().map(Program::clone)
+                && is_there(&program)
+            {
+                return (running, program);
+            }
+            assert!(Instant::now() < deadline, "{program:?}");
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
+
+fn version(major: u32) -> Version {
+    Version { major, minor: 1, micro: 3 }
+}
+
+/// A copy of `cat`, with `text` at its end, where an ELF program may have anything.
+fn cat(path: &Path, text: &str) {
+    let cat = fs::canonicalize("/bin/cat").unwrap();
+    fs::copy(cat, path).unwrap();
+    fs::OpenOptions::new().append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
+}
+
+#[test]
+fn a_program_is_a_qemu_by_what_it_holds_and_not_by_its_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let (renamed, named) = (directory.path().join("renamed"), directory.path().join("qemu-system-x86_64"));
+    // Across the border of two parts that are read.
+    let bytes = fs::metadata(fs::canonicalize("/bin/cat").unwrap()).unwrap().len() as usize;
+    let filler = " ".repeat(CHUNK - bytes - 5);
+    cat(&renamed, &format!("{filler}QEMU emulator version 11.1.3 (Debian)"));
+    cat(&named, "nothing");
+    let (_one, program) = Running::start(&mut Command::new(&renamed), |program| program.files == [renamed.clone()]);
+    assert!(program.is_qemu(&version(11)).unwrap());
+    assert!(!program.is_qemu(&version(10)).unwrap(), "the program is of another version than what answers");
+    // Another file has its name by now, as after an upgrade of the package.
+    fs::remove_file(&renamed).unwrap();
+    fs::write(&renamed, "").unwrap();
+    let again = Program::of(program.process).unwrap();
+    assert_eq!(again.start, renamed);
+    assert!(again.is_qemu(&version(11)).unwrap());
+    let (_two, program) = Running::start(&mut Command::new(&named), |program| program.files == [named.clone()]);
+    assert!(!program.is_qemu(&version(11)).unwrap());
+}
+
+#[test]
+fn a_program_under_a_loader_is_found_with_its_own_arguments_and_the_script_that_started_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path().canonicalize().unwrap();
+    let (file, script) = (directory.join("program"), directory.join("script"));
+    cat(&file, "QEMU emulator version 11.1.3");
+    let loader = fs::canonicalize(LOADER).unwrap();
+    let line = format!("#!/bin/sh\nexec {LOADER} --inhibit-cache --argv0 \"$0\" {} - -u \"$@\"\n", file.display());
+    fs::write(&script, line).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    let files = vec![file.clone(), loader];
+    let is_there = |program: &Program| program.files == files;
+
+    let (_one, program) = Running::start(Command::new(&script).arg("-"), is_there);
+    assert_eq!(program.start, script);
+    assert_eq!(program.arguments, ["-", "-u", "-"]);
+    assert!(program.is_qemu(&version(11)).unwrap() && !program.is_qemu(&version(10)).unwrap());
+
+    // By a relative path, and without the script's name: another one cannot be started in the same way.
+    let mut command = Command::new(LOADER);
+    command.args(["--inhibit-cache", "./program", "-u"]).current_dir(&directory);
+    let (_two, program) = Running::start(&mut command, is_there);
+    assert_eq!((program.start.clone(), program.arguments.clone()), (file.clone(), vec!["-u".to_owned()]));
+    assert!(program.is_qemu(&version(11)).unwrap());
+
+    // One that was removed since.
+    fs::remove_file(&file).unwrap();
+    let again = Program::of(program.process).unwrap();
+    assert_eq!(again.files, files);
+    assert!(again.is_qemu(&version(11)).unwrap());
+}
+
+#[test]
+fn a_program_that_is_started_as_usual_is_not_taken_for_a_loader() {
+    let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    assert!(Loaded::of(&words("qemu -name x")).is_none());
+    assert!(Loaded::of(&words("qemu")).is_none());
+    assert!(Loaded::of(&words("ld.so --library-path")).is_none());
+    let cat = fs::canonicalize("/bin/cat").unwrap();
+    let is_there = |program: &Program| program.files == [cat.clone()];
+    // The first word is a file, which is mapped, and yet the program is the one that was executed.
+    let (_one, program) = Running::start(Command::new(&cat).args([cat.to_str().unwrap(), "-"]), is_there);
+    assert_eq!(program.arguments, [cat.to_str().unwrap(), "-"]);
+}
