@@ -1,11 +1,13 @@
-//! Requests that a front end has left under way, and that another one is to finish.
+//! Requests that a front end has left under way.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod common;
 
 use common::{Ask, Disk, FIRST, Guest, content, wait_for};
+use rekindle_disk::control::Ask as Control;
 use rekindle_disk::limit::Limits;
+use rekindle_disk::redo::keeper::At;
 
 const REQUESTS: u64 = 12;
 
@@ -55,5 +57,37 @@ fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
     wait_for("nothing to be under way", || (status().under_way == 0).then_some(()));
     for block in 0..REQUESTS {
         assert_eq!(disk.block(block), content(block, if block == 0 { 2 } else { 1 }), "block {block}");
+    }
+}
+
+/// Nobody commits a checkpoint, the log is full and writes wait. Their QEMU is killed then.
+#[test]
+fn writes_that_wait_for_room_in_the_log_keep_nobody_waiting_when_their_qemu_has_gone() {
+    let mut disk = Disk::with(256, |service| service.redo.limit = Some(1 << 20));
+    disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+    let is_waiting = |disk: &Disk| disk.control().status().unwrap().redo.is_some_and(|redo| redo.waiting.is_some());
+    for last in [false, true] {
+        let mut guest = Guest::start(&disk.socket());
+        let mut block = 0;
+        wait_for("a write to wait", || {
+            // Each into a place of its own: what is overwritten gives its room back.
+            while block < 256 && guest.under_way() < 8 {
+                guest.put(0, &Ask::write(block, FIRST + block));
+                block += 1;
+            }
+            guest.kick(0);
+            drop(guest.ended(0));
+            (is_waiting(&disk) || block == 256).then_some(())
+        });
+        if last {
+            // It is ended, and waits for nothing but the disk.
+            disk.end();
+            return;
+        }
+        assert!(is_waiting(&disk), "the log was to be full");
+        drop(guest);
+        wait_for("all to end", || (disk.control().status().unwrap().under_way == 0).then_some(()));
+        let mut next = Guest::start(&disk.socket());
+        next.read(255, FIRST);
     }
 }

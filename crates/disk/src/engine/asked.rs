@@ -68,6 +68,7 @@ impl Engine {
                 }
                 Command::End(answer) => {
                     self.ended = true;
+                    self.release();
                     let _ = answer.send(Ok(()));
                 }
             }

@@ -75,7 +75,7 @@ impl Engine {
         self.fronts.values_mut().for_each(Front::tell_grown);
     }
 
-    /// What it has under way goes on; nobody is told of it.
+    /// What it has under way is still done, also where it waits because the log is too long; nobody is notified of it.
     pub(super) fn leave(&mut self, session: Session) {
         let front = self.fronts.remove(&session);
         for number in front.iter().flat_map(|front| front.lines.keys()) {
@@ -86,6 +86,7 @@ impl Engine {
             self.active = None;
         }
         self.record.take_if(|record| record.session == session);
+        self.release();
     }
 
     fn front(&mut self, session: Session) -> Result<&mut Front, Refused> {

@@ -216,7 +216,9 @@ impl Engine {
 
     /// Begin to write a part into the log. What there is no room for waits.
     pub(super) fn append(&mut self, number: usize, part: u32, work: Part) {
-        let is_stopping = !self.stopping.is_empty();
+        // A QEMU that stops its guest, or has gone, does not wait for a checkpoint; what comes after it waits for what it had under way.
+        let is_left = self.jobs.get(number).is_none_or(|job| !self.fronts.contains_key(&job.session));
+        let may_wait = self.stopping.is_empty() && !is_left && !self.ended;
         let Some(logged) = &mut self.logged else { return };
         let what = match work.work {
             Work::Discard | Work::Zero { hole: true } => What::Hole,
@@ -236,7 +238,7 @@ impl Engine {
             }
             // Tried before.
             Place::Entry(placed) => placed,
-            _ => match logged.log.place(work.at, work.bytes, what, !is_stopping) {
+            _ => match logged.log.place(work.at, work.bytes, what, may_wait) {
                 Ok(placed) => placed,
                 Err(wait @ Wait::Segment(epoch)) => {
                     logged.want(wait);

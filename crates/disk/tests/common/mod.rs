@@ -373,6 +373,11 @@ impl Guest {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
 
+    /// Requests that have not ended.
+    pub fn under_way(&self) -> usize {
+        self.under_way.len()
+    }
+
     /// Requests that have ended since: head, bytes written, status.
     pub fn ended(&mut self, number: u16) -> Vec<(u16, u32, u8)> {
         let (_, _, used) = Self::rings(number);
