@@ -317,7 +317,7 @@ mod tests {
                 }
             });
             let mut rotated = 0;
-            while rotated < 200 {
+            while rotated < 20 {
                 let before = fs::metadata(rundir.console_log()).map_or(0, |found| found.len());
                 assert!(bound(&rundir, SMALLEST).is_empty());
                 rotated += u32::from(before > SMALLEST);
