@@ -1,12 +1,13 @@
 //! Merging what was committed, and ending a log: the work of one thread, in turn.
 
 use super::threads::{Monitor, Threads};
-use super::{Keeper, Tasks, no_log, refused};
+use super::{Keeper, Kept, Tasks, no_log, refused};
 use crate::engine::command::Refused;
 use crate::engine::visit::VisitEngine;
 use crate::redo::error::{RedoError, chain};
 use crate::redo::files::Files;
 use crate::redo::merge::{Target, merge};
+use crate::redo::state::Home;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -63,8 +64,7 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
                     });
                 }
                 Task::End => {
-                    let failed = self.end_log().err().map(|Refused(why)| why);
-                    if let Some(why) = &failed {
+                    if let Err(Refused(why)) = self.end_log() {
                         tracing::warn!("the redo log does not end: {why}");
                         let reopened = self.engine.visit(|reach| {
                             reach.logged.iter_mut().for_each(|logged| logged.closing = false);
@@ -72,8 +72,8 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
                         });
                         // An engine that has ended needs no log.
                         drop(reopened);
+                        self.keeper.tasks.with(|tasks| (tasks.failed, tasks.is_end_wanted) = (Some(why), false));
                     }
-                    self.keeper.tasks.with(|tasks| (tasks.failed, tasks.is_end_wanted) = (failed, false));
                 }
             }
         }
@@ -118,9 +118,15 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
         Ok(())
     }
 
-    /// Merges all, and has no log any more.
+    /// Merges all, and has no log any more. On success the task is done, too.
     fn end_log(&mut self) -> Result<(), Refused> {
-        if self.keeper.home.with(|kept| kept.home.is_none()) {
+        let has_log = |kept: &mut Kept<D>| {
+            if kept.home.is_none() {
+                self.keeper.tasks.with(|tasks| tasks.is_end_wanted = false);
+            }
+            kept.home.is_some()
+        };
+        if !self.keeper.home.with(has_log) {
             return Ok(());
         }
         for round in 0.. {
@@ -164,18 +170,21 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
             }
             let home = kept.home.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
             home.close(next).map_err(|e| refused(&e))?;
-            engine.visit(|reach| {
-                reach.ended = reach.logged.take();
-                Ok(())
-            })?;
-            kept.next = kept.next.max(next);
-            // What was committed was of this log.
-            keeper.tasks.with(|tasks| (tasks.committed, tasks.is_merge_wanted) = (0, false));
-            if let Some(Err(e)) = kept.home.take().map(|home| home.destroy()) {
+            if let Some(Err(e)) = kept.home.take().map(Home::destroy) {
                 // What is left has no writes that are not in the image, and no epoch of it can be had.
                 tracing::warn!("{}", chain(&e));
             }
-            Ok(())
+            kept.next = kept.next.max(next);
+            // What was committed was of this log. Another one may begin when `home` is free.
+            keeper.tasks.with(|tasks| {
+                (tasks.committed, tasks.is_merge_wanted) = (0, false);
+                (tasks.failed, tasks.is_end_wanted) = (None, false);
+            });
+            // Last: callers that wait for the end check whether the engine has a log.
+            engine.visit(|reach| {
+                reach.ended = reach.logged.take();
+                Ok(())
+            })
         })
     }
 

@@ -285,6 +285,8 @@ fn end(keeper: &ModelKeeper) {
     keeper.end();
     let failed = keeper.tasks.wait(|tasks: &mut Tasks| (!tasks.is_end_wanted).then(|| tasks.failed.clone()));
     assert_eq!(failed, None);
+    // Until then the directory and the engine's log go.
+    keeper.home.with(|kept| assert!(kept.home.is_none()));
 }
 
 fn open(files: &StepFiles, wanted: Wanted, limit: u64) -> Opened<StepFiles, Checked> {
