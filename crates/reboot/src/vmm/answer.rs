@@ -33,7 +33,9 @@ impl RebootError {
     /// Whether a recovery that failed for this reason has to be repeated.
     #[must_use]
     pub fn needs_recovery(&self) -> bool {
-        let silent = |e: &QmpError| matches!(e, QmpError::NoGreeting { .. } | QmpError::Timeout { .. });
+        let silent = |e: &QmpError| {
+            matches!(e, QmpError::NoGreeting { .. } | QmpError::Timeout { .. } | QmpError::TooLong { .. })
+        };
         let hangs = |e: &VmmError| match e {
             VmmError::Silent { .. } => true,
             VmmError::Qmp(e) => silent(e),
@@ -134,4 +136,15 @@ pub(super) fn wait(name: &str, vmm: &Vmm, patience: Patience) -> Result<bool, Re
     tracing::warn!("{name}: QEMU (process {}) does not answer and is killed (--force)", vmm.pid);
     vmm.kill().map_err(watched)?;
     Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_that_sends_too_much_has_not_answered() {
+        let error = RebootError::Qmp(QmpError::TooLong { during: "query-status".into() });
+        assert!(error.needs_recovery());
+    }
 }

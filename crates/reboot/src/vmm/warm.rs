@@ -500,5 +500,5 @@ fn is_silent(error: &RebootError) -> bool {
         RebootError::NewFailed { source, .. } => source,
         other => other,
     };
-    matches!(error, RebootError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. }))
+    matches!(error, RebootError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. } | QmpError::TooLong { .. }))
 }
