@@ -101,7 +101,10 @@ fn a_pager_that_is_killed_is_restarted_and_every_page_comes() {
         }
     }
     assert!(!killed.is_empty(), "it was to be killed while memory was missing");
-    guest.ask("write vda 600 64 5");
+    // It may wait for a page just now, also its network.
+    wait_for("the guest to answer", DEADLINE, || {
+        guest.try_ask("write vda 600 64 5").ok().filter(|reply| reply.starts_with("ok"))
+    });
     let cached = read(&guest, 0, READ);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), cached, "the disk has what its guest wrote");
@@ -193,7 +196,7 @@ fn a_guest_that_prints_without_end_fills_no_more_than_the_bound_and_not_the_run_
     const LIMIT: u64 = 8 << 10;
     let lab = Lab::new();
     let logs = lab.path("logs");
-    fs::write(lab.path("host.toml"), format!("log_limit = \"8K\"\nlog_dir = {logs:?}\n")).unwrap();
+    fs::write(lab.path(".host.toml"), format!("log_limit = \"8K\"\nlog_dir = {logs:?}\n")).unwrap();
     // A tick each 20 ms.
     let guest = lab.vm("talks").boot(&[]);
     let logs = logs.join("talks");
