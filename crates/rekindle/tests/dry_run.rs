@@ -20,7 +20,7 @@ fn lab() -> Lab {
         lab.path("suspended"),
         lab.save_dir()
     );
-    fs::write(lab.path("host.toml"), config).unwrap();
+    fs::write(lab.path(".host.toml"), config).unwrap();
     lab
 }
 
