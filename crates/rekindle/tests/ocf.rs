@@ -16,6 +16,15 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+fn signal(process: Process, signal: Signal) {
+    kill_process(Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap(), signal).unwrap();
+}
+
+fn is_stopped(process: Process) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.pid)).unwrap();
+    stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
+}
+
 struct Resource<'a> {
     lab: &'a Lab,
     guest: Guest<'a>,
@@ -54,6 +63,19 @@ impl<'a> Resource<'a> {
     fn ocf_unseen(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
         let output = self.command(action, arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Stops the protector by a signal while its guest runs: one that is stopped in the pause of a checkpoint keeps the guest stopped.
+    fn freeze(&self, protector: Process) {
+        wait_for("the protector to be stopped outside of a pause", DEADLINE, || {
+            signal(protector, Signal::STOP);
+            wait_for("the protector to be stopped", DEADLINE, || is_stopped(protector).then_some(()));
+            let is_outside = !self.guest.file("paused").exists();
+            if !is_outside {
+                signal(protector, Signal::CONT);
+            }
+            is_outside.then_some(())
+        });
     }
 
     #[track_caller]
@@ -164,7 +186,7 @@ fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_tim
 
     // Its QEMU answers nobody.
     let qemu = web.guest.only_qemu().process;
-    kill_process(Pid::from_raw(i32::try_from(qemu.pid).unwrap()).unwrap(), Signal::STOP).unwrap();
+    signal(qemu, Signal::STOP);
     let (code, said) = web.ocf_unseen("monitor", &["--within", "2s"]);
     assert_eq!(code, Some(1), "{said}");
     let (code, said) = web.ocf_unseen("start", &["--within", "20s"]);
@@ -212,7 +234,7 @@ fn a_guest_that_a_killed_protector_left_stopped_is_let_go_by_the_next_look_at_it
     web.wait_checkpoints(1);
     let first = web.protector();
     // As in a pause of its.
-    kill_process(Pid::from_raw(i32::try_from(first.pid).unwrap()).unwrap(), Signal::STOP).unwrap();
+    web.freeze(first);
     fs::write(web.guest.file("paused"), []).unwrap();
     let path = web.guest.only_qemu().directory.join("watch.sock");
     Qmp::connect(&path, DEADLINE).unwrap().execute::<Value>("stop", ()).unwrap();
@@ -352,8 +374,7 @@ fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
     web.start();
     web.wait_checkpoints(1);
     let protector = web.protector();
-    let stopped = Pid::from_raw(i32::try_from(protector.pid).unwrap()).unwrap();
-    kill_process(stopped, Signal::STOP).unwrap();
+    web.freeze(protector);
     let path = web.guest.file("protect.json");
     let mut progress: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let at = progress["committed_at_ms"].as_u64().unwrap();
@@ -362,7 +383,7 @@ fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
     progress["committed_at_ms"] = at.saturating_sub(3_600_000).into();
     fs::write(&path, progress.to_string()).unwrap();
     web.monitor(190).says(&["no checkpoint of it was committed"]);
-    kill_process(stopped, Signal::CONT).unwrap();
+    signal(protector, Signal::CONT);
     web.wait_checkpoints(1);
     web.monitor(0);
     web.ocf("stop", &[]).ok();
