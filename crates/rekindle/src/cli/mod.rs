@@ -155,9 +155,9 @@ pub enum Command {
     /// On failure: later phases are not saved; the guest boots on.
     #[command(hide = true)]
     Phases(NameOnly),
-    /// Reboot a VM with a warm cache when its guest reboots itself or panics, until it is gone.
+    /// Restart helpers of a VM that die, rotate its logs, and reboot its guest when it reboots itself or panics, until the VM is gone.
     ///
-    /// Needs: a VM with `on_reboot` or `on_crash` = "warm-cache" or "phase". `rekindle run` and `recover` start one.
+    /// Needs: a VM. `rekindle run`, `restore`, `reboot` and `recover` start one.
     /// On success: the VM is gone, or another one waits already.
     /// On failure: a guest that has rebooted itself or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]
