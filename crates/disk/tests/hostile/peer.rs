@@ -3,6 +3,7 @@
 use super::{DEADLINE, wait_for};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,
@@ -119,7 +120,8 @@ impl Peer {
         }
         self.is_confused |= len as usize != body.len();
         let parts = [IoSlice::new(&header), IoSlice::new(body)];
-        match sendmsg(&self.stream, &parts, &mut ancillary, SendFlags::NOSIGNAL) {
+        // A fuzzer has a timer, whose signal ends what waits.
+        match retry_on_intr(|| sendmsg(&self.stream, &parts, &mut ancillary, SendFlags::NOSIGNAL)) {
             Ok(sent) => sent == header.len() + body.len(),
             Err(rustix::io::Errno::AGAIN) => panic!("the server has not read for {DEADLINE:?}"),
             Err(_) => false,
@@ -150,7 +152,7 @@ impl Peer {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [IoSliceMut::new(&mut header)];
         let flags = RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC;
-        let received = match recvmsg(&self.stream, &mut parts, &mut ancillary, flags) {
+        let received = match retry_on_intr(|| recvmsg(&self.stream, &mut parts, &mut ancillary, flags)) {
             Err(rustix::io::Errno::AGAIN) => panic!("the server has not answered for {DEADLINE:?}"),
             other => other.ok()?.bytes,
         };
