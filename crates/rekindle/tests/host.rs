@@ -322,7 +322,7 @@ fn a_vm_called_as_the_record_itself_is_resumed_with_its_memory() {
     let lab = lab();
     let guests = ["host", "guests"].map(|name| lab.vm(name).memory("96M").boot(&[]));
     let boots = guests.each_ref().map(Guest::boot_id);
-    lab.rekindle(["--json", "host", "suspend", "--how", "warm"]).ok();
+    lab.rekindle(["--json", "host", "suspend", "--all", "--how", "warm"]).ok();
     forget_the_boot(&lab);
     another_boot(&lab);
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
@@ -395,7 +395,8 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     if part == "resume" {
         lab.rekindle(["host", "suspend", "--all"]).ok();
     }
-    let mut command = lab.command(["host", part]);
+    let whom: &[&str] = if part == "suspend" { &["--all"] } else { &[] };
+    let mut command = lab.command(["host", part].iter().chain(whom));
     command.env("REKINDLE_FAULT", fault);
     let done = lab.finish(command);
     if after == Through {
