@@ -27,7 +27,9 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
     // Every default is there.
     shown.says(&[
         "web is running",
-        "sockets and log",
+        "sockets: ",
+        "logs: ",
+        "helper watch: process ",
         "vcpus = 1",
         "accel = \"auto\"",
         "cpu = \"auto\"",
