@@ -5,9 +5,10 @@
 
 mod common;
 
+use common::lab::{entries, left_in};
 use common::protector::Protector;
 use common::served::{image, kill_server, section};
-use common::{DEADLINE, Done, Guest, Lab, Net, eyes, lab::entries, qemu_old, wait_for};
+use common::{DEADLINE, Done, Guest, Lab, Net, eyes, qemu_old, wait_for};
 use rekindle_disk::control::Control;
 use serde_json::Value;
 use std::fs;
@@ -56,7 +57,7 @@ impl<'a> Spare<'a> {
 
     fn is_empty(&self) {
         assert!(eyes::qemus(&self.root).is_empty(), "QEMUs are left");
-        let left: Vec<_> = entries(&self.root).into_iter().filter(|path| !path.ends_with(".binaries")).collect();
+        let left = left_in(&self.root);
         assert!(left.is_empty(), "{left:?}");
     }
 }

@@ -120,12 +120,12 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
         }
         if guest.file("fill.json").exists() {
             killed += 1;
-            // Neither is a new QEMU given memory with holes in it, ...
-            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being brought", "rekindle recover"]);
-            // ... nor is that memory taken for a checkpoint.
+            // Neither is that memory taken for a checkpoint, ...
             let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
             protector.wait("waiting");
             drop(protector);
+            // ... nor is a new QEMU given memory with holes in it. That starts the guest's helpers again, and so the pager.
+            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being brought", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);

@@ -276,9 +276,7 @@ impl Lab {
         let left: Vec<_> = eyes::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
         assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.scene());
         let root = self.run_root();
-        // What is known of QEMU binaries stays, and so do logs.
-        let stays = |path: &PathBuf| [".netns", ".binaries", ".log"].iter().any(|name| path.ends_with(name));
-        let left: Vec<_> = entries(&root).into_iter().filter(|path| !stays(path)).collect();
+        let left = left_in(&root);
         assert!(left.is_empty(), "left in {}: {left:?}", root.display());
         assert!(entries(&root.join(".netns")).is_empty(), "namespaces are left: {:?}", entries(&root.join(".netns")));
         let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
@@ -320,6 +318,12 @@ impl Drop for Lab {
         }
         self.clean_up();
     }
+}
+
+/// What is left in a run directory. What is known of QEMU binaries stays there, and so do logs.
+pub fn left_in(root: &Path) -> Vec<PathBuf> {
+    let stays = |path: &PathBuf| [".netns", ".binaries", ".log"].iter().any(|name| path.ends_with(name));
+    entries(root).into_iter().filter(|path| !stays(path)).collect()
 }
 
 /// The paths in a directory, sorted; none if it is not there.
