@@ -36,6 +36,8 @@ def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
                 {
                     "name": "web",
                     "outcome": "done",
+                    "from": {"version": {"major": 7, "minor": 2, "micro": 22}},
+                    "to": {"version": {"major": 10, "minor": 0, "micro": 2}},
                     "stopped_us": int((resume_ms - stop_ms) * 1000),
                     "stop_host_us": START_US + int(stop_ms * 1000),
                     "resume_host_us": START_US + int(resume_ms * 1000),

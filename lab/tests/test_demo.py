@@ -37,9 +37,9 @@ def test_draws_three_panels_and_prints_the_table(tmp_path):
     assert result.exit_code == 0, result.output
     lines = [line.split("  ") for line in result.output.splitlines()]
     rows = {cells[0].strip(): [cell.strip() for cell in cells if cell.strip()] for cells in lines}
-    assert rows["warm"] == ["warm", "5 ms", "14 ms", "0"]
-    assert rows["saved"] == ["saved", "1.2 s", "1.3 s", "0"]
-    assert rows["cold"] == ["cold", "- (shut down, booted)", "5.6 s", "7"]
+    assert rows["warm"] == ["warm", "7.2 -> 10.0", "5 ms", "14 ms", "0"]
+    assert rows["saved"] == ["saved", "7.2 -> 10.0", "1.2 s", "1.3 s", "0"]
+    assert rows["cold"] == ["cold", "7.2 -> 10.0", "- (shut down, booted)", "5.6 s", "7"]
     assert out.read_bytes().startswith(b"\x89PNG")
 
 

@@ -213,12 +213,14 @@ fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
     lab.rekindle(["store", "export", path, "--output", file]).status(0);
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();
+    let logs = fs::canonicalize(guest.file("logs")).unwrap();
     crash(&guest);
     let aside = lab.path("aside");
     fs::create_dir(&aside).unwrap();
     let own = |word: &String| {
         let word =
             word.replace(&format!("{}/vmm-1", guest.file("").display()).replace("//", "/"), aside.to_str().unwrap());
+        let word = word.replace(logs.to_str().unwrap(), aside.to_str().unwrap());
         let word = word.replace(guest.file("").to_str().unwrap(), &format!("{}/", aside.display()));
         if word.starts_with("memory-backend-file") { "memory-backend-ram,id=ram,size=96M".to_owned() } else { word }
     };

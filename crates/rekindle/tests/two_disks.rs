@@ -5,7 +5,7 @@
 mod common;
 
 use common::guest::Guest;
-use common::served::{BLOCK, BLOCKS, READ, digest, image, section};
+use common::served::{BLOCK, BLOCKS, READ, digest, image, kill_watcher, section};
 use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::attic::Told;
 use rekindle_disk::control::Control;
@@ -151,6 +151,7 @@ fn what_a_server_has_needed_goes_with_it_and_the_other_serves_on() {
     reboot(&guest);
     wait_for("what nobody needs to go", DEADLINE, || (former(&guest) < 40 << 20).then_some(()));
     let before = former(&guest);
+    kill_watcher(&guest);
     server(&guest, 0).kill().unwrap();
     guest.rekindle(&["recover"]).ok().says(&["server"]);
     wait_for("its part to go", DEADLINE, || (former(&guest) < before - BLOCKS / 2 * BLOCK).then_some(()));
@@ -158,6 +159,7 @@ fn what_a_server_has_needed_goes_with_it_and_the_other_serves_on() {
     let told = became(&guest, 1);
     assert!(told.served > READS[1] * 8 / 10 && told.refused < READS[1] / 20, "{told:?}");
     // One of them has nothing when the guest is rebooted: the other's is kept.
+    kill_watcher(&guest);
     server(&guest, 1).kill().unwrap();
     let told = reboot(&guest);
     assert!(told["kept"]["disks"]["disk0"].as_u64().unwrap_or_default() > BLOCKS / 2 * BLOCK, "{told}");
