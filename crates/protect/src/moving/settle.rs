@@ -204,6 +204,7 @@ mod tests {
     fn stopped() -> Place {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
+        admin::init(&store, None).unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
         let vm = Vm { uuid: uuid::Uuid::from_u128(7), name: "web".into() };
