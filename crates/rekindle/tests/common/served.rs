@@ -57,19 +57,25 @@ pub fn server(guest: &Guest<'_>) -> Option<Process> {
 
 /// The process that restarts its helpers, and reboots it.
 pub fn watcher(guest: &Guest<'_>) -> Option<Process> {
-    let found = super::eyes::with_argument_containing("watch").unwrap();
-    found.into_iter().find(|process| {
+    watchers(guest).into_iter().next()
+}
+
+/// The same, with one of a VM of the same name that has just gone and is about to end.
+fn watchers(guest: &Guest<'_>) -> Vec<Process> {
+    let mut found = super::eyes::with_argument_containing("watch").unwrap();
+    found.retain(|process| {
         let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
         let root = String::from_utf8_lossy(&root).into_owned();
         line.ends_with(format!("watch\0{}\0", guest.name).as_bytes())
             && root.contains(guest.lab.run_root().to_str().unwrap())
-    })
+    });
+    found
 }
 
 /// Nothing restarts its helpers any more, until `recover`.
 pub fn kill_watcher(guest: &Guest<'_>) {
-    if let Some(watcher) = watcher(guest) {
+    for watcher in watchers(guest) {
         watcher.kill().unwrap();
         assert!(watcher.wait_end(Duration::from_secs(10)).unwrap());
     }
