@@ -37,6 +37,8 @@ def verify(guest: CacheGuest, seconds: int) -> Verified:
     words += " --ioengine=libaio --iodepth=8 --verify=crc32c --verify_backlog=256 --continue_on_error=verify"
     words += f" --time_based --runtime={seconds} --thread --output-format=json || true"
     said = guest.ssh(words)
+    if "{" not in said:
+        raise RekindleError(f"{guest.name}: fio has printed no result: {said!r}")
     job = json.loads(said[said.index("{") :])["jobs"][0]
     if job["read"]["io_bytes"] == 0:
         raise RekindleError(f"{guest.name}: fio has verified nothing")
