@@ -175,7 +175,8 @@ class Bed:
         pid = self.pid(self._node) if self._node else None
         if pid is None:
             return []
-        path = Path(f"/proc/{pid}/root/run/rekindle/{VM}/protect.log")
+        # Not by the link in the run directory: it is absolute, and would lead out of the node.
+        path = Path(f"/proc/{pid}/root/var/log/rekindle/{VM}/protect.log")
         before = self._tails.get("checkpoints")
         if before is None or before.path != path:
             self._checkpoints = []
