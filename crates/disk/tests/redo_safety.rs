@@ -59,7 +59,7 @@ fn a_directory_with_other_files_is_rejected_and_nothing_in_it_is_deleted() {
     symlink(&target, &link).unwrap();
     let cases: [(&str, Make); 6] = [
         ("notes.txt", |path| fs::write(path, "mine").unwrap()),
-        // The names of a redo log's own files, with the content of somebody else.
+        // The names of a redo log's own files, with the content of another program.
         ("state", |path| fs::write(path, "mine").unwrap()),
         ("lock", |path| fs::write(path, "mine").unwrap()),
         ("7", |path| fs::create_dir(path).unwrap()),

@@ -5,7 +5,7 @@
 //! before it starts its program ([`hold`]), and the lock stays with the open file until the last thread of the process has ended.
 //! A process that only opens the file, or names it, does not hold the lock.
 //!
-//! The file must be in a directory that only its user may enter; then nobody else can hold the lock.
+//! The file must be in a directory that only its user may enter; then no other user can hold the lock.
 
 use crate::file::{byte_lock, is_locked};
 use crate::process::Process;

@@ -24,7 +24,7 @@ use vm_memory::{GuestAddress, GuestMemory, Permissions};
 pub const MOST_ENTRIES: u16 = 1024;
 /// Requests that are under way at a time, at most.
 const MOST_JOBS: usize = 1024;
-/// Nothing more is taken while those under way have as many bytes: whoever stops a queue waits for what was taken.
+/// Nothing more is taken while those under way have as many bytes: stopping a queue waits for what was taken.
 const MOST_BYTES: u64 = 128 << 20;
 /// Requests that are taken out of a queue before something else has its turn, at most. A long one counts as several.
 const TURN: u64 = 256;
@@ -75,7 +75,7 @@ impl Engine {
         self.fronts.values_mut().for_each(Front::tell_grown);
     }
 
-    /// What it has under way is still done, also where it waits because the log is too long; nobody is notified of it.
+    /// What it has under way is still done, also where it waits because the log is too long; no front end is notified of it.
     pub(super) fn leave(&mut self, session: Session) {
         let front = self.fronts.remove(&session);
         for number in front.iter().flat_map(|front| front.lines.keys()) {

@@ -385,7 +385,7 @@ impl<D: Files + Clone, T: Threads> Keeper<D, T> {
             // The log may have ended since, and another one have begun.
             let home = kept.home.as_mut().filter(|home| home.state().disk == disk).ok_or_else(no_log)?;
             if home.state().floor > epoch {
-                return Err(Refused(format!("epoch {epoch} cannot be had any more: later writes are being merged")));
+                return Err(Refused(format!("epoch {epoch} is no longer available: later writes are being merged")));
             }
             home.record(|state| state.sealed = state.sealed.max(epoch)).map_err(|e| refused(&e))
         })?;

@@ -33,7 +33,7 @@ impl<F: LogFile> Target<F> {
 
 /// The directory of a log, which others use while it is merged.
 pub trait SharedHome<D: Files> {
-    /// Calls `change` while nobody else uses it.
+    /// Calls `change` with exclusive access.
     ///
     /// # Errors
     /// What `change` gives; [`RedoError::Closed`] where there is no log any more.

@@ -133,7 +133,7 @@ pub struct Home<D: Files> {
     count: u64,
     /// To be given up before anything is written: the disk was opened at an older epoch.
     rewound: Option<(u64, u64)>,
-    /// Nobody else changes the directory.
+    /// Held so that no other process changes the directory.
     _claim: D::Claim,
 }
 

@@ -106,7 +106,7 @@ impl<'a> Helpers<'a> {
         Ok(())
     }
 
-    /// It runs again, whoever has started it.
+    /// It runs again, also if another process has started it.
     fn forget_given_up(&mut self, helper: &Helper) {
         if let Some(restarts) = self.record.get_mut(&helper.key())
             && restarts.given_up.take().is_some()
