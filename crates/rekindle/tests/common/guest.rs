@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A guest of a lab.
 pub struct Guest<'a> {
@@ -18,6 +18,21 @@ pub struct Guest<'a> {
     pub name: String,
     namespace: Option<String>,
     address: SocketAddr,
+}
+
+/// Connects within `patience`, although the host may find no answer to ARP meanwhile.
+///
+/// The host's kernel probes an address three times, a second apart, for all connections together. An earlier connection that still
+/// sends (its FIN, to a guest that was suspended) can have used up the probes, so that a new one fails within milliseconds.
+fn connect_with_arp_failures(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
+    let end = Instant::now() + patience;
+    loop {
+        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(&address, left) {
+            Err(e) if e.kind() == io::ErrorKind::HostUnreachable && Instant::now() < end => {}
+            connected => return connected,
+        }
+    }
 }
 
 impl<'a> Guest<'a> {
@@ -42,7 +57,7 @@ impl<'a> Guest<'a> {
 
     fn connect_within(&self, port: u16, patience: Duration) -> io::Result<TcpStream> {
         let address = SocketAddr::new(self.address.ip(), port);
-        let connect = move || TcpStream::connect_timeout(&address, patience);
+        let connect = move || connect_with_arp_failures(address, patience);
         match &self.namespace {
             Some(namespace) => netns::run_in(namespace, connect)?,
             None => connect(),
