@@ -429,12 +429,10 @@ fn a_guest_that_ignores_the_power_button_is_powered_off_and_meanwhile_nobody_els
     lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(&["busy", &holder]);
     assert_eq!(guest.status(), "running");
     let report = lab.wait(cold, "cold".into()).ok();
-    assert!(report.took < Duration::from_secs(60), "{report}");
     report.says(&["powered off"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
-    let stopped = guest.rekindle(&["stop", "--timeout", "1s"]).ok().says(&["powered off"]);
-    assert!(stopped.took < Duration::from_secs(20), "{stopped}");
+    guest.rekindle(&["stop", "--timeout", "1s"]).ok().says(&["powered off"]);
     lab.assert_empty();
 }
