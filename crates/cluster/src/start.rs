@@ -4,7 +4,7 @@
 use crate::loops;
 use crate::monitor::{Verdict, has_shut_down, monitor, stays_when_shut_down};
 use crate::resource::Resource;
-use crate::stop::tell_end;
+use crate::stop::report_end;
 use rekindle_protect::owned::{OwnError, Owned};
 use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
@@ -136,7 +136,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
     }
     if has_shut_down(&rundir) {
         // Before the store is asked what there is.
-        tell_end(&rundir);
+        report_end(&rundir);
     }
     let found =
         find_until(resource, Instant::now() + deadline.saturating_duration_since(Instant::now()) * STORE / 100)?;

@@ -73,7 +73,7 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     if let Err(e) = loops::end(&rundir, now + guest.saturating_duration_since(now) * LOOP / 100) {
         tracing::warn!("{}: its protector does not end: {e}", resource.name);
     }
-    let mut told = has_shut_down(&rundir) && tell_end(&rundir);
+    let mut told = has_shut_down(&rundir) && report_end(&rundir);
     // Of a guest that is still this node's there is to be a last checkpoint.
     if was_moving(&rundir)
         && let Err(why) = loops::recover(&rundir, guest)
@@ -103,7 +103,7 @@ pub fn stop(host: &Host, resource: &Resource, how: How, deadline: Instant) -> Re
     let patience = if shut_down { ANSWER } else { Duration::ZERO };
     let stopped = life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| {
         // Once: it is another claim's then.
-        told = told || tell_end(rundir);
+        told = told || report_end(rundir);
         told
     })
     .or_else(|e| {
@@ -158,9 +158,9 @@ fn was_moving(rundir: &RunDir) -> bool {
 
 /// Tell the store of a guest that has shut itself down in order, so that it is booted at its next start. Whether the redo logs of its
 /// disks may be merged: not if another host may have the guest by now, since its disks are that one's then.
-pub fn tell_end(rundir: &RunDir) -> bool {
+pub fn report_end(rundir: &RunDir) -> bool {
     let told = match (Owned::read(rundir), State::read(rundir)) {
-        (Ok(Some(owned)), Ok(Some(state))) => owned.tell_end(rundir, &state),
+        (Ok(Some(owned)), Ok(Some(state))) => owned.report_end(rundir, &state),
         (Ok(None), _) => Ok(()),
         _ => Err("the run directory cannot be read".into()),
     };

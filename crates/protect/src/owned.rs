@@ -241,7 +241,7 @@ impl Owned {
     ///
     /// # Errors
     /// As [`Owned::ended`]; [`Over`].
-    pub fn tell_end(&self, rundir: &RunDir, state: &State) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    pub fn report_end(&self, rundir: &RunDir, state: &State) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.may_run(rundir)?;
         Ok(self.ended(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
     }

@@ -171,10 +171,10 @@ impl Fill {
     }
 }
 
-/// What a pager tells.
+/// An event that a pager reports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Told {
+pub enum PagerEvent {
     /// It serves.
     Serving {
         /// The checkpoint.
@@ -203,7 +203,7 @@ pub enum Told {
     },
 }
 
-impl std::fmt::Display for Told {
+impl std::fmt::Display for PagerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Serving { checkpoint } => write!(f, "bringing the memory of checkpoint {checkpoint}"),
@@ -221,13 +221,13 @@ impl std::fmt::Display for Told {
 pub(crate) struct Source<'a> {
     image: &'a Image,
     blocks: Vec<String>,
-    tell: &'a mut dyn FnMut(&Told),
+    tell: &'a mut dyn FnMut(&PagerEvent),
     /// What was told last, so that it is told once.
     told: Option<String>,
 }
 
 impl<'a> Source<'a> {
-    pub(crate) fn new(image: &'a Image, tell: &'a mut dyn FnMut(&Told)) -> Self {
+    pub(crate) fn new(image: &'a Image, tell: &'a mut dyn FnMut(&PagerEvent)) -> Self {
         let blocks = image.info().blocks.iter().map(|block| block.id.clone()).collect();
         Self { image, blocks, tell, told: None }
     }
@@ -247,7 +247,7 @@ impl PageSource for Source<'_> {
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
         let text = error.to_string();
         if self.told.as_ref() != Some(&text) {
-            (self.tell)(&Told::Waiting { error: text.clone() });
+            (self.tell)(&PagerEvent::Waiting { error: text.clone() });
             self.told = Some(text);
         }
         Some(AGAIN)
@@ -262,7 +262,7 @@ impl PageSource for Source<'_> {
 ///
 /// # Errors
 /// [`FillError`].
-pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&Told)) -> Result<Progress, FillError> {
+pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&PagerEvent)) -> Result<Progress, FillError> {
     let _lock = lock(rundir)?;
     let (fill, image) = open(rundir)?;
     bring(rundir, &fill, &image, end, tell)
@@ -277,7 +277,7 @@ pub fn serve_after(
     rundir: &RunDir,
     ready: impl FnOnce(),
     end: &AtomicBool,
-    tell: &mut dyn FnMut(&Told),
+    tell: &mut dyn FnMut(&PagerEvent),
 ) -> Result<Progress, FillError> {
     let (fill, image) = open(rundir)?;
     ready();
@@ -305,7 +305,7 @@ fn bring(
     fill: &Fill,
     image: &Image,
     end: &AtomicBool,
-    tell: &mut dyn FnMut(&Told),
+    tell: &mut dyn FnMut(&PagerEvent),
 ) -> Result<Progress, FillError> {
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
@@ -313,7 +313,7 @@ fn bring(
     let _letting;
     let progress = match Pager::take_over(Injector::new(process)?, &ram, chosen)? {
         Some(mut pager) => {
-            tell(&Told::Serving { checkpoint: fill.number });
+            tell(&PagerEvent::Serving { checkpoint: fill.number });
             let order = working_set(image, fill);
             let mut last = Letting { rundir, fill, lock: None };
             let progress = pager.run_until(&mut Source::new(image, tell), order, end, || last.go())?;
@@ -332,9 +332,9 @@ fn bring(
         disks::filled(rundir);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
-        tell(&Told::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
+        tell(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
     } else {
-        tell(&Told::Ended { left: progress.left });
+        tell(&PagerEvent::Ended { left: progress.left });
     }
     Ok(progress)
 }

@@ -87,18 +87,19 @@ pub struct Summary {
     /// Number of the newest one.
     pub newest: Option<u64>,
     /// Why it ended.
-    pub ended: Ended,
+    pub ended: StopReason,
     /// What the guest sends is held, and nobody lets it out any more.
     #[serde(default)]
     pub output_held: bool,
 }
 
-/// Why a loop ended.
+/// Why a protector stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Ended {
-    /// It was told to. Tracking stays in QEMU, so that the next protector can go on.
-    Told,
+pub enum StopReason {
+    /// Stopped by signal. Tracking stays in QEMU, so that the next protector can continue.
+    #[serde(rename = "told")]
+    Requested,
     /// It has taken as many as were asked for.
     Counted,
     /// The same, and the guest stays stopped at the last one.
@@ -218,7 +219,7 @@ enum Next {
     Wait(Duration),
     /// A new session with this target.
     Attach(Box<Target>),
-    End(Ended),
+    End(StopReason),
 }
 
 impl<'a> Loop<'a> {
@@ -273,7 +274,7 @@ impl<'a> Loop<'a> {
                     }
                     Next::Wait(time) => {
                         if self.sleep(time, || false) {
-                            break Ended::Told;
+                            break StopReason::Requested;
                         }
                         continue;
                     }
@@ -303,7 +304,7 @@ impl<'a> Loop<'a> {
                         self.newest_at = began;
                         tell(&Event::Checkpoint(Box::new(done)));
                         if self.settings.count.is_some_and(|count| self.taken >= count) {
-                            Next::End(Ended::Counted)
+                            Next::End(StopReason::Counted)
                         } else {
                             Next::Wait(self.settings.every.saturating_sub(began.elapsed()))
                         }
@@ -315,7 +316,7 @@ impl<'a> Loop<'a> {
                     Next::Wait(time) => {
                         // Its pager ends the sooner.
                         if self.sleep(time, || session.may_take_over()) {
-                            break 'sessions Ended::Told;
+                            break 'sessions StopReason::Requested;
                         }
                     }
                     Next::Attach(next) => {
@@ -323,14 +324,14 @@ impl<'a> Loop<'a> {
                         target = next;
                         continue 'sessions;
                     }
-                    Next::End(Ended::Counted) if self.settings.stay => {
+                    Next::End(StopReason::Counted) if self.settings.stay => {
                         let done =
                             self.stay(&mut session).map_err(|e| ProtectError::session(session.target.name(), e))?;
                         tell(&Event::Checkpoint(Box::new(done)));
                         self.held = false;
-                        break 'sessions Ended::Stays;
+                        break 'sessions StopReason::Stays;
                     }
-                    Next::End(Ended::Counted) => {
+                    Next::End(StopReason::Counted) => {
                         if self.settings.compare {
                             let compared = self.compare(&mut session).map_err(|source| ProtectError::Session {
                                 name: session.target.name().into(),
@@ -345,13 +346,13 @@ impl<'a> Loop<'a> {
                         if let Err(e) = session.detach() {
                             tracing::warn!("tracking could not be taken out of QEMU: {e}");
                         }
-                        break 'sessions Ended::Counted;
+                        break 'sessions StopReason::Counted;
                     }
                     Next::End(ended) => break 'sessions ended,
                 }
             }
         };
-        let output_held = self.held && ended != Ended::QemuEnded;
+        let output_held = self.held && ended != StopReason::QemuEnded;
         Ok(Summary { checkpoints: self.taken, newest: self.newest, ended, output_held })
     }
 
@@ -502,7 +503,9 @@ impl<'a> Loop<'a> {
             }
             SessionError::Store(e) => match e.guest_is_over(self.owned.run()) {
                 // Its last checkpoint is of no use any more, and it is about to be gone anyway.
-                Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => Ok(Next::End(Ended::QemuEnded)),
+                Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => {
+                    Ok(Next::End(StopReason::QemuEnded))
+                }
                 Some(owner) => Err(self.owned.give_up(target.rundir(), owner)?.into()),
                 None if e.is_no_store() => Err(self.owned.gone(target.rundir(), &e).into()),
                 None => Err(e.into()),
@@ -529,7 +532,7 @@ impl<'a> Loop<'a> {
                 let now = Target::of(self.host, target.name());
                 drop(held);
                 match now {
-                    Err(_) if !target.vmm().is_alive() => Ok(Next::End(Ended::QemuEnded)),
+                    Err(_) if !target.vmm().is_alive() => Ok(Next::End(StopReason::QemuEnded)),
                     Err(e) => Err(e.into()),
                     Ok(now) if now.vmm() != target.vmm() => {
                         *failures = 0;

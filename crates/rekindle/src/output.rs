@@ -1,4 +1,4 @@
-//! What people and machines are told.
+//! What commands print: text or JSON.
 
 use rekindle_protect::moving::MoveError;
 use rekindle_protect::owned::Gone;
@@ -21,17 +21,17 @@ impl Output {
         Self { json }
     }
 
-    /// Whether machines read.
+    /// Whether to print JSON.
     pub fn json(&self) -> bool {
         self.json
     }
 
-    /// A result: as JSON on one line, or the text.
+    /// Prints a result: JSON on one line, or the text.
     pub fn result(&self, value: &impl Serialize, text: impl AsRef<str>) -> io::Result<()> {
         if self.json { self.line(&serde_json::to_string(value)?) } else { self.line(text.as_ref().trim_end()) }
     }
 
-    /// One line on standard output. A reader that has gone away is no error.
+    /// Prints one line to standard output. A closed pipe is not an error.
     pub fn line(&self, text: &str) -> io::Result<()> {
         match writeln!(io::stdout(), "{text}") {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -39,7 +39,7 @@ impl Output {
         }
     }
 
-    /// An error with all its causes.
+    /// Prints an error with all its causes.
     pub fn error(&self, error: &anyhow::Error) {
         let text = chain(error.as_ref());
         if self.json {
@@ -53,7 +53,7 @@ impl Output {
     }
 }
 
-/// An error with all its causes, a line for each.
+/// Formats an error with all its causes, a line for each.
 pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -68,7 +68,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// What a program needs to know of an error to act on it: its `kind`, and the values that belong to that.
+/// Returns what a program needs to act on an error: its `kind`, and the values that belong to it.
 fn details(error: &anyhow::Error) -> Map<String, Value> {
     let protect = match error.downcast_ref::<MoveError>() {
         Some(MoveError::Protect(e)) => Some(e),
@@ -102,7 +102,7 @@ fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// The exit status for an error.
+/// Returns the exit status for an error.
 pub fn status_of(error: &anyhow::Error) -> u8 {
     let moved = match error.downcast_ref::<RebootError>() {
         Some(RebootError::Move(e)) => Some(e),
@@ -118,7 +118,7 @@ pub fn status_of(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// The exit status for what a guest is left with.
+/// Returns the exit status for the state in which a failed reboot left the guest.
 pub fn status_left(left: Left) -> u8 {
     match left {
         Left::AsItWas => 1,
@@ -126,7 +126,7 @@ pub fn status_left(left: Left) -> u8 {
     }
 }
 
-/// The command line asks for something that makes no sense.
+/// The command line is wrong.
 #[derive(Debug)]
 pub struct Usage(pub String);
 
@@ -138,7 +138,7 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// Microseconds for people: `3.4 ms`, `1.20 s`.
+/// Formats microseconds: `3.4 ms`, `1.20 s`.
 pub fn duration(us: u64) -> String {
     match us {
         0..1_000 => format!("{us} µs"),
@@ -148,7 +148,7 @@ pub fn duration(us: u64) -> String {
     }
 }
 
-/// Bytes for people: `3.4 MiB`.
+/// Formats bytes: `3.4 MiB`.
 pub fn bytes(count: u64) -> String {
     match count {
         0..1024 => format!("{count} B"),

@@ -73,7 +73,7 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
         (&["stop", "web", "nope"], 1, &["web: would", "nope: not possible: there is no VM nope"]),
         (&["reboot", "vmm", "web"], 0, &[&replaced, "stopped for milliseconds"]),
         (&["reboot", "vmm", "--all", "--how", "cold"], 0, &["web: would", "db: would", "shut down and booted"]),
-        (&["reboot", "vmm", "web", "db", "--how", "saved"], 0, &["web: would", "db: would", "to disk and back"]),
+        (&["reboot", "vmm", "web", "db", "--how", "saved"], 0, &["web: would", "db: would", "saved to disk"]),
         (&["reboot", "vmm", "web", "--qemu", "/bin/true"], 1, &["not possible", "does not behave like a QEMU"]),
         (&["reboot", "vmm", "web", "--rollback"], 1, &["not possible", "nothing to roll back to"]),
         (&["reboot", "os", "web", "--how", "cold"], 0, &["would shut its guest down and boot it"]),
@@ -116,7 +116,7 @@ fn a_suspend_needs_names_or_all_and_stops_no_other_guest() {
     // Its memory would be dropped, and is not.
     lab.rekindle(["stop", "web", "--dry-run"]).ok().says(&["web: would"]);
     lab.rekindle(["host", "suspend", "--all", "--dry-run"]).status(1).says(&["still suspended: web"]);
-    lab.rekindle(["host", "resume"]).ok().says(&["web: goes on with its memory"]);
+    lab.rekindle(["host", "resume"]).ok().says(&["web: resumed with its memory"]);
     assert_eq!((web.status().as_str(), db.status().as_str()), ("running", "running"));
     lab.rekindle(["stop", "--now", "web", "db"]).ok();
     lab.assert_empty();

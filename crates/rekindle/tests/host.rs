@@ -401,7 +401,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     let done = lab.finish(command);
     if after == Through {
         done.ok();
-        lab.rekindle(["host", "resume"]).ok().says(&["goes on with its memory"]);
+        lab.rekindle(["host", "resume"]).ok().says(&["resumed with its memory"]);
     } else {
         let killed = fault.ends_with(":kill");
         assert_eq!(done.code.is_none(), killed, "{fault}: {done}");

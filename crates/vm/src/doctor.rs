@@ -1,4 +1,4 @@
-//! What this host lacks, and the mend.
+//! What this host lacks, and the hint.
 
 use crate::hardware::has_kvm;
 use crate::host::Host;
@@ -26,7 +26,8 @@ pub struct Finding {
     /// What was found.
     pub found: String,
     /// What to do about it; empty when nothing is.
-    pub mend: String,
+    #[serde(rename = "mend")]
+    pub hint: String,
 }
 
 /// How bad a finding is.
@@ -47,8 +48,8 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
     vec![binary(qemu), accel(), run_directory(), memory(), disk_servers(), taps(), ip(), tracing_rights()]
 }
 
-fn finding(what: &str, level: Level, found: impl Into<String>, mend: impl Into<String>) -> Finding {
-    Finding { what: what.into(), level, found: found.into(), mend: mend.into() }
+fn finding(what: &str, level: Level, found: impl Into<String>, hint: impl Into<String>) -> Finding {
+    Finding { what: what.into(), level, found: found.into(), hint: hint.into() }
 }
 
 fn binary(path: &Path) -> Finding {
@@ -75,8 +76,8 @@ fn accel() -> Finding {
     } else {
         "no /dev/kvm"
     };
-    let mend = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
-    finding("KVM", Level::Limited, found, mend)
+    let hint = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
+    finding("KVM", Level::Limited, found, hint)
 }
 
 fn run_directory() -> Finding {
@@ -87,8 +88,8 @@ fn run_directory() -> Finding {
             if tmpfs {
                 finding("run directory", Level::Good, found, "")
             } else {
-                let mend = "guests are stopped longer, for each synced write: set REKINDLE_RUN_DIR to one on a tmpfs";
-                finding("run directory", Level::Limited, format!("{found} is not on a tmpfs"), mend)
+                let hint = "guests are stopped longer, for each synced write: set REKINDLE_RUN_DIR to one on a tmpfs";
+                finding("run directory", Level::Limited, format!("{found} is not on a tmpfs"), hint)
             }
         }
         Err(e) => {
@@ -114,8 +115,8 @@ fn disk_servers() -> Finding {
         Err(e) => e,
     };
     let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok();
-    let (found, mend) = io_uring_refused(&e, disabled.as_deref().map(str::trim));
-    finding(WHAT, Level::Limited, found, format!("{mend}; {ELSE}"))
+    let (found, hint) = io_uring_refused(&e, disabled.as_deref().map(str::trim));
+    finding(WHAT, Level::Limited, found, format!("{hint}; {ELSE}"))
 }
 
 /// Why it is refused, and what to do.
@@ -146,8 +147,8 @@ fn taps() -> Finding {
         Ok(_) => finding("taps", Level::Limited, "not root", "run as root for `kind = \"tap\"`; `user` works"),
         Err(e) => {
             let denied = e.kind() == io::ErrorKind::PermissionDenied;
-            let mend = if denied { "run as root for `kind = \"tap\"`" } else { "modprobe tun" };
-            finding("taps", Level::Limited, format!("/dev/net/tun: {e}"), format!("{mend}; `kind = \"user\"` works"))
+            let hint = if denied { "run as root for `kind = \"tap\"`" } else { "modprobe tun" };
+            finding("taps", Level::Limited, format!("/dev/net/tun: {e}"), format!("{hint}; `kind = \"user\"` works"))
         }
     }
 }
@@ -185,8 +186,8 @@ mod tests {
         assert_eq!(refused(Errno::PERM, Some("2")).1, "sysctl kernel.io_uring_disabled=0");
         assert!(refused(Errno::PERM, Some("1")).1.contains("kernel.io_uring_group"));
         for disabled in [Some("0"), None] {
-            let (found, mend) = refused(Errno::PERM, disabled);
-            assert!(found.contains("seccomp") && mend.contains("io_uring_setup"), "{found}: {mend}");
+            let (found, hint) = refused(Errno::PERM, disabled);
+            assert!(found.contains("seccomp") && hint.contains("io_uring_setup"), "{found}: {hint}");
         }
         assert!(refused(Errno::NOSYS, None).0.contains("without it"));
         assert!(refused(Errno::NOMEM, Some("0")).1.contains("ulimit -l"));
@@ -197,6 +198,6 @@ mod tests {
     fn what_doctor_says_of_io_uring_is_what_a_server_would_find() {
         let said = disk_servers();
         assert_eq!(said.level == Level::Good, Ring::new(256).is_ok(), "{said:?}");
-        assert_eq!(said.mend.is_empty(), said.level == Level::Good, "{said:?}");
+        assert_eq!(said.hint.is_empty(), said.level == Level::Good, "{said:?}");
     }
 }

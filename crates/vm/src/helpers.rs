@@ -83,8 +83,8 @@ pub struct Restarts {
     /// From its death, or from when it was found missing, until it served again the last time, in µs.
     pub last_took_us: Option<u64>,
     /// It is not restarted any more: why.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub given_up: Option<String>,
+    #[serde(default, rename = "given_up", skip_serializing_if = "Option::is_none")]
+    pub abandoned: Option<String>,
 }
 
 /// `helpers.json`: what `rekindle watch` has done, by [`Helper::key`].
@@ -194,9 +194,9 @@ fn describe(missing: &[Helper], record: &Record, name: &str) -> String {
     let unwatched = missing.contains(&Helper::Watch);
     let mut by_hand = unwatched;
     let each = missing.iter().map(|helper| {
-        let given_up = record.get(&helper.key()).and_then(|restarts| restarts.given_up.as_deref());
-        by_hand |= given_up.is_some();
-        match given_up {
+        let abandoned = record.get(&helper.key()).and_then(|restarts| restarts.abandoned.as_deref());
+        by_hand |= abandoned.is_some();
+        match abandoned {
             Some(why) => format!("{helper} is missing and is not restarted any more: {why}"),
             None if unwatched => format!("{helper} is missing"),
             None => format!("{helper} is missing and is being restarted"),
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(text, "the server of disk disk0 is missing and is being restarted");
         let text = describe(&[disk.clone(), Helper::Watch], &record, "web");
         assert!(text.ends_with("`rekindle watch` is missing; to restart: rekindle recover web"), "{text}");
-        record.insert(disk.key(), Restarts { given_up: Some("it died 7 times".into()), ..Restarts::default() });
+        record.insert(disk.key(), Restarts { abandoned: Some("it died 7 times".into()), ..Restarts::default() });
         let text = describe(&[disk], &record, "web");
         assert!(text.contains("not restarted any more: it died 7 times; to restart: rekindle recover web"), "{text}");
     }

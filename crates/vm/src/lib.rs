@@ -22,7 +22,7 @@
 //! | [`life`] | start, look, stop, clean up |
 //! | [`shutdown`] | bringing a guest to its end |
 //! | [`attach`] | VMs whose QEMU somebody else has started |
-//! | [`doctor`] | what this host lacks, and the mend |
+//! | [`doctor`] | what this host lacks, and the hint |
 
 pub mod attach;
 pub mod definition;

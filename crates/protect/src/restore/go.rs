@@ -5,7 +5,7 @@
 
 use super::checkpoint::Ahead;
 use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
-use crate::pager::{Fill, Source, Told, lock};
+use crate::pager::{Fill, PagerEvent, Source, lock};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_kernel::spawn::{detach, disown};
@@ -148,12 +148,12 @@ struct OnDemand<'scope, 'env> {
 /// Pages of a checkpoint, which may still have to be committed.
 struct Coming<'a> {
     ahead: &'a Ahead,
-    tell: Option<&'a mut dyn FnMut(&Told)>,
+    tell: Option<&'a mut dyn FnMut(&PagerEvent)>,
     source: Option<Source<'a>>,
 }
 
 impl<'a> Coming<'a> {
-    fn new(ahead: &'a Ahead, tell: &'a mut dyn FnMut(&Told)) -> Self {
+    fn new(ahead: &'a Ahead, tell: &'a mut dyn FnMut(&PagerEvent)) -> Self {
         Self { ahead, tell: Some(tell), source: None }
     }
 }

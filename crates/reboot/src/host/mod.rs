@@ -26,7 +26,7 @@ mod suspend;
 
 pub use error::HostError;
 pub(crate) use resume::recover;
-pub use resume::{Outcome, Resumed, give_up, is_suspended, resume};
+pub use resume::{Outcome, Resumed, drop_suspended, is_suspended, resume};
 pub use suspend::{Checked, Fallback, Suspended, check, suspend, take_up};
 
 /// How a guest is carried over a reboot of the host: as over one of its VMM.

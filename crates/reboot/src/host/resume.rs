@@ -136,11 +136,11 @@ pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     Ok(Record::read(&host.suspend_dir)?.entry(name)?.is_some())
 }
 
-/// Give up what is kept of VM `name`, if it is suspended, in whichever boot. `true` if it was.
+/// Discards the memory and the record of VM `name` if it is suspended, in this boot or an earlier one. Returns `true` if it was.
 ///
 /// # Errors
 /// [`HostError`].
-pub fn give_up(host: &Host, name: &str) -> Result<bool, HostError> {
+pub fn drop_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     let record = Record::read(&host.suspend_dir)?;
     let Some(entry) = record.entry(name)? else { return Ok(false) };
     let directory = entry.state.hardware.ram.path.parent().map(std::path::Path::to_owned).unwrap_or_default();

@@ -53,7 +53,7 @@ impl<'a> Helpers<'a> {
     pub(super) fn new(rundir: &'a RunDir, log_limit: u64) -> Self {
         let mut record = helpers::record(rundir);
         // A new process has not given anything up.
-        record.values_mut().for_each(|restarts| restarts.given_up = None);
+        record.values_mut().for_each(|restarts| restarts.abandoned = None);
         Self { rundir, log_limit, unbounded: false, known: BTreeMap::new(), record }
     }
 
@@ -98,7 +98,7 @@ impl<'a> Helpers<'a> {
             {
                 known.process = Some((process, now, pidfd));
                 known.missing = None;
-                self.forget_given_up(&helper);
+                self.retry_abandoned(&helper);
                 continue;
             }
             self.missing(&helper, now);
@@ -107,9 +107,9 @@ impl<'a> Helpers<'a> {
     }
 
     /// It runs again, also if another process has started it.
-    fn forget_given_up(&mut self, helper: &Helper) {
+    fn retry_abandoned(&mut self, helper: &Helper) {
         if let Some(restarts) = self.record.get_mut(&helper.key())
-            && restarts.given_up.take().is_some()
+            && restarts.abandoned.take().is_some()
         {
             self.write();
         }
@@ -144,7 +144,7 @@ impl<'a> Helpers<'a> {
                 tracing::error!(
                     "{name}: {helper} is not restarted any more: {why}; to restart: rekindle recover {name}"
                 );
-                self.record.entry(helper.key()).or_default().given_up = Some(why);
+                self.record.entry(helper.key()).or_default().abandoned = Some(why);
                 self.write();
                 (since, None)
             }

@@ -242,7 +242,7 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
         }
     };
     if happened == Happened::PoweredOff {
-        tell_end(rundir, vmm);
+        report_end(rundir, vmm);
         qmp.execute::<Value>("quit", json!({}))?;
     }
     Ok(Some(happened))
@@ -250,12 +250,12 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
 
 /// A guest of which a store has checkpoints has shut itself down in order: it is not to be gone back behind that. As long as the store
 /// cannot be told its QEMU stays, stopped, by which whoever looks sees that it has; unless somebody ends it meanwhile.
-fn tell_end(rundir: &RunDir, vmm: &Vmm) {
+fn report_end(rundir: &RunDir, vmm: &Vmm) {
     let mut said = false;
     // Whoever is at work on it has asked the guest for that, or knows what comes of it.
     while vmm.is_alive() && lock::holder(rundir).is_none() {
         let told = match (Owned::read(rundir), State::read(rundir)) {
-            (Ok(Some(owned)), Ok(Some(state))) => owned.tell_end(rundir, &state),
+            (Ok(Some(owned)), Ok(Some(state))) => owned.report_end(rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
             (Err(e), _) => Err(e.into()),
             (_, Err(e)) => Err(e.into()),

@@ -6,36 +6,70 @@ use std::path::PathBuf;
 
 #[derive(Debug, Subcommand)]
 pub enum Disk {
-    /// Serve a raw image or a block device to a QEMU, by vhost-user.
+    /// Serve a raw image or a block device to a QEMU over vhost-user.
     ///
-    /// QEMU is given it by: -chardev socket,id=d,path=SOCKET,reconnect-ms=100 (before QEMU 9.2: reconnect=1) -device vhost-user-blk-pci,chardev=d, and memory that is
-    /// shared (memory-backend-file or memory-backend-memfd with share=on).
+    /// Options for QEMU: -chardev socket,id=d,path=SOCKET,reconnect-ms=100 (before QEMU 9.2: reconnect=1) -device vhost-user-blk-pci,chardev=d,
+    /// and shared memory (memory-backend-file or memory-backend-memfd with share=on).
     ///
-    /// Needs: an image that nobody else has open; io_uring.
-    /// On success: serves until it is interrupted or told to end; what the guest has flushed is on the disk.
-    /// On failure: exit status 1; the image is as it was.
+    /// Needs: an image that no other process has open; io_uring.
+    ///
+    /// On success: the server runs until it is interrupted or `rekindle disk end` ends it; flushed data is on the disk.
+    ///
+    /// On failure: exit status 1; the image is unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle disk serve disk.raw --socket /run/d.sock")]
     Serve(DiskServe),
-    /// Tell what a server does, and what it knows of its guest's cache.
+    /// Show the state of a disk's server and of its retained cache.
+    #[command(after_help = "\
+Example:
+  rekindle disk status web/root")]
     Status(DiskAt),
-    /// Hold a disk to a rate, or do not any more.
-    Limit(DiskLimit),
-    /// The image has become longer: let the guest see it when it looks again.
-    Resize(DiskAt),
-    /// The guest has ended: use its memory as a cache for the next one.
+    /// Set or clear a disk's rate limits.
     ///
-    /// Needs: that no QEMU uses the disk just now.
-    /// On success: blocks that the guest still had are served from there, if they are what is on the disk.
-    /// On failure: the next guest reads everything from the disk.
+    /// A limit that is not given is cleared.
+    #[command(after_help = "\
+Examples:
+  rekindle disk limit web/root --bps 90M --iops 2000
+  rekindle disk limit web/root")]
+    Limit(DiskLimit),
+    /// Announce the new size of a longer image to the guest.
+    #[command(after_help = "\
+Example:
+  truncate -s 20G web.raw && rekindle disk resize web/root")]
+    Resize(DiskAt),
+    /// Keep the memory of a guest that has ended as a cache for its next boot.
+    ///
+    /// Needs: no QEMU that uses the disk.
+    ///
+    /// On success: blocks that the guest had cached are served from its memory if they match the disk.
+    ///
+    /// On failure: the next boot reads everything from the disk.
+    #[command(after_help = "\
+Example:
+  rekindle disk keep /run/d.sock.control")]
     Keep(DiskAt),
-    /// Use the former guest's memory no more, and give it back.
+    /// Discard the retained cache and free its memory.
+    #[command(after_help = "\
+Example:
+  rekindle disk drop web/root")]
     Drop(DiskAt),
     /// Merge the redo log of a disk into its image.
     ///
-    /// Needs: the control socket of the disk's server, or the image, which nobody has open then.
-    /// On success: the image is the newest disk, and has no log; the disk of no checkpoint is to be had any more.
-    /// On failure: exit status 1; the log is still there, and can be merged again.
+    /// Needs: the control socket of the disk's server, or an image that no process has open.
+    ///
+    /// On success: the image is the newest disk and has no log; the disks of checkpoints are no longer available.
+    ///
+    /// On failure: exit status 1; the log still exists, and the command can be repeated.
+    #[command(after_help = "\
+Examples:
+  rekindle disk merge web.raw --dry-run
+  rekindle disk merge web.raw")]
     Merge(DiskMerge),
-    /// End a server.
+    /// End a disk's server.
+    #[command(after_help = "\
+Example:
+  rekindle disk end /run/d.sock.control")]
     End(DiskAt),
 }
 
@@ -46,45 +80,45 @@ pub struct DiskServe {
     /// The socket for QEMU.
     #[arg(long, value_name = "PATH")]
     pub socket: PathBuf,
-    /// The socket for the other commands here [default: the one for QEMU, with .control behind it].
+    /// The socket for the other `rekindle disk` commands [default: the one for QEMU, with .control appended].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
-    /// Refuse writes.
+    /// Reject writes.
     #[arg(long)]
     pub readonly: bool,
     /// The serial number that the guest sees, at most 20 bytes.
     #[arg(long, default_value = "")]
     pub serial: String,
-    /// Queues that the guest may have.
+    /// The maximum number of queues.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=16))]
     pub queues: u16,
-    /// Through the host's page cache.
+    /// Use the host's page cache.
     #[arg(long)]
     pub buffered: bool,
-    /// Do not remember where blocks are: a reboot finds a cold cache.
+    /// Do not record which blocks the guest has cached: its cache is cold after a reboot.
     #[arg(long)]
     pub no_map: bool,
-    /// Give the former guest's memory up after so long [default: when the guest needs the room].
+    /// Discard the retained cache after this time [default: when the guest needs the memory].
     #[arg(long, value_name = "TIME")]
     pub attic_keep: Option<Span>,
-    /// A restore still brings the guest's memory: wait for pages that are missing.
+    /// A restore is still loading the guest's memory: wait for missing pages.
     #[arg(long, hide = true)]
     pub filling: bool,
-    /// Only look at the image, until `have` on the control socket says as of which checkpoint it is to be served.
+    /// Only open the image; serve it once `have` on the control socket names the checkpoint.
     #[arg(long, hide = true, conflicts_with = "epoch")]
     pub wait: bool,
     #[command(flatten)]
     pub rate: DiskRate,
-    /// The directory of its redo log, of this disk alone: empty, or not there yet [default: IMAGE.redo; a block device has none].
+    /// The directory for the redo log of this disk only: empty or missing [default: IMAGE.redo; a block device has none].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
-    /// Bytes that its redo log may take [default: a quarter of the disk, at least 4G].
+    /// Maximum size of its redo log [default: a quarter of the disk, at least 4G].
     #[arg(long, value_name = "BYTES")]
     pub redo_limit: Option<Bytes>,
-    /// Serve the disk of a checkpoint: of its redo log only what was written up to this epoch. The rest is given up when the guest writes.
+    /// Serve the disk of a checkpoint: the redo log up to this epoch. Later epochs are discarded when the guest writes.
     #[arg(long, value_name = "N", requires = "disk_id")]
     pub epoch: Option<u64>,
-    /// The guest went on from that checkpoint, and what it wrote is of this epoch and later ones: all of it is to be had.
+    /// The guest has resumed from that checkpoint and written this and later epochs, which are kept.
     #[arg(long, value_name = "N", requires = "epoch", hide = true)]
     pub since: Option<u64>,
     /// The identity that the disk must have.
@@ -100,27 +134,27 @@ pub struct DiskMerge {
     /// The directory of its redo log [default: IMAGE.redo].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
-    /// Only show what would be merged. Nothing is changed.
+    /// Only show what would be merged; change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Through the host's page cache.
+    /// Use the host's page cache.
     #[arg(long)]
     pub buffered: bool,
 }
 
 #[derive(Debug, Args)]
 pub struct DiskRate {
-    /// Bytes in a second, e.g. 90M [default: no limit].
+    /// Bytes per second, e.g. 90M [default: no limit].
     #[arg(long, value_name = "BYTES")]
     pub bps: Option<Bytes>,
-    /// Requests in a second [default: no limit].
+    /// Requests per second [default: no limit].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub iops: Option<u64>,
 }
 
 #[derive(Debug, Args)]
 pub struct DiskAt {
-    /// The disk of a VM, NAME/ID (NAME where only one has a server), or the path of the server's control socket.
+    /// The disk of a VM, NAME/ID (or NAME if it has only one served disk), or the path of the server's control socket.
     #[arg(value_name = "NAME[/ID]|CONTROL")]
     pub disk: PathBuf,
 }

@@ -1,23 +1,36 @@
 //! `rekindle host` and `rekindle reboot host`.
 
-use super::How;
+use super::RebootMethod;
 use clap::{Args, Subcommand, ValueEnum};
 use rekindle_vm::definition::{Bytes, Name};
 
 #[derive(Debug, Subcommand)]
 pub enum Host {
-    /// Set RAM aside that outlives this host's kernel, and install what suspends and resumes guests.
+    /// Reserve RAM that survives a reboot of this host, and install the units that suspend and resume guests.
     ///
     /// Needs: root for --write; systemd, kexec-tools; a kernel with legacy persistent memory, DAX and kexec.
-    /// On success: without --write, told what would be done; with it, done. It can be done again at any time.
-    /// On failure: what is in the way is named; what was done before stays, and the same command goes on.
-    Init(HostInit),
-    /// Mount the RAM that outlives this host's kernel, as a boot does: kept if suspended guests are in it, else new and empty.
-    Mount,
-    /// Suspend guests: their QEMUs end, and `rekindle host resume` resumes them, also after a reboot of the host.
     ///
-    /// Needs: the VMs run, and can be carried; none is suspended still.
+    /// On success: without --write, the steps are printed; with it, they are done. The command can be repeated at any time.
+    ///
+    /// On failure: the error names the obstacle; steps that were done are kept, and the same command continues.
+    #[command(after_help = "\
+Examples:
+  rekindle host init --reserve 48G
+  rekindle host init --reserve 48G --write")]
+    Init(HostInit),
+    /// Mount the reserved RAM, as a boot does.
+    ///
+    /// Its content is kept if it holds suspended guests; otherwise it is made new and empty.
+    #[command(after_help = "\
+Example:
+  rekindle host mount")]
+    Mount,
+    /// Suspend guests and end their QEMUs; `rekindle host resume` resumes them, also after a reboot of the host.
+    ///
+    /// Needs: the VMs run and can be suspended; no other VM is still suspended.
+    ///
     /// On success: none of these VMs runs.
+    ///
     /// On failure: all guests continue to run.
     #[command(after_help = "\
 Examples:
@@ -25,23 +38,28 @@ Examples:
   rekindle host suspend web db
   rekindle host suspend --all --how saved")]
     Suspend(HostSuspend),
-    /// Let all suspended guests go on.
+    /// Resume all suspended guests.
     ///
     /// Needs: their disks and bridges.
-    /// On success: each goes on with its memory, or is booted where that is lost, which is said.
-    /// On failure: exit status 3; those that did not go on are named, and `rekindle recover` lets them.
+    ///
+    /// On success: each guest resumes with its memory; one whose memory is lost boots, and the output names it.
+    ///
+    /// On failure: exit status 3; the output names the guests that did not resume, which `rekindle recover` resumes.
+    #[command(after_help = "\
+Example:
+  rekindle host resume")]
     Resume,
 }
 
 #[derive(Debug, Args)]
 pub struct HostInit {
-    /// How much RAM guests may have, e.g. 48G.
+    /// RAM to reserve for guests, e.g. 48G.
     #[arg(long, value_name = "SIZE")]
     pub reserve: Bytes,
-    /// The address at which it begins [default: such that it ends with the machine's highest RAM].
+    /// Start address of the reserved RAM [default: it ends where the machine's highest RAM ends].
     #[arg(long, value_name = "SIZE")]
     pub start: Option<Bytes>,
-    /// Do it, instead of telling what would be done.
+    /// Carry the steps out instead of printing them.
     #[arg(long)]
     pub write: bool,
 }
@@ -54,37 +72,37 @@ pub struct HostSuspend {
     /// All VMs that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
-    /// What becomes of guests' RAM. `warm` outlives a reboot of the host only where it is in reserved RAM.
-    #[arg(long, value_enum, default_value_t = How::Warm)]
-    pub how: How,
-    /// As `rekindle reboot host` has planned it; without a plan, nothing.
+    /// Where guests' RAM is kept. `warm` survives a reboot of the host only in reserved RAM.
+    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
+    pub how: RebootMethod,
+    /// Carry out the plan of `rekindle reboot host`; without a plan, do nothing.
     #[arg(long, hide = true, conflicts_with_all = ["how", "names", "all", "dry_run"])]
     pub planned: bool,
-    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
 
 #[derive(Debug, Args)]
 pub struct RebootHost {
-    /// What becomes of guests and of their RAM.
-    #[arg(long, value_enum, default_value_t = How::Warm)]
-    pub how: How,
-    /// What becomes of VMs that cannot be carried so.
+    /// Where guests' RAM is kept.
+    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
+    pub how: RebootMethod,
+    /// What to do with VMs that cannot be kept in this way.
     #[arg(long, value_enum, default_value_t = Others::Refuse)]
     pub others: Others,
-    /// Only tell what would become of each VM.
+    /// Only show what would be done to each VM; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
 
-/// What becomes of VMs that cannot be carried as is wanted.
+/// What to do with VMs for which the chosen method is not possible.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Others {
-    /// The host is not rebooted.
+    /// Do not reboot the host.
     Refuse,
-    /// Their RAM goes to disk.
+    /// Save their RAM to disk.
     Saved,
-    /// They are shut down, and booted again.
+    /// Shut them down, and boot them again.
     Cold,
 }

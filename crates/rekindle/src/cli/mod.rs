@@ -13,9 +13,9 @@ mod vm;
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
 pub use moving::{Far, Move};
-pub use ocf::{HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
+pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{DiskRule, Pager, Protect, Restore};
-pub use reboot::{EndOs, How, HowOs, Reboot, RebootOs, RebootVmm};
+pub use reboot::{EndOs, OsMethod, Reboot, RebootMethod, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
@@ -27,7 +27,7 @@ use clap::{Parser, Subcommand};
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 110, arg_required_else_help = true, after_help = EXIT_STATUS)]
 pub struct Cli {
-    /// Write one JSON object for machines instead of lines for people.
+    /// Print one JSON object instead of text.
     #[arg(long, global = true)]
     pub json: bool,
     #[command(subcommand)]
@@ -35,9 +35,9 @@ pub struct Cli {
 }
 
 const EXIT_STATUS: &str = "\
-Exit status: 0 done; 1 failed, and the guest is as it was; 2 wrong usage; 3 failed, and the guest needs `rekindle recover`.";
+Exit status: 0 done; 1 failed, the guest is unchanged; 2 wrong usage; 3 failed, the guest needs `rekindle recover`.";
 
-/// What our commands are called elsewhere: a word that is only spelled alike would be suggested otherwise.
+/// Names that other programs use for our commands. Without this list the suggestion would be a command that is only spelled alike.
 const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["start", "boot", "create", "launch"], "run"),
     (&["list", "ps", "status"], "ls"),
@@ -52,7 +52,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["init"], "store init"),
 ];
 
-/// Reads the command line. Ends the process where it is wrong, or asks for help.
+/// Reads the command line. Exits if it is wrong or requests help.
 pub fn parse() -> Cli {
     Cli::try_parse().unwrap_or_else(|mut error| {
         let first = std::env::args().skip(1).find(|word| !word.starts_with('-'));
@@ -71,120 +71,247 @@ pub fn parse() -> Cli {
 pub enum Command {
     /// Start a VM from its definition.
     ///
-    /// Needs: the files that the definition names; room for its RAM; root for taps; where a failure has left a disk with a redo log,
-    /// --newest-disk (or rekindle restore).
+    /// Needs: the files that the definition names; room for its RAM; root for taps; if a failure has left a disk with a redo log,
+    /// --newest-disk (or `rekindle restore` instead).
+    ///
     /// On success: the guest boots in a QEMU that does not depend on this command.
+    ///
     /// On failure: nothing is left behind.
+    #[command(after_help = "\
+Examples:
+  rekindle run web.toml
+  rekindle run web.toml --newest-disk")]
     Run(Run),
-    /// List the VMs.
+    /// List the VMs of this host and their state.
+    #[command(after_help = "\
+Examples:
+  rekindle ls
+  rekindle --json ls")]
     Ls,
-    /// Show a VM: what it is made of, every default filled in, and what runs it.
+    /// Show a VM's definition with all defaults, its QEMU and its helpers.
+    #[command(after_help = "\
+Examples:
+  rekindle show web
+  rekindle show web --timeline")]
     Show(Show),
-    /// Connect this terminal to a VM's serial console; leave it with Ctrl-].
+    /// Connect this terminal to a VM's serial console; leave with Ctrl-].
+    #[command(after_help = "\
+Example:
+  rekindle console web")]
     Console(NameOnly),
-    /// Shut a VM down and remove what Rekindle keeps of it.
+    /// Shut VMs down and remove everything that Rekindle keeps of them except their disks.
     ///
-    /// Needs: nothing else at work on the VM.
-    /// On success: nothing of it is left but its disks.
-    /// On failure: what could not be removed is named; the same command goes on.
+    /// Needs: no other operation on the VM.
+    ///
+    /// On success: only its disks are left.
+    ///
+    /// On failure: the error names what could not be removed; the same command continues.
+    #[command(after_help = "\
+Examples:
+  rekindle stop web --dry-run
+  rekindle stop web db --timeout 2m")]
     Stop(Stop),
-    /// Adopt a QEMU that Rekindle has not started, so that it can be protected.
+    /// Adopt a QEMU that Rekindle did not start, so that it can be protected.
     ///
-    /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0; what cannot be protected or restored is named.
+    /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0.
+    ///
     /// On success: it is a VM of this name; neither QEMU nor its guest was changed.
-    /// On failure: nothing is left behind.
-    Attach(Attach),
-    /// Let go of a QEMU that Rekindle has not started.
     ///
-    /// Needs: nobody takes checkpoints of it.
-    /// On success: nothing of Rekindle is left in QEMU; the guest runs on.
-    /// On failure: what could not be taken away is named; the same command goes on.
+    /// On failure: nothing is left behind; the error names what cannot be protected or restored.
+    #[command(after_help = "\
+Examples:
+  rekindle attach db --libvirt db
+  rekindle attach db --qmp /run/db.qmp")]
+    Attach(Attach),
+    /// Release a QEMU that `rekindle attach` adopted.
+    ///
+    /// Needs: no protector that takes checkpoints of it.
+    ///
+    /// On success: nothing of Rekindle is left in QEMU; the guest continues to run.
+    ///
+    /// On failure: the error names what could not be removed; the same command continues.
+    #[command(after_help = "\
+Example:
+  rekindle detach db")]
     Detach(NameOnly),
-    /// Reboot something under, or in, a VM.
+    /// Reboot a VM's QEMU, its guest, or this host.
     #[command(subcommand)]
     Reboot(Reboot),
-    /// Suspend and resume all guests, and set this host up for being rebooted under them.
+    /// Suspend and resume guests, and prepare this host for reboots that keep them.
     #[command(subcommand)]
     Host(Host),
-    /// Finish or undo an operation that was cut off, or boot a guest whose QEMU has died.
+    /// Finish or undo an interrupted operation, or boot a guest whose QEMU has died.
     ///
-    /// Needs: nothing else at work on the VM.
-    /// On success: exactly one QEMU runs the guest; what became of its memory is said.
-    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. It can be done again.
+    /// Needs: no other operation on the VM.
+    ///
+    /// On success: exactly one QEMU runs the guest; the output states whether its memory was kept.
+    ///
+    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The command can be repeated.
+    #[command(after_help = "\
+Examples:
+  rekindle recover web
+  rekindle recover web --wait 5m")]
     Recover(Recover),
     /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
     ///
     /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
-    /// On success: the store holds the newest checkpoint; the guest runs on.
-    /// On failure: the guest runs on; the store holds what was committed before. Only where the guest was restored or booted on another
-    /// host since, from or with that store, it is ended here.
+    ///
+    /// On success: the store holds the newest checkpoint; the guest continues to run.
+    ///
+    /// On failure: the guest continues to run; the store holds what was committed before. Only if the guest was restored from that store, or
+    /// booted with it, on another host since then, it is ended here.
+    #[command(after_help = "\
+Examples:
+  rekindle protect web --store /srv/checkpoints/web
+  rekindle protect web --store tls://backup:7001/web --cert h.pem --key h.key --ca ca.pem --every 500ms")]
     Protect(Protect),
-    /// Let out what a guest has sent and `rekindle protect --output-commit` has held, and hold nothing more.
+    /// Release held network output and turn output commit off.
     ///
-    /// Needs: the VM runs; nobody takes checkpoints of it.
-    /// On success: its network is as it was. A fail-over to its last checkpoint may take back what its clients have seen from now on.
-    /// On failure: it is held still.
+    /// Needs: the VM runs; no protector that takes checkpoints of it.
+    ///
+    /// On success: its network works without delay. A fail-over to its last checkpoint can undo what its clients see from now on.
+    ///
+    /// On failure: the output is still held.
+    #[command(after_help = "\
+Example:
+  rekindle release web")]
     Release(NameOnly),
-    /// Let a guest go on from a checkpoint; its memory comes on demand.
+    /// Resume a guest from a checkpoint; its memory is loaded on demand.
     ///
-    /// Needs: the store; room for the guest's RAM; no VM of that name that runs; a QEMU that knows its machine.
-    /// On success: the guest runs; a pager brings what of its memory is not there yet. With --prepare: a QEMU waits with empty
-    /// RAM, and the store is as it was.
-    /// On failure: nothing is left behind; the checkpoint is where it was. What was prepared waits on, unless the guest's
-    /// state had been given to it already.
+    /// Needs: the store; room for the guest's RAM; no running VM of that name; a QEMU that supports its machine type.
+    ///
+    /// On success: the guest runs, and a pager loads the rest of its memory. With --prepare: a QEMU waits with empty RAM, and the store is
+    /// unchanged.
+    ///
+    /// On failure: nothing is left behind; the checkpoint is unchanged. A prepared QEMU still waits, unless it had already loaded the
+    /// guest's state.
+    #[command(after_help = "\
+Examples:
+  rekindle restore web --store /srv/checkpoints/web
+  rekindle restore web --store /srv/checkpoints/web --prepare")]
     Restore(Restore),
-    /// Let a running guest go on on another host, which reaches the same store and disk images; its memory comes on demand there.
+    /// Move a running guest to another host.
     ///
-    /// Needs: the VM runs, with disks that Rekindle serves, or that are only read; ssh to the other host, and rekindle there.
+    /// Both hosts reach the same store and disk images. The guest's memory is loaded on demand on the other host.
+    ///
+    /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle there.
+    ///
     /// On success: the guest runs there; nothing of it is left here.
-    /// On failure: it goes on here. With exit status 3: what is said has to be done first; no two hosts run it.
+    ///
+    /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the guest.
+    #[command(after_help = "\
+Examples:
+  rekindle move web --to host2 --store /srv/checkpoints/web --dry-run
+  rekindle move web --to host2 --store /srv/checkpoints/web")]
     Move(Move),
-    /// Take a guest from another host: what `rekindle move` starts here over ssh, and speaks to on standard input.
+    /// Receive a guest from another host: `rekindle move` starts this over ssh and sends requests on standard input.
     #[command(hide = true)]
     Receive,
-    /// Bring the memory of a restored VM, if the pager that `rekindle restore` started has ended.
+    /// Load the memory of a restored VM if the pager of `rekindle restore` has ended.
     ///
-    /// Needs: a restore that is still filling, and no other pager.
-    /// On success: all of the guest's memory is there.
-    /// On failure: whoever needs a missing page waits; it can be started again.
+    /// Needs: a restored VM whose memory is not complete, and no other pager.
+    ///
+    /// On success: all of the guest's memory is loaded.
+    ///
+    /// On failure: access to a missing page waits; the command can be repeated.
+    #[command(after_help = "\
+Example:
+  rekindle pager web")]
     Pager(Pager),
-    /// Save the phases of its boot that a VM's guest announces, or its health check sees, until it is gone.
+    /// Save the phases of its boot that a VM's guest announces, or its health check detects, until the VM is stopped.
     ///
-    /// Needs: a VM with [phase] in its definition. `rekindle run` and `recover` start one.
-    /// On success: the VM is gone, or another one waits already.
-    /// On failure: later phases are not saved; the guest boots on.
+    /// Needs: a VM with [phase] in its definition. `rekindle run` and `rekindle recover` start this.
+    ///
+    /// On success: the VM was stopped, or another process already does this.
+    ///
+    /// On failure: later phases are not saved; the guest continues to boot.
     #[command(hide = true)]
     Phases(NameOnly),
-    /// Restart helpers of a VM that die, rotate its logs, and reboot its guest when it reboots itself or panics, until the VM is gone.
+    /// Restart helpers of a VM that die, rotate its logs, and boot its guest when it reboots or panics, until the VM is stopped.
     ///
-    /// Needs: a VM. `rekindle run`, `restore`, `reboot` and `recover` start one.
-    /// On success: the VM is gone, or another one waits already.
-    /// On failure: a guest that has rebooted itself or panicked stays stopped; `rekindle recover` boots it.
+    /// Needs: a VM. `rekindle run`, `restore`, `reboot` and `recover` start this.
+    ///
+    /// On success: the VM was stopped, or another process already does this.
+    ///
+    /// On failure: a guest that has rebooted or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]
     Watch(NameOnly),
-    /// Look after fail-over images: what `rekindle protect` writes and `rekindle restore` reads.
+    /// Create, list, verify, compact, export, import and serve stores of checkpoints.
     #[command(subcommand)]
     Store(Store),
-    /// Serve a guest's disk, and keep its cache warm over a reboot.
+    /// Serve a guest's disk and retain its cache over a reboot.
     #[command(subcommand)]
     Disk(Disk),
-    /// What the resource agent `ocf:rekindle:vm` of a cluster manager does.
+    /// Start, stop, move and monitor a VM for a cluster manager (resource agent `ocf:rekindle:vm`).
     #[command(subcommand)]
     Ocf(Ocf),
-    /// Watch a service and tell its gaps: the longest silence a client sees.
+    /// Probe a service and report its gaps: the longest silence that a client sees.
+    #[command(after_help = "\
+Examples:
+  rekindle probe http://10.0.0.2/ --every 1ms
+  rekindle probe echo://10.0.0.2:7 --duration 1m")]
     Probe(Probe),
-    /// Write what the host and its guests have left, time after time, for `rekindle-lab aging`.
+    /// Record free resources of the host and its guests at intervals, for `rekindle-lab aging`.
     ///
-    /// Needs: nothing. What is inside a guest is told by its qemu-guest-agent, where there is one.
-    /// On success: the file has a line for each look, all of them whole.
-    /// On failure: it has what was written before.
+    /// Needs: nothing. Values from inside a guest need qemu-guest-agent there.
+    ///
+    /// On success: the file has complete lines for each sample.
+    ///
+    /// On failure: the file has the earlier samples.
+    #[command(after_help = "\
+Examples:
+  rekindle monitor --out samples.jsonl
+  rekindle monitor web --service web=http://10.0.0.2/ --every 10s")]
     Monitor(Monitor),
-    /// Tell what this host lacks, and the mend.
+    /// Check this host for problems and suggest fixes.
+    #[command(after_help = "\
+Examples:
+  rekindle doctor
+  rekindle doctor --qemu /opt/qemu-10/bin/qemu-system-x86_64")]
     Doctor(Doctor),
-    /// Write shell completions to standard output.
+    /// Print shell completions.
     #[command(hide = true)]
     Completions(Completions),
-    /// Write the man pages into a directory.
+    /// Write the man pages to a directory.
     #[command(hide = true)]
     Man(Man),
+}
+
+#[cfg(test)]
+#[allow(clippy::panic, reason = "tests")]
+mod tests {
+    use super::Cli;
+    use clap::{Command, CommandFactory};
+
+    fn commands(command: &Command, path: &str, check: &mut dyn FnMut(&Command, &str)) {
+        for below in command.get_subcommands().filter(|below| !below.is_hide_set() && below.get_name() != "help") {
+            let path = format!("{path} {}", below.get_name());
+            check(below, &path);
+            commands(below, &path, check);
+        }
+    }
+
+    #[test]
+    fn the_help_of_each_command_has_a_summary_and_examples_that_parse() {
+        let mut examined = 0;
+        commands(&Cli::command(), "rekindle", &mut |command, path| {
+            let summary = command.get_about().map(ToString::to_string).unwrap_or_default();
+            assert!(summary.starts_with(char::is_uppercase) && !summary.ends_with('.'), "{path}: {summary}");
+            if command.has_subcommands() {
+                return;
+            }
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let lines: Vec<_> = help.lines().filter_map(|line| line.strip_prefix("  ")).collect();
+            assert!(help.starts_with("Example") && !lines.is_empty(), "{path}: no example in {help:?}");
+            for line in lines {
+                let ours = line.rsplit("&& ").next().unwrap_or(line).split(" | ").next().unwrap_or(line);
+                assert!(ours.replace(" --json", "").starts_with(path), "{path}: {line} is another command");
+                if let Err(e) = Cli::command().try_get_matches_from(ours.split_whitespace()) {
+                    panic!("{line}: {e}");
+                }
+                examined += 1;
+            }
+        });
+        assert!(examined > 30, "{examined} examples");
+    }
 }

@@ -12,7 +12,7 @@ pub struct Move {
     pub name: Name,
     #[command(flatten)]
     pub far: Far,
-    /// Where its checkpoints go, for both hosts: a directory that both have, or tls://HOST:PORT/NAME.
+    /// The store for its checkpoints: a directory that both hosts have, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     /// Create the store if there is none.
@@ -20,13 +20,13 @@ pub struct Move {
     pub create_store: bool,
     #[command(flatten)]
     pub tls: Tls,
-    /// A file of the other host that says how the VM is to be built there [default: as here].
+    /// A definition file on the other host to build the VM from [default: as on this host].
     #[arg(long, value_name = "FILE")]
     pub definition: Option<PathBuf>,
-    /// The QEMU of the other host to use instead of the one that the definition names.
+    /// The QEMU on the other host to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
-    /// Only check, here and on the other host, whether it can be moved. Nothing is changed.
+    /// Only check, here and on the other host, whether the VM can be moved; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -34,13 +34,13 @@ pub struct Move {
 /// How another host is reached.
 #[derive(Debug, Args)]
 pub struct Far {
-    /// The other host, as ssh knows it.
+    /// The other host, as an ssh destination.
     #[arg(long, value_name = "HOST")]
     pub to: String,
-    /// The command that leads to the other host, with its options.
+    /// The command that connects to the other host, with its options.
     #[arg(long, default_value = "ssh", value_name = "COMMAND")]
     pub ssh: String,
-    /// Rekindle on the other host.
+    /// The path of rekindle on the other host.
     #[arg(long, default_value = "rekindle", value_name = "PATH")]
     pub rekindle: String,
 }

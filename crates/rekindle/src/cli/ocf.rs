@@ -1,4 +1,4 @@
-//! `rekindle ocf`: what the resource agent `ocf:rekindle:vm` has done.
+//! `rekindle ocf`: what the resource agent `ocf:rekindle:vm` calls.
 
 use super::moving::Far;
 use super::protect::DiskRule;
@@ -11,37 +11,68 @@ use std::path::PathBuf;
 
 #[derive(Debug, Subcommand)]
 pub enum Ocf {
-    /// Have the VM run here: its guest goes on from the newest checkpoint, or is booted where there is none, or where it was shut down
-    /// in order since.
+    /// Start the VM on this node, from its newest checkpoint.
     ///
-    /// Needs: that nothing runs its guest elsewhere, which fencing sees to; the store, created by `rekindle store init`; room for its RAM.
-    /// On success: the guest runs, and checkpoints are taken; whoever ran it before can commit nothing any more.
-    /// On failure: nothing of it runs here; the checkpoint is where it was.
+    /// The guest is booted if there is no checkpoint, or if it shut down cleanly after the newest one.
+    ///
+    /// Needs: no other host that runs the guest (fencing ensures that); the store, created by `rekindle store init`; room for its RAM.
+    ///
+    /// On success: the guest runs and checkpoints are taken; the previous owner can commit no more checkpoints.
+    ///
+    /// On failure: nothing of the VM runs here; the checkpoint is unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle ocf start web --store tls://s:7001/web")]
     Start(OcfResource),
-    /// Have nothing of the VM run here: a last checkpoint, then off.
+    /// Take a last checkpoint of the VM and stop it on this node.
     ///
     /// Needs: nothing.
-    /// On success: nothing of it runs here.
-    /// On failure: a process could not be ended; this host has to be fenced.
+    ///
+    /// On success: nothing of the VM runs here.
+    ///
+    /// On failure: a process could not be ended; this host must be fenced.
+    #[command(after_help = "\
+Example:
+  rekindle ocf stop web --store tls://s:7001/web")]
     Stop(OcfStop),
-    /// Have the guest go on on another node without being stopped for more than its last checkpoint: migrate_to. Whether it runs there
-    /// is asked there, by `monitor`.
+    /// Move the running guest to another node (OCF action migrate_to).
     ///
-    /// Needs: what `rekindle move` needs: the store and the disk images on both, and a way for commands from here to there.
-    /// On success: it runs there, and nothing of it is left here.
-    /// On failure: it goes on here, and checkpoints are taken of it; or it is said what has to be mended, which a stop here does.
+    /// The guest is stopped only for a last checkpoint. `rekindle ocf monitor` on the other node shows whether it runs there.
+    ///
+    /// Needs: as for `rekindle move`: the store and the disk images on both nodes, and a command that connects to the other node.
+    ///
+    /// On success: the guest runs there; nothing of it is left here.
+    ///
+    /// On failure: the guest continues here and checkpoints are taken; or the error names what must be repaired, which a stop here does.
+    #[command(after_help = "\
+Example:
+  rekindle ocf migrate-to web --to node2 --store tls://s:7001/web")]
     MigrateTo(OcfMigrate),
-    /// Whether the guest runs: exit status 0 it does, 7 it does not, 1 it is there and does not run well.
+    /// Check whether the guest runs on this node.
+    ///
+    /// Exit status: 0 it runs; 190 it runs and is degraded; 7 it does not run; 1 it has failed.
     ///
     /// Needs: nothing.
-    /// On success: a guest that runs has a protector; one that another host has taken over was ended.
-    /// On failure: as it was.
+    ///
+    /// On success: a running guest has a protector; a guest that now belongs to another host was ended here.
+    ///
+    /// On failure: nothing was changed.
+    #[command(after_help = "\
+Example:
+  rekindle ocf monitor web --store tls://s:7001/web")]
     Monitor(OcfMonitor),
-    /// Print lines for crm and pcs: the resource, with what the VM takes of a node.
+    /// Print the VM's resource as commands for crm and pcs.
+    ///
+    /// The resource includes the processors and memory that the VM needs.
     ///
     /// Needs: the definition.
+    ///
     /// On success: nothing is changed; the lines can be pasted.
-    /// On failure: what is wrong with the definition is named.
+    ///
+    /// On failure: the error names what is wrong with the definition.
+    #[command(after_help = "\
+Example:
+  rekindle ocf show-config web --store tls://s:7001/web")]
     ShowConfig(OcfResource),
 }
 
@@ -61,22 +92,22 @@ pub struct OcfResource {
     /// Time from one checkpoint to the next.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub every: Span,
-    /// What is copied when: as for `protect`.
+    /// When pages are copied: basic, cow or precopy, as for `rekindle protect`.
     #[arg(long, value_name = "POLICY")]
     pub policy: Option<Policy>,
-    /// How many checkpoints are kept.
+    /// The number of checkpoints to keep.
     #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
-    /// For a VM that writes disks that no server of Rekindle's has: a restored guest may find them newer than its memory.
+    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than its memory.
     #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
-    /// A command that snapshots the disks; it runs while the guest is stopped.
+    /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
     #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
     pub disk_hook: Option<String>,
-    /// Hold what the guest sends until the checkpoint that covers it counts: as for `protect`.
+    /// Hold network output until the checkpoint that covers it is committed, as for `rekindle protect`.
     #[arg(long)]
     pub output_commit: bool,
-    /// How long it may take.
+    /// The deadline for this command.
     #[arg(long, default_value = "20s", value_name = "TIME")]
     pub within: Span,
 }
@@ -85,20 +116,20 @@ pub struct OcfResource {
 pub struct OcfStop {
     #[command(flatten)]
     pub resource: OcfResource,
-    /// How the guest is stopped.
+    /// How to stop the guest.
     #[arg(long, value_enum, value_name = "HOW", default_value = "suspend")]
-    pub how: HowStop,
-    /// Only show what would be stopped. Nothing is changed.
+    pub how: StopMethod,
+    /// Only show what would be stopped; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
 
-/// How a guest is stopped.
+/// How to stop a guest.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum HowStop {
-    /// A last checkpoint, then off: at its next start it goes on.
+pub enum StopMethod {
+    /// Take a last checkpoint, then power off: the next start resumes the guest.
     Suspend,
-    /// It is asked to shut down: at its next start it is booted.
+    /// Shut the guest down: the next start boots it.
     Shutdown,
 }
 
@@ -108,7 +139,7 @@ pub struct OcfMigrate {
     pub resource: OcfResource,
     #[command(flatten)]
     pub far: Far,
-    /// Only check, here and on the other node, whether it can be moved. Nothing is changed.
+    /// Only check, here and on the other node, whether the VM can be moved; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -117,7 +148,7 @@ pub struct OcfMigrate {
 pub struct OcfMonitor {
     #[command(flatten)]
     pub resource: OcfResource,
-    /// Ask its service too, as its definition's `probe` says.
+    /// Also check its service, with the `probe` of its definition.
     #[arg(long)]
     pub deep: bool,
 }

@@ -11,14 +11,14 @@ use std::path::PathBuf;
 pub struct Protect {
     /// The VM.
     pub name: Name,
-    /// Where checkpoints go: a directory, or tls://HOST:PORT/NAME. It must be a store: see `rekindle store init`.
+    /// The store for the checkpoints: a directory, or tls://HOST:PORT/NAME. `rekindle store init` creates one.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     /// Create the store if there is none.
     #[arg(long)]
     pub create_store: bool,
-    /// Start a new store where the one that this host has written is gone (with --create-store, unless there is a new one). The old checkpoints
-    /// must not be restored later.
+    /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store, unless there is a new one).
+    /// The old checkpoints must not be restored later.
     #[arg(long)]
     pub abandon_old_checkpoints: bool,
     #[command(flatten)]
@@ -26,40 +26,41 @@ pub struct Protect {
     /// Time from one checkpoint to the next.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub every: Span,
-    /// What is copied when: basic, cow or precopy [default: precopy; cow for a VM with O_DIRECT disks].
+    /// When pages are copied: basic (while the guest is stopped), cow (after it resumes) or precopy (before it stops) [default: precopy; cow for
+    /// a VM with O_DIRECT disks].
     #[arg(long, value_name = "POLICY")]
     pub policy: Option<Policy>,
-    /// How many checkpoints are kept.
+    /// The number of checkpoints to keep.
     #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
-    /// Tell when the newest checkpoint is older than this.
+    /// Warn when the newest checkpoint is older than this.
     #[arg(long, value_name = "TIME")]
     pub max_lag: Option<Span>,
-    /// For a VM that writes disks: a restored guest may find them newer than its memory.
+    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than its memory.
     #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
-    /// A command that snapshots the disks; it runs while the guest is stopped.
+    /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
     #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
     pub disk_hook: Option<String>,
-    /// End after so many checkpoints, and leave no trace in QEMU.
+    /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// Hold what the guest sends until the checkpoint that covers it counts: nobody sees what a fail-over takes back. Each answer of
-    /// the guest waits for that.
+    /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes, but each
+    /// answer of the guest is delayed.
     #[arg(long)]
     pub output_commit: bool,
-    /// Then compare all of the guest's memory with the newest checkpoint, while it is stopped (takes seconds per GiB).
+    /// At the end, compare all of the guest's memory with the newest checkpoint while the guest is stopped (takes seconds per GiB).
     #[arg(long, requires = "count")]
     pub compare: bool,
-    /// Then take one more, from which the guest does not go on: for whoever is about to end it.
+    /// At the end, take one more checkpoint and leave the guest stopped: for a caller that then ends it.
     #[arg(long, requires = "count", conflicts_with = "compare", hide = true)]
     pub stay: bool,
 }
 
-/// What of disks that a protected guest writes.
+/// How to treat disks that a protected guest writes and Rekindle does not serve.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum DiskRule {
-    /// After a restore they are as after a power failure, and newer than the guest's memory.
+    /// After a restore they are as after a power failure, and can be newer than the guest's memory.
     CrashConsistent,
 }
 
@@ -67,27 +68,27 @@ pub enum DiskRule {
 pub struct Restore {
     /// The VM.
     pub name: Name,
-    /// Where its checkpoints are: a directory, or tls://HOST:PORT/NAME.
+    /// The store of its checkpoints: a directory, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     #[command(flatten)]
     pub tls: Tls,
-    /// The checkpoint [default: the newest].
+    /// The number of the checkpoint [default: the newest].
     #[arg(long, value_name = "N")]
     pub at: Option<u64>,
-    /// Bring all memory before the guest goes on.
+    /// Load all memory before the guest resumes.
     #[arg(long)]
     pub eager: bool,
-    /// Hold what the guest sends until `rekindle protect --output-commit` lets it out.
+    /// Hold network output until `rekindle protect --output-commit` releases it.
     #[arg(long, conflicts_with = "prepare")]
     pub output_commit: bool,
-    /// Only start a QEMU that waits with empty RAM: the next restore is a load and a resume.
+    /// Only start a QEMU that waits with empty RAM, so that the next restore is faster.
     #[arg(long, conflicts_with_all = ["at", "eager"])]
     pub prepare: bool,
-    /// How the VM is to be built here [default: as on the host of the checkpoint].
+    /// A definition to build the VM from [default: as on the host of the checkpoint].
     #[arg(long, value_name = "FILE")]
     pub definition: Option<PathBuf>,
-    /// The QEMU to use instead of the one that the definition names.
+    /// The QEMU to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
 }
@@ -96,7 +97,7 @@ pub struct Restore {
 pub struct Pager {
     /// The VM.
     pub name: Name,
-    /// Tell on standard input, a socket, when it could begin, and wait for the one before to end.
+    /// Report on standard input, a socket, when ready, and wait for the previous pager to end.
     #[arg(long, hide = true)]
     pub hand_over: bool,
 }

@@ -1,4 +1,4 @@
-//! `rekindle reboot`: under a VM, in it, and under all of them.
+//! `rekindle reboot`: the QEMU of a VM, its guest, and the host.
 
 use super::RebootHost;
 use clap::{Args, Subcommand, ValueEnum};
@@ -7,49 +7,73 @@ use std::path::PathBuf;
 
 #[derive(Debug, Subcommand)]
 pub enum Reboot {
-    /// Replace the QEMU process of VMs, under running guests.
+    /// Replace the QEMU process of VMs under their running guests.
     ///
-    /// Needs: the VMs run; the new QEMU knows their machine type, CPU model and devices.
+    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices.
+    ///
     /// On success: each guest runs in a new QEMU.
-    /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
+    ///
+    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot vmm web --qemu /opt/qemu-10/bin/qemu-system-x86_64
+  rekindle reboot vmm web --rollback
+  rekindle reboot vmm --all --dry-run")]
     Vmm(RebootVmm),
-    /// Reboot the guest's system: shut it down, by its agent, else the power button, else (after `shutdown_timeout`) the plug, and boot it.
+    /// Reboot the operating system of a guest.
     ///
-    /// Needs: the VM runs; for --how warm-cache a disk with `server = true`, and RAM that is not in huge pages; for --how kexec
-    /// qemu-guest-agent that may run programs, systemd and kexec-tools in the guest; for --how phase [phase] in its definition; for --end
-    /// freeze qemu-guest-agent.
-    /// On success: the guest boots. With --how warm-cache it is given what it had cached of its disk from its former memory, each block
-    /// only if it is what is on the disk. With --how kexec its new kernel runs, without firmware and boot loader, and its agent answers. With
-    /// --how phase it goes on from the latest phase of an earlier boot of which no block of a disk that it knew was written since; where there
-    /// is none, it boots.
-    /// On failure: exit status 1 and the guest as it was, or 3 and `rekindle recover` to decide.
+    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it boots.
+    ///
+    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if it matches the disk.
+    ///
+    /// --how kexec: the guest's own kernel starts the next one, without firmware and boot loader.
+    ///
+    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been written since. If
+    /// there is none, the guest boots.
+    ///
+    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the guest, qemu-guest-agent
+    /// that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end freeze: qemu-guest-agent.
+    ///
+    /// On success: the guest boots, or runs from the saved state; after kexec its agent answers.
+    ///
+    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot os web
+  rekindle reboot os web --how warm-cache
+  rekindle reboot os web --how phase --end freeze --dry-run")]
     Os(RebootOs),
-    /// Reboot this host under its guests.
+    /// Reboot this host and keep its guests.
     ///
-    /// Needs: root, systemd, `rekindle host init`; every VM can be carried in its way, or --others says what becomes of it.
-    /// On success: the host goes down; in its next boot the guests go on.
-    /// On failure: exit status 1, and all guests run as before.
+    /// Needs: root, systemd, `rekindle host init`; the method works for every VM, or --others selects another one.
+    ///
+    /// On success: the host shuts down; the guests resume during its next boot.
+    ///
+    /// On failure: exit status 1; all guests continue to run.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot host --dry-run
+  rekindle reboot host --others saved")]
     Host(RebootHost),
 }
 
-/// How a guest is brought to its end.
+/// How to end a guest's current boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum EndOs {
-    /// It shuts itself down: services end in order, file systems are unmounted.
+    /// Shut down cleanly: services stop, file systems are unmounted.
     Shutdown,
-    /// Its agent writes its file systems out and freezes them, and it is powered off: what programs have written to files is there, but they are
-    /// not asked to end.
+    /// Flush and freeze file systems through the agent, then power off: data in files is kept, but programs do not shut down.
     Freeze,
 }
 
-/// How a VMM is replaced.
+/// How to carry a guest's RAM over a reboot of its QEMU or of the host.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum How {
-    /// The guest's RAM stays where it is: stopped for milliseconds.
+pub enum RebootMethod {
+    /// Leave the guest's RAM in place: the guest is stopped for milliseconds.
     Warm,
-    /// The guest's RAM goes to disk and back.
+    /// Save the guest's RAM to disk, and load it again.
     Saved,
-    /// The guest is shut down and booted.
+    /// Shut the guest down, and boot it.
     Cold,
 }
 
@@ -61,19 +85,19 @@ pub struct RebootVmm {
     /// All VMs that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
-    /// How.
+    /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
-    pub how: How,
-    /// The QEMU to run from now on [default: the one that runs].
+    pub how: RebootMethod,
+    /// The new QEMU [default: the binary that runs now].
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
-    /// Back to the QEMU before the last upgrade.
+    /// Return to the QEMU before the last upgrade.
     #[arg(long, conflicts_with = "qemu")]
     pub rollback: bool,
-    /// Compare all of the guest's memory before and after, while it is stopped (takes seconds per GiB).
+    /// Compare all of the guest's memory before and after, while the guest is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
-    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -82,34 +106,35 @@ pub struct RebootVmm {
 pub struct RebootOs {
     /// The VM.
     pub name: Name,
-    /// How [default: warm-cache if a disk has a server, else cold].
+    /// How to reboot [default: warm-cache if a disk has a server, else cold].
     #[arg(long, value_enum)]
-    pub how: Option<HowOs>,
-    /// With --how phase: the phase to go on from, and no other [default: the latest that may be used].
+    pub how: Option<OsMethod>,
+    /// With --how phase: the saved phase to continue from [default: the latest usable one].
     #[arg(long, value_name = "PHASE")]
     pub candidate: Option<String>,
-    /// How its former life ends; by kexec it always shuts itself down.
+    /// How to end the current boot; kexec always shuts down.
     #[arg(long, value_enum, default_value = "shutdown")]
     pub end: EndOs,
     /// With --how kexec: the kernel, a path in the guest [default: the guest's own].
     #[arg(long, value_name = "PATH")]
     pub kernel: Option<String>,
-    /// With --how kexec: its initial RAM disk, a path in the guest, or none [default: the one beside the kernel].
+    /// With --how kexec: its initial RAM disk, a path in the guest, or none [default: the one next to the kernel].
     #[arg(long, value_name = "PATH")]
     pub initrd: Option<String>,
-    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }
 
+/// How to reboot a guest's operating system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum HowOs {
-    /// Its memory is gone.
+pub enum OsMethod {
+    /// Shut down and boot with an empty cache.
     Cold,
-    /// What it had cached of its disk is there again.
+    /// Shut down and boot; disk blocks that the guest had cached are served from its previous memory.
     WarmCache,
-    /// Its own kernel starts another one.
+    /// Let the guest's kernel start the next one.
     Kexec,
-    /// It goes on from a phase of an earlier boot.
+    /// Continue from a state saved in an earlier boot.
     Phase,
 }

@@ -1,4 +1,4 @@
-//! `rekindle store`: fail-over images.
+//! `rekindle store`: stores of checkpoints.
 
 use clap::{Args, Subcommand};
 use rekindle_store::StoreUrl;
@@ -9,59 +9,89 @@ use std::path::PathBuf;
 pub enum Store {
     /// Create a store for the checkpoints of one VM.
     ///
-    /// It belongs to the first VM that is protected into it. On a server (`rekindle store serve`) it is created there.
+    /// The store belongs to the first VM that is protected into it. With a tls:// URL it is created on that server (`rekindle store serve`).
     ///
     /// Needs: a directory that is empty or does not exist.
-    /// On success: there is a store, without checkpoints.
-    /// On failure: exit status 1; a store that exists is not changed.
+    ///
+    /// On success: the store exists and has no checkpoints.
+    ///
+    /// On failure: exit status 1; an existing store is not changed.
     #[command(after_help = "\
 Examples:
   rekindle store init /srv/checkpoints/web
   rekindle store init tls://backup:7001/web --cert host.pem --key host.key --ca ca.pem")]
     Init(StoreAt),
-    /// List the checkpoints of a store, its owner, and what it takes on the disk.
+    /// List the checkpoints of a store, its owner and its size on disk.
+    #[command(after_help = "\
+Example:
+  rekindle store ls /srv/checkpoints/web")]
     Ls(StoreAt),
-    /// Look at every byte of a store that counts, and name what is bad.
+    /// Read all checkpoints of a store and report damage.
     ///
-    /// Needs: to read the store. It may be in use.
-    /// On success: all is well.
-    /// On failure: exit status 1, with each bad thing named; nothing was changed.
+    /// Needs: read access to the store, which may be in use.
+    ///
+    /// On success: there is no damage.
+    ///
+    /// On failure: exit status 1; the output names each damaged part; nothing was changed.
+    #[command(after_help = "\
+Example:
+  rekindle store verify /srv/checkpoints/web")]
     Verify(StoreAt),
-    /// Free all room of a store that can be freed.
+    /// Free all space of a store that its checkpoints do not need.
     ///
-    /// Needs: that nothing protects a VM into it: this becomes its owner.
-    /// On success: hardly more than the kept checkpoints is left.
-    /// On failure: the store is as it was.
+    /// Needs: no VM that is being protected into it: this command becomes its owner.
+    ///
+    /// On success: the store takes little more than its kept checkpoints.
+    ///
+    /// On failure: the checkpoints are unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle store compact /srv/checkpoints/web")]
     Compact(StoreAt),
     /// Write a checkpoint as a stream that stock QEMU loads with -incoming.
     ///
-    /// Needs: to read the store.
-    /// On success: the file is there, whole.
-    /// On failure: there is no file; what went to standard output is no whole stream, and no QEMU takes it for one.
+    /// Needs: read access to the store.
+    ///
+    /// On success: the file is complete.
+    ///
+    /// On failure: there is no file; a partial stream on standard output is one that QEMU rejects.
+    #[command(after_help = "\
+Examples:
+  rekindle store export /srv/checkpoints/web --output web.stream
+  rekindle store export /srv/checkpoints/web --at 7 | zstd > web.stream.zst")]
     Export(StoreExport),
-    /// Read a stream that was exported, or saved by QEMU, into a store as its next checkpoint.
+    /// Import a stream that was exported, or saved by QEMU, as the next checkpoint of a store.
     ///
-    /// Needs: that nothing protects a VM into it: this becomes its owner.
+    /// Needs: no VM that is being protected into it: this command becomes its owner.
+    ///
     /// On success: the checkpoint can be restored.
-    /// On failure: the store is as it was.
-    Import(StoreImport),
-    /// Keep stores for other hosts, at tls://THIS-HOST:PORT/NAME.
     ///
-    /// Needs: a certificate, and the authority that has signed those of the clients.
-    /// On success: serves until it is interrupted.
+    /// On failure: the checkpoints are unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle store import /srv/checkpoints/db db.stream --create-store --name db")]
+    Import(StoreImport),
+    /// Serve stores to other hosts at tls://THIS-HOST:PORT/NAME.
+    ///
+    /// Needs: a certificate, and the authority that signed the clients' certificates.
+    ///
+    /// On success: the server runs until it is interrupted.
+    #[command(after_help = "\
+Example:
+  rekindle store serve --listen 0.0.0.0:7001 --dir /srv/stores --cert s.pem --key s.key --client-ca ca.pem")]
     Serve(StoreServe),
 }
 
-/// Who we are to a server.
+/// The identity that a server sees.
 #[derive(Debug, Args)]
 pub struct Tls {
-    /// Our certificate, for a store on a server (PEM).
+    /// The certificate to present to a store on a server (PEM).
     #[arg(long, value_name = "FILE", requires_all = ["key", "ca"])]
     pub cert: Option<PathBuf>,
     /// Its key (PEM).
     #[arg(long, value_name = "FILE", requires = "cert")]
     pub key: Option<PathBuf>,
-    /// The authority that has signed the server's certificate (PEM).
+    /// The authority that signed the server's certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "cert")]
     pub ca: Option<PathBuf>,
 }
@@ -78,13 +108,13 @@ pub struct StoreAt {
 pub struct StoreExport {
     #[command(flatten)]
     pub from: StoreAt,
-    /// Number of the checkpoint [default: the newest].
+    /// The number of the checkpoint [default: the newest].
     #[arg(long, value_name = "N")]
     pub at: Option<u64>,
-    /// The file to be made; `-` for standard output.
+    /// The file to write; `-` for standard output.
     #[arg(long, short, value_name = "FILE", default_value = "-")]
     pub output: PathBuf,
-    /// Machine type, e.g. pc-q35-10.0: needed by a QEMU without `-global migration.send-configuration=off`.
+    /// Machine type, e.g. pc-q35-10.0: required by a QEMU without `-global migration.send-configuration=off`.
     #[arg(long, value_name = "TYPE")]
     pub machine: Option<String>,
 }
@@ -98,20 +128,20 @@ pub struct StoreImport {
     /// Create the store if there is none.
     #[arg(long, requires = "name")]
     pub create_store: bool,
-    /// Name of the VM, for a new store.
+    /// The name of the VM, for a new store.
     #[arg(long)]
     pub name: Option<Name>,
     /// Its UUID [default: a new one].
     #[arg(long, requires = "name")]
     pub uuid: Option<uuid::Uuid>,
-    /// How many checkpoints are kept.
+    /// The number of checkpoints to keep.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
 }
 
 #[derive(Debug, Args)]
 pub struct StoreServe {
-    /// Where to listen.
+    /// The address to listen on.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: String,
     /// The directory of the stores.
@@ -123,10 +153,10 @@ pub struct StoreServe {
     /// Its key (PEM).
     #[arg(long, value_name = "FILE")]
     pub key: PathBuf,
-    /// The authority that has signed the clients' certificates (PEM).
+    /// The authority that signed the clients' certificates (PEM).
     #[arg(long, value_name = "FILE")]
     pub client_ca: PathBuf,
-    /// How long a client may be idle.
+    /// Disconnect a client that is idle for this long.
     #[arg(long, value_name = "TIME", default_value = "10m")]
     pub idle: Span,
 }

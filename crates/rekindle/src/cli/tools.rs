@@ -1,4 +1,4 @@
-//! Watching a service, looking at the host, and what comes from the declarations here.
+//! Probing a service, sampling and checking the host, completions and man pages.
 
 use clap::Args;
 use rekindle_vm::definition::{Name, Span};
@@ -11,53 +11,53 @@ pub struct Probe {
     /// Time between requests.
     #[arg(long, default_value = "10ms", value_name = "TIME")]
     pub every: Span,
-    /// How long to watch [default: until interrupted].
+    /// How long to probe [default: until interrupted].
     #[arg(long, value_name = "TIME")]
     pub duration: Option<Span>,
-    /// A request with no answer for this long has failed.
+    /// A request that is not answered within this time has failed.
     #[arg(long, default_value = "10s", value_name = "TIME")]
     pub timeout: Span,
-    /// Connections side by side.
+    /// Concurrent connections.
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub connections: usize,
-    /// Width of the intervals in which throughput is counted.
+    /// Length of the intervals for which throughput is reported.
     #[arg(long, default_value = "100ms", value_name = "TIME")]
     pub interval: Span,
     /// Probe from inside this network namespace.
     #[arg(long, value_name = "NAME")]
     pub netns: Option<String>,
-    /// With --json: also one line per interval and gap as they come.
+    /// With --json: also print one line for each interval and gap as it happens.
     #[arg(long)]
     pub follow: bool,
 }
 
 #[derive(Debug, Args)]
 pub struct Monitor {
-    /// The VMs [default: all that there are at each time].
+    /// The VMs [default: all that exist at the time of each sample].
     pub names: Vec<Name>,
     /// Append to this file [default: standard output].
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// Time between looks.
+    /// Time between samples.
     #[arg(long, default_value = "60s", value_name = "TIME")]
     pub every: Span,
-    /// How many looks [default: until interrupted].
+    /// The number of samples [default: until interrupted].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// A service of a VM, whose response time is taken: http://, tcp:// or echo://, as for `probe`.
+    /// A service of a VM whose response time is measured: http://, tcp:// or echo://, as for `rekindle probe`.
     #[arg(long = "service", value_name = "NAME=URL")]
     pub services: Vec<String>,
-    /// A service that gives no answer for this long has none.
+    /// A service that does not answer within this time has no response time.
     #[arg(long, default_value = "10s", value_name = "TIME")]
     pub timeout: Span,
-    /// Ask services from inside this network namespace.
+    /// Connect to services from inside this network namespace.
     #[arg(long, value_name = "NAME")]
     pub netns: Option<String>,
 }
 
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// The QEMU to look at.
+    /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PATH")]
     pub qemu: PathBuf,
 }

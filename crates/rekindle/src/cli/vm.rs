@@ -8,10 +8,10 @@ use std::path::PathBuf;
 pub struct Run {
     /// The VM's definition (TOML).
     pub file: PathBuf,
-    /// The QEMU to use instead of the one that the definition names.
+    /// The QEMU to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
-    /// A failure has left disks with a redo log: start from the newest ones. The disks of the last checkpoint are given up.
+    /// Boot from the newest disks if a failure has left redo logs. The disks of the last checkpoint are discarded.
     #[arg(long)]
     pub newest_disk: bool,
 }
@@ -19,15 +19,15 @@ pub struct Run {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("monitor").required(true).args(["qmp", "libvirt"]))]
 pub struct Attach {
-    /// What the VM is to be called here.
+    /// The name for the VM.
     pub name: Name,
-    /// A QMP socket of the QEMU, which nobody else uses.
+    /// A QMP socket of the QEMU that no other program uses.
     #[arg(long, value_name = "SOCKET")]
     pub qmp: Option<PathBuf>,
-    /// The libvirt domain that it is: name, number or UUID.
+    /// The libvirt domain: name, number or UUID.
     #[arg(long, value_name = "DOMAIN")]
     pub libvirt: Option<String>,
-    /// libvirt's connection URI [default: as virsh chooses].
+    /// libvirt's connection URI [default: virsh's].
     #[arg(long, value_name = "URI", requires = "libvirt")]
     pub connect: Option<String>,
 }
@@ -36,7 +36,7 @@ pub struct Attach {
 pub struct Show {
     /// The VM.
     pub name: Name,
-    /// Draw what was done to it as bars over time.
+    /// Draw the last operation's steps as bars over time.
     #[arg(long)]
     pub timeline: bool,
 }
@@ -51,10 +51,10 @@ pub struct NameOnly {
 pub struct Recover {
     /// The VM.
     pub name: Name,
-    /// How long a QEMU that runs may take to answer.
+    /// How long to wait for a running QEMU to answer.
     #[arg(long, value_name = "TIME", default_value = "60s")]
     pub wait: Span,
-    /// Kill a QEMU that does not answer by then, although it may run the guest: the guest's memory is lost.
+    /// Kill a QEMU that does not answer within that time, although it may run the guest: the guest's memory is lost.
     #[arg(long)]
     pub force: bool,
 }
@@ -64,13 +64,13 @@ pub struct Stop {
     /// The VMs.
     #[arg(required = true)]
     pub names: Vec<Name>,
-    /// Pull the plug: do not ask the guest.
+    /// Power off without shutting the guest down.
     #[arg(long)]
     pub now: bool,
-    /// How long the guest may take to shut down before the plug is pulled [default: the definition's].
+    /// How long the guest may take to shut down before it is powered off [default: the definition's].
     #[arg(long, conflicts_with = "now", value_name = "TIME")]
     pub timeout: Option<Span>,
-    /// Only show what would be done to each VM, and what prevents it. Nothing is changed.
+    /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
 }

@@ -4,7 +4,7 @@ use crate::cli::{Attach, NameOnly};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_qemu::monitor::Monitor;
-use rekindle_vm::attach::{Detached, attach as adopt, detach as let_go};
+use rekindle_vm::attach::{self as adopted, Detached};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
@@ -15,7 +15,7 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
         (Some(domain), _) => Monitor::Libvirt { domain, connect },
         (None, path) => Monitor::Socket { path: path.unwrap_or_default() },
     };
-    let state = adopt(&host, &name, monitor)?;
+    let state = adopted::attach(&host, &name, monitor)?;
     let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
     let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
@@ -28,10 +28,10 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
 
 pub fn detach(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let name = &arguments.name;
-    let detached = let_go(&Host::open()?, name.as_str())?;
+    let detached = adopted::detach(&Host::open()?, name.as_str())?;
     let (running, text) = match detached {
-        Detached::Running => (true, "let go of; its guest runs on"),
-        Detached::Ended => (false, "let go of; its QEMU had ended"),
+        Detached::Running => (true, "released; its guest continues to run"),
+        Detached::Ended => (false, "released; its QEMU had ended"),
     };
     output.result(&serde_json::json!({"name": name, "running": running}), format!("{name}: {text}"))?;
     Ok(ExitCode::SUCCESS)

@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Ctrl-]
 const LEAVE: u8 = 0x1d;
 
-/// Puts the terminal back when it goes.
+/// A terminal in raw mode. Restores the previous mode on drop.
 struct Raw(Termios);
 
 impl Raw {
@@ -62,7 +62,7 @@ pub fn console(arguments: &NameOnly) -> Result<ExitCode> {
     loop {
         match pass(&mut stream, &mut input)? {
             Ended::Left => return Ok(ExitCode::SUCCESS),
-            // Its QEMU was replaced, or has ended: a while of asking tells.
+            // Its QEMU was replaced, or has ended: retry for a while.
             Ended::Closed => {
                 let again = (0..100).find_map(|_| {
                     thread::sleep(Duration::from_millis(50));

@@ -9,7 +9,7 @@ use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::left::{beside, look, merge_all};
+use rekindle_disk::redo::left::{beside as default_redo, look as inspect, merge_all};
 use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{Service, serve};
 use rekindle_vm::disks;
@@ -29,8 +29,8 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-/// How long a server may take to merge a log, beside its guest.
-const MERGE: Duration = Duration::from_secs(3600);
+/// How long to wait for a server to merge a log while it serves its guest.
+const MERGE_TIMEOUT: Duration = Duration::from_secs(3600);
 
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     match disk {
@@ -46,13 +46,13 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
         }
         Disk::Resize(at) => {
             let length: u64 = control(&at)?.ask(&Ask::Resize {})?;
-            output.result(&json!({"bytes": length}), format!("{} now", bytes(length)))?;
+            output.result(&json!({"bytes": length}), format!("the disk has {} now", bytes(length)))?;
         }
         Disk::Keep(at) => {
             let blocks: u64 = control(&at)?.ask(&Ask::Keep { claim: None })?;
             output.result(
                 &json!({"blocks": blocks}),
-                format!("{} may be served to the next guest", bytes(blocks * 4096)),
+                format!("{} are retained for the guest's next boot", bytes(blocks * 4096)),
             )?;
         }
         Disk::Drop(at) => {
@@ -65,11 +65,11 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
                 return would_merge(output, &image, redo, served);
             }
             if served {
-                Control::connect(&image)?.end_epochs(MERGE)?;
-                output.result(&json!({}), "merged; the disk has no redo log any more")?;
+                Control::connect(&image)?.end_epochs(MERGE_TIMEOUT)?;
+                output.result(&json!({}), "merged; the disk no longer has a redo log")?;
                 return Ok(ExitCode::SUCCESS);
             }
-            let directory = redo.unwrap_or_else(|| beside(&image));
+            let directory = redo.unwrap_or_else(|| default_redo(&image));
             let merged = merge_all(&image, &directory, !buffered)?;
             let text = match merged {
                 Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
@@ -85,25 +85,25 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What `merge` would do.
+/// Prints what `merge` would do.
 fn would_merge(output: &Output, image: &Path, redo: Option<PathBuf>, served: bool) -> Result<ExitCode> {
     fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
-    let (log, told) = if served {
+    let (log, value) = if served {
         let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
         (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
     } else {
-        let left = look(&redo.unwrap_or_else(|| beside(image)))?.map(|left| left.writes);
+        let left = inspect(&redo.unwrap_or_else(|| default_redo(image)))?.map(|left| left.writes);
         (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
     };
     let text = match log {
-        Some(log) => format!("would merge {log}; the disks of its checkpoints could not be restored any more"),
+        Some(log) => format!("would merge {log}; the disks of its checkpoints could no longer be restored"),
         None => "has no redo log".to_owned(),
     };
-    output.result(&told, format!("{}: {text}\nnothing was changed", image.display()))?;
+    output.result(&value, format!("{}: {text}\nnothing was changed", image.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The server of a disk, named by its VM or by its socket.
+/// Connects to the server of a disk, named by its VM or by its socket.
 fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
     let is_name = !disk.is_absolute() && !disk.starts_with(".") && !disk.starts_with("..") && !disk.exists();
     let Some(text) = disk.to_str().filter(|_| is_name) else { return Ok(Control::connect(disk)?) };
@@ -118,7 +118,9 @@ fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
     };
     match found {
         Some(id) => Ok(Control::connect(&disks::control(&rundir, id))?),
-        None if served.is_empty() => bail!("no disk of {name} has a server; let one have it: `server` in its [[disk]]"),
+        None if served.is_empty() => {
+            bail!("no disk of {name} has a server; to start one, set `server = true` in its [[disk]]")
+        }
         None => bail!("which disk of {name}? These have servers: {name}/{}", served.join(&format!(", {name}/"))),
     }
 }
@@ -172,7 +174,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         settings,
         waits: wait,
     };
-    // An interrupt ends it as `rekindle disk end` does: when nothing is under way any more.
+    // An interrupt ends the server as `rekindle disk end` does: after all requests are done.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let handle = signals.handle();
     let at = control.clone();
@@ -181,15 +183,15 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
             let ended: Result<(), ControlError> =
                 Control::connect(&at).and_then(|mut control| control.ask(&Ask::End {}));
             if let Err(e) = ended {
-                tracing::debug!("it has ended already: {e}");
+                tracing::debug!("the server has already ended: {e}");
             }
         }
     });
-    let said = json!({"socket": socket, "control": control, "image": image});
+    let started = json!({"socket": socket, "control": control, "image": image});
     let text = format!("serving {} at {}", image.display(), socket.display());
     let served = serve(service, || {
-        if let Err(e) = output.result(&said, text) {
-            tracing::debug!("nobody reads what is said: {e}");
+        if let Err(e) = output.result(&started, text) {
+            tracing::debug!("cannot write to standard output: {e}");
         }
     });
     handle.close();
@@ -205,7 +207,7 @@ fn draw(status: &Status) -> String {
         under_way,
         mapped,
         map_bytes,
-        attic,
+        attic: retained,
         emptied,
         redo,
         waits,
@@ -215,47 +217,47 @@ fn draw(status: &Status) -> String {
     } = status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
-        "{}, {state}, {under_way} requests under way; knows where {} of its guest's cache are ({})",
+        "{}, {state}, {under_way} requests in progress; {} of its guest's cache are mapped ({} for the map)",
         bytes(*length),
         bytes(*mapped as u64 * 4096),
         bytes(*map_bytes as u64)
     );
-    if let Some((blocks, told)) = attic.or(emptied.map(|told| (0, told))) {
+    if let Some((blocks, counts)) = retained.or(emptied.map(|counts| (0, counts))) {
         text += &format!(
-            "; of the guest before: {} left, {} served, {} not as on the disk, {} dropped for want of room",
+            "; retained cache: {} left, {} served, {} different from the disk, {} dropped because the guest needed the memory",
             bytes(blocks as u64 * 4096),
-            bytes(told.served * 4096),
-            bytes(told.refused * 4096),
-            bytes(told.dropped * 4096)
+            bytes(counts.served * 4096),
+            bytes(counts.refused * 4096),
+            bytes(counts.dropped * 4096)
         );
     }
-    if let Some(told) = redo {
+    if let Some(redo) = redo {
         text += &format!(
             "; disk {}, in epoch {}, merged up to {}; {} of redo log, of at most {}",
-            told.disk,
-            told.epoch,
-            told.merged,
-            bytes(told.bytes),
-            bytes(told.limit)
+            redo.disk,
+            redo.epoch,
+            redo.merged,
+            bytes(redo.bytes),
+            bytes(redo.limit)
         );
-        if told.rewound {
-            text += "; gone back: later epochs are given up with the first write";
+        if redo.rewound {
+            text += "; at a checkpoint: later epochs are discarded at the first write";
         }
-        for why in told.waiting.iter().map(|why| format!("writes wait: {why}")).chain(told.failed.clone()) {
+        for why in redo.waiting.iter().map(|why| format!("writes wait: {why}")).chain(redo.failed.clone()) {
             text += &format!("\n{why}");
         }
     }
     if *waits {
-        text += "; waits for a restore, and has no disk yet";
+        text += "; waits for a restore, which names the disk's epoch";
     }
     for broken in broken {
         text += &format!(
-            "; queue {} is broken, and is not served until the guest resets the disk: {}",
+            "; queue {} has stopped with an error until the guest resets the disk: {}",
             broken.queue, broken.why
         );
     }
     if *unchecked {
-        text += "; BUILT WITH unchecked-attic: blocks of the guest before are served UNCHECKED, and damage this guest";
+        text += "; BUILT WITH unchecked-attic: blocks of the retained cache are served UNCHECKED and damage this guest";
     }
     text
 }

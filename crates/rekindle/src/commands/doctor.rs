@@ -20,8 +20,8 @@ pub fn doctor(output: &Output, arguments: &Doctor) -> Result<ExitCode> {
         };
         let mark = if colour { format!("\x1b[{code}m{mark:8}\x1b[0m") } else { format!("{mark:8}") };
         text += &format!("{mark}{:14}{}\n", finding.what, finding.found);
-        if !finding.mend.is_empty() {
-            text += &format!("{:22}-> {}\n", "", finding.mend);
+        if !finding.hint.is_empty() {
+            text += &format!("{:22}-> {}\n", "", finding.hint);
         }
     }
     output.result(&findings, text)?;

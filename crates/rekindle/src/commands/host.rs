@@ -1,7 +1,7 @@
 //! `rekindle host` and `rekindle reboot host`.
 
 use super::{distinct, dry_run};
-use crate::cli::{Host as Commands, HostInit, HostSuspend, How, Others, RebootHost};
+use crate::cli::{Host as Commands, HostInit, HostSuspend, Others, RebootHost, RebootMethod};
 use crate::output::{Output, Usage, duration};
 use anyhow::{Result, bail};
 use rekindle_reboot::host::plan::{self, Plan};
@@ -22,11 +22,11 @@ pub fn run(output: &Output, command: &Commands) -> Result<ExitCode> {
     }
 }
 
-fn wanted(how: How) -> host::How {
+fn method(how: RebootMethod) -> host::How {
     match how {
-        How::Warm => host::How::Warm,
-        How::Saved => host::How::Saved,
-        How::Cold => host::How::Cold,
+        RebootMethod::Warm => host::How::Warm,
+        RebootMethod::Saved => host::How::Saved,
+        RebootMethod::Cold => host::How::Cold,
     }
 }
 
@@ -37,12 +37,12 @@ pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
         Others::Saved => plan::Others::Saved,
         Others::Cold => plan::Others::Cold,
     };
-    let plan = plan::make(&host, wanted(arguments.how), others)?;
+    let plan = plan::make(&host, method(arguments.how), others)?;
     if !arguments.dry_run {
         plan::carry_out(&host, &plan)?;
     }
     let kernel = plan.kernel.as_ref().map_or_else(String::new, |kernel| format!(", into {}", kernel.version));
-    let doing = if arguments.dry_run { "would go down" } else { "goes down" };
+    let doing = if arguments.dry_run { "would reboot" } else { "reboots" };
     let mut text = format!("this host {doing}{kernel}\n");
     for (name, how) in &plan.vms {
         text += &format!("{name}: {how}\n");
@@ -74,7 +74,7 @@ fn init(output: &Output, arguments: &HostInit) -> Result<ExitCode> {
         };
     }
     if !arguments.write {
-        text += "nothing was changed; to do it: the same with --write\n";
+        text += "nothing was changed; to carry this out, repeat the command with --write\n";
     }
     output.result(&json!({"steps": steps, "written": arguments.write, "mounted": mounted}), text)?;
     Ok(ExitCode::SUCCESS)
@@ -86,7 +86,7 @@ fn indented(content: &str) -> String {
 
 fn mounted_text(mounted: Mounted) -> &'static str {
     match mounted {
-        Mounted::Before => "the reserved RAM is mounted already",
+        Mounted::Before => "the reserved RAM was already mounted",
         Mounted::Kept => "the reserved RAM is mounted, with suspended guests in it",
         Mounted::New => "the reserved RAM is mounted, new and empty",
     }
@@ -101,7 +101,7 @@ fn mount(output: &Output) -> Result<ExitCode> {
 fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     let host = Host::open()?;
     let (plan, fallback) = if arguments.planned {
-        // A shutdown that is none of ours.
+        // A shutdown without a plan of `rekindle reboot host`.
         let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
         let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
         if host::take_up(&host, &names, &plan.token)? {
@@ -130,12 +130,12 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The VMs that were named, or all that run.
+/// Returns a plan for the named VMs, or for all that run.
 fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
     if !arguments.all && arguments.names.is_empty() {
         return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());
     }
-    let all = plan::for_now(host, wanted(arguments.how))?;
+    let all = plan::for_now(host, method(arguments.how))?;
     if arguments.all {
         return Ok(all);
     }
@@ -152,16 +152,17 @@ fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
     Ok(Plan { vms, ..all })
 }
 
-fn would(how: How) -> &'static str {
+fn would(how: RebootMethod) -> &'static str {
     match how {
-        How::Warm => "stop its guest, leave its RAM in place, and end its QEMU",
-        How::Saved => "stop its guest, write its RAM to disk, and end its QEMU",
-        How::Cold => "shut its guest down",
+        RebootMethod::Warm => "stop its guest, leave its RAM in place, and end its QEMU",
+        RebootMethod::Saved => "stop its guest, write its RAM to disk, and end its QEMU",
+        RebootMethod::Cold => "shut its guest down",
     }
 }
 
 fn suspended_line(one: &Suspended) -> String {
-    let why = one.fell_back.as_ref().map(|why| format!(", since it could not be carried: {why}")).unwrap_or_default();
+    let why =
+        one.fell_back.as_ref().map(|why| format!(", because the chosen method failed: {why}")).unwrap_or_default();
     match one.how {
         host::How::Warm => format!("{}: suspended, its RAM in place{why}\n", one.name),
         host::How::Saved => format!("{}: suspended, its RAM on disk{why}\n", one.name),
@@ -184,9 +185,9 @@ fn resumed_line(one: &Resumed) -> String {
     let away = one.resume_us.map(|at| duration(at.saturating_sub(one.stop_us))).unwrap_or_default();
     let name = &one.name;
     match &one.outcome {
-        Outcome::Resumed => format!("{name}: goes on with its memory, after {away}\n"),
-        Outcome::Booted => format!("{name}: boots again, {away} after it was shut down\n"),
-        Outcome::Lost { why } => format!("{name}: its memory is lost, and it boots from its disks: {why}\n"),
-        Outcome::Failed { error } => format!("{name}: does not go on: {error}; rekindle recover {name}\n"),
+        Outcome::Resumed => format!("{name}: resumed with its memory after {away}\n"),
+        Outcome::Booted => format!("{name}: booted {away} after it was shut down\n"),
+        Outcome::Lost { why } => format!("{name}: its memory is lost; booted from its disks: {why}\n"),
+        Outcome::Failed { error } => format!("{name}: not resumed: {error}; try: rekindle recover {name}\n"),
     }
 }

@@ -29,7 +29,7 @@ pub mod show;
 pub mod stop;
 pub mod store;
 
-/// Names of VMs, none of them twice.
+/// Rejects names that are given twice.
 fn distinct(given: &[Name]) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
     for name in given.iter().map(ToString::to_string) {
@@ -41,13 +41,13 @@ fn distinct(given: &[Name]) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The run directory of a VM that there is.
+/// Returns the run directory of an existing VM.
 fn known(host: &Host, name: &str) -> Result<RunDir> {
     let rundir = RunDir::new(&host.root, name);
     if rundir.exists() { Ok(rundir) } else { Err(LifeError::Unknown { name: name.into() }.into()) }
 }
 
-/// A flag that an interrupt sets, for what ends in order then.
+/// Returns a flag that SIGINT and SIGTERM set, for commands that then shut down cleanly.
 fn interrupts() -> Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {

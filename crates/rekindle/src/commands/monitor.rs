@@ -8,7 +8,7 @@ use rekindle_probe::{Target, check};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::samples::{Looker, Sample, SampleFile};
+use rekindle_vm::samples::{Looker as Sampler, Sample, SampleFile};
 use serde_json::Number;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long it takes an interrupt to be seen.
-const LOOK: Duration = Duration::from_millis(50);
+/// How often to check for an interrupt.
+const INTERRUPT_POLL: Duration = Duration::from_millis(50);
 
 pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
     let host = Host::open()?;
@@ -28,7 +28,7 @@ pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
         }
     }
     let mut file = arguments.out.as_deref().map(SampleFile::open).transpose()?;
-    let looker = Looker::new()?;
+    let sampler = Sampler::new()?;
     let interrupted = interrupts()?;
     let (every, timeout) = (arguments.every.as_duration(), arguments.timeout.as_duration());
     let (mut due, mut times) = (Instant::now(), 0);
@@ -37,7 +37,7 @@ pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
             [] => RunDir::list(&host.root)?,
             names => names.iter().map(|name| name.as_str().to_owned()).collect(),
         };
-        let samples = round(&host, &looker, &names, &services, timeout, arguments.netns.as_deref())?;
+        let samples = sample_all(&host, &sampler, &names, &services, timeout, arguments.netns.as_deref())?;
         match &mut file {
             Some(file) => file.append(&samples)?,
             None => samples.iter().try_for_each(|sample| output.line(&serde_json::to_string(sample)?))?,
@@ -46,7 +46,7 @@ pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
         if arguments.count.is_some_and(|count| times >= count) {
             break;
         }
-        // A round that took longer than its time is not made up for.
+        // Samples that are missed because one took too long are not repeated.
         due = (due + every).max(Instant::now());
         wait(due, &interrupted);
     }
@@ -62,22 +62,22 @@ fn services(given: &[String]) -> Result<BTreeMap<String, Target>> {
     each.collect()
 }
 
-/// One look at all, side by side: a guest whose agent is silent holds up no other.
-fn round(
+/// Samples the host and all VMs concurrently, so that a guest whose agent does not answer delays no other.
+fn sample_all(
     host: &Host,
-    looker: &Looker,
+    sampler: &Sampler,
     names: &[String],
     services: &BTreeMap<String, Target>,
     timeout: Duration,
     netns: Option<&str>,
 ) -> Result<Vec<Sample>> {
-    let mut samples = vec![looker.host()?];
-    let look = |name: &String| {
-        let mut found = looker.vm(&RunDir::new(&host.root, name)).unwrap_or_else(|e| {
+    let mut samples = vec![sampler.host()?];
+    let sample = |name: &String| {
+        let mut found = sampler.vm(&RunDir::new(&host.root, name)).unwrap_or_else(|e| {
             tracing::warn!("{name}: {e}");
             Vec::new()
         });
-        // A service that is away is no slow one.
+        // A service that does not answer has no response time.
         let answer = services.get(name).and_then(|target| check(target, timeout, netns).ok());
         if let (Some(first), Some(took)) = (found.first_mut(), answer) {
             let ms = Number::from_f64((took.as_secs_f64() * 1e6).round() / 1e3);
@@ -85,9 +85,9 @@ fn round(
         }
         found
     };
-    let look = &look;
+    let sample = &sample;
     thread::scope(|scope| {
-        let threads: Vec<_> = names.iter().map(|name| scope.spawn(move || look(name))).collect();
+        let threads: Vec<_> = names.iter().map(|name| scope.spawn(move || sample(name))).collect();
         samples.extend(threads.into_iter().filter_map(|thread| thread.join().ok()).flatten());
     });
     Ok(samples)
@@ -99,6 +99,6 @@ fn wait(until: Instant, interrupted: &AtomicBool) {
         if left.is_zero() {
             return;
         }
-        thread::sleep(left.min(LOOK));
+        thread::sleep(left.min(INTERRUPT_POLL));
     }
 }

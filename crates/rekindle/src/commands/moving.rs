@@ -1,4 +1,4 @@
-//! `rekindle move`, and its other side.
+//! `rekindle move`, and its destination.
 
 use super::dry_run;
 use super::interrupts;
@@ -18,14 +18,14 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let name = &arguments.name;
     let settings = Settings {
         far: far(&arguments.far),
-        store: both(&arguments.store)?,
+        store: absolute_store(&arguments.store)?,
         create_store: arguments.create_store,
         identity: identity(&arguments.tls),
         definition: arguments.definition.clone(),
         qemu: arguments.qemu.clone(),
     };
     let interrupted = interrupts()?;
-    let mut tell = |event: &Event| {
+    let mut report = |event: &Event| {
         let _ = output.result(event, format!("{name}: {event}"));
     };
     if arguments.dry_run {
@@ -35,7 +35,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
             &[(name.to_string(), check(&host, name, &settings, &mut |_| {}).map(|()| would))],
         );
     }
-    let moved = start(&host, name, &settings, &interrupted, &mut tell)?;
+    let moved = start(&host, name, &settings, &interrupted, &mut report)?;
     output.result(&moved, text(&moved))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -47,11 +47,11 @@ pub(super) fn far(arguments: &cli::Far) -> Far {
 
 pub(super) fn text(moved: &Moved) -> String {
     let there = moved.there.as_ref().map_or_else(String::new, |there| {
-        let waited = if there.prepared { ", which had waited" } else { "" };
+        let waited = if there.prepared { ", prepared before" } else { "" };
         format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)
     });
     format!(
-        "{} runs on {} after {}, stopped for {}{there}; its memory comes on demand",
+        "{} runs on {} after {}, stopped for {}{there}; its memory is loaded on demand",
         moved.name,
         moved.host,
         duration(moved.us),
@@ -59,8 +59,8 @@ pub(super) fn text(moved: &Moved) -> String {
     )
 }
 
-/// The store as the other host has to be told of it, whatever directory it is in.
-fn both(store: &StoreUrl) -> Result<StoreUrl> {
+/// Makes a store's path absolute, so that it means the same on the other host.
+fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
     Ok(match store {
         StoreUrl::Directory(path) => {
             StoreUrl::Directory(std::path::absolute(path).with_context(|| path.display().to_string())?)

@@ -2,12 +2,12 @@
 
 use super::store::identity;
 use super::{dry_run, moving};
-use crate::cli::{DiskRule, HowStop, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop};
+use crate::cli::{DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::config::{Utilization, lines};
 use rekindle_cluster::migrate::{migrate_to as migrate, settings as move_settings};
-use rekindle_cluster::monitor::{Verdict, monitor as look};
+use rekindle_cluster::monitor::{Verdict, monitor as check_running};
 use rekindle_cluster::resource::Resource;
 use rekindle_cluster::start::{Started, start as begin};
 use rekindle_cluster::stop::{How, stop as end};
@@ -71,7 +71,7 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     super::reboot::start_helpers(&host, name.as_str());
     let text = match &started {
         Started::Already => format!("{name} runs already"),
-        Started::Restored(restored) => format!("{name} goes on from checkpoint {}", restored.checkpoint),
+        Started::Restored(restored) => format!("{name} resumed from checkpoint {}", restored.checkpoint),
         Started::Booted { why } => format!("{name} was booted: {why}"),
     };
     output.result(&started, text)?;
@@ -80,8 +80,8 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
 
 fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
     let how = match arguments.how {
-        HowStop::Suspend => How::Suspend,
-        HowStop::Shutdown => How::ShutDown,
+        StopMethod::Suspend => How::Suspend,
+        StopMethod::Shutdown => How::ShutDown,
     };
     let resource = resource(&arguments.resource);
     if arguments.dry_run {
@@ -102,7 +102,10 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
     let stopped = end(&Host::open()?, &resource, how, deadline(&arguments.resource))?;
     let text = match &stopped.lost {
         None if how != stopped.how => {
-            format!("{} is off; it did not shut down in time, and goes on from its last checkpoint", resource.name)
+            format!(
+                "{} is off; it did not shut down in time; the next start resumes it from its last checkpoint",
+                resource.name
+            )
         }
         None => format!("{} is off", resource.name),
         Some(why) => format!("{} is off, without a last checkpoint: {why}", resource.name),
@@ -113,24 +116,24 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
 
 fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
-    let mut tell = |event: &Event| tracing::debug!("{event}");
+    let mut report = |event: &Event| tracing::debug!("{event}");
     let (far, deadline) = (moving::far(&arguments.far), deadline(&arguments.resource));
     if arguments.dry_run {
         let (name, would) = (resource.name.to_string(), format!("move its guest to {}", far.host));
-        let checked = check(&Host::open()?, &resource.name, &move_settings(&resource, far), &mut tell);
+        let checked = check(&Host::open()?, &resource.name, &move_settings(&resource, far), &mut report);
         return dry_run::print(output, &[(name, checked.map(|()| would))]);
     }
-    let moved = migrate(&Host::open()?, &resource, far, deadline, &mut tell)?;
+    let moved = migrate(&Host::open()?, &resource, far, deadline, &mut report)?;
     output.result(&moved, moving::text(&moved))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
-    // Not to be known is not to run: whoever asks has to be told of it as of a failure.
+    // An unknown state must not count as "not running": report it as a failure.
     let verdict = match Host::open() {
         Ok(host) => {
-            let verdict = look(&host, &resource, deadline(&arguments.resource), arguments.deep);
+            let verdict = check_running(&host, &resource, deadline(&arguments.resource), arguments.deep);
             if let Verdict::Running | Verdict::Degraded(_) = verdict {
                 super::reboot::start_helpers(&host, resource.name.as_str());
             }
@@ -144,7 +147,7 @@ fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let file = definition(arguments);
-    // No wrong usage: the agent takes that for one of the whole cluster, and files are a node's own.
+    // Not a usage error: the agent would report it as one of the whole cluster, but files are specific to a node.
     let definition = Definition::load(&file)?;
     let path = |path: &PathBuf| path.display().to_string();
     let mut parameters = vec![("store", arguments.store.to_string())];

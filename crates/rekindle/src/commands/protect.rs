@@ -7,7 +7,7 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::event::Event;
 use rekindle_protect::output;
-use rekindle_protect::protector::{Disks, Ended, Settings, protect as run};
+use rekindle_protect::protector::{Disks, Settings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
@@ -36,32 +36,33 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
     let mut wrong = 0;
-    let mut tell = |event: &Event| {
+    let mut report = |event: &Event| {
         if let Event::Compared(compared) = event {
             wrong += compared.wrong;
         }
         let _ = output.result(event, format!("{name}: {event}"));
     };
-    let summary = run(&host, &name, &settings, &interrupted, &mut tell)?;
+    let summary = run(&host, &name, &settings, &interrupted, &mut report)?;
     let why = match summary.ended {
-        Ended::Told => "interrupted; its memory is still tracked, for the next protector",
-        Ended::Counted => "done; nothing of it is left in QEMU",
-        Ended::Stays => "it is stopped at the last one",
-        Ended::QemuEnded => "its QEMU has ended",
+        StopReason::Requested => "interrupted; its memory is still tracked, for the next `rekindle protect`",
+        StopReason::Counted => "done; nothing of Rekindle is left in QEMU",
+        StopReason::Stays => "the guest is stopped at the last one",
+        StopReason::QemuEnded => "its QEMU has ended",
     };
     let held = if summary.output_held {
-        format!("; what it sends is held until it is protected again, or until: rekindle release {name}")
+        format!("; its network output is held until it is protected again, or until: rekindle release {name}")
     } else {
         String::new()
     };
     output.result(&summary, format!("{name}: {} checkpoints; {why}{held}", summary.checkpoints))?;
-    Ok(if summary.ended == Ended::QemuEnded || wrong > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if summary.ended == StopReason::QemuEnded || wrong > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 pub fn release(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let name = arguments.name.as_str();
     let released = output::release(&Host::open()?, name)?;
-    let text = if released { "what it has sent is let out, and held no more" } else { "nothing of it was held" };
+    let text =
+        if released { "held network output was released; output commit is off" } else { "no network output was held" };
     output.result(&serde_json::json!({"name": name, "released": released}), format!("{name}: {text}"))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,7 +1,7 @@
 //! `rekindle reboot`.
 
 use super::{distinct, dry_run, known};
-use crate::cli::{EndOs, How, HowOs, NameOnly, RebootOs, RebootVmm};
+use crate::cli::{EndOs, NameOnly, OsMethod, RebootMethod, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -18,11 +18,11 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// What machines are told.
+/// The JSON result of `rekindle reboot vmm`.
 #[derive(Serialize)]
-struct Told<'a> {
+struct VmmResult<'a> {
     how: vmm::How,
-    vms: Vec<One<'a>>,
+    vms: Vec<VmResult<'a>>,
     /// From the first guest's stop to the last guest's resume.
     #[serde(skip_serializing_if = "Option::is_none")]
     first_stop_to_last_resume_us: Option<u64>,
@@ -30,7 +30,7 @@ struct Told<'a> {
 
 #[derive(Serialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
-enum One<'a> {
+enum VmResult<'a> {
     Done {
         #[serde(flatten)]
         report: &'a Report,
@@ -44,9 +44,9 @@ enum One<'a> {
     },
 }
 
-/// What machines are told of a guest's reboot.
+/// The JSON result of `rekindle reboot os`.
 #[derive(Serialize)]
-struct ToldOs<'a> {
+struct OsResult<'a> {
     how: os::How,
     #[serde(flatten)]
     report: &'a Report,
@@ -63,9 +63,9 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
     let names = if arguments.all { running(&host)? } else { distinct(&arguments.names)? };
     let how = match arguments.how {
-        How::Warm => vmm::How::Warm,
-        How::Saved => vmm::How::Saved,
-        How::Cold => vmm::How::Cold,
+        RebootMethod::Warm => vmm::How::Warm,
+        RebootMethod::Saved => vmm::How::Saved,
+        RebootMethod::Cold => vmm::How::Cold,
     };
     let options = Options {
         how,
@@ -84,7 +84,7 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let outcomes = vmm::reboot(&host, &names, &options);
     waiting.finish_and_clear();
     names.iter().for_each(|name| start_helpers(&host, name));
-    tell(output, how, &outcomes)?;
+    print(output, how, &outcomes)?;
     let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.left), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
 }
@@ -93,10 +93,10 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.as_str();
     let how = match arguments.how {
-        Some(HowOs::Cold) => os::How::Cold,
-        Some(HowOs::WarmCache) => os::How::WarmCache,
-        Some(HowOs::Kexec) => os::How::Kexec,
-        Some(HowOs::Phase) => os::How::Phase,
+        Some(OsMethod::Cold) => os::How::Cold,
+        Some(OsMethod::WarmCache) => os::How::WarmCache,
+        Some(OsMethod::Kexec) => os::How::Kexec,
+        Some(OsMethod::Phase) => os::How::Phase,
         None => os::usual(&host, name),
     };
     if how != os::How::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
@@ -136,13 +136,13 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let mut text = match (how, kexec) {
         _ if candidate.is_some() => {
             let (candidate, stopped) = (candidate.map_or("", String::as_str), duration(report.stopped_us));
-            format!("{name}: goes on from phase {candidate} after {stopped}")
+            format!("{name}: continued from phase {candidate} after {stopped}")
         }
         (os::How::Kexec, Some(loaded)) => {
-            format!("{name}: is up again after {}, with {}", duration(report.stopped_us), loaded.kernel.display())
+            format!("{name}: runs again after {}, with kernel {}", duration(report.stopped_us), loaded.kernel.display())
         }
         (os::How::Kexec, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
-        _ => format!("{name}: boots again after {}", duration(report.stopped_us)),
+        _ => format!("{name}: booted after {}", duration(report.stopped_us)),
     };
     if let Some(ended) = ended {
         text += &format!("; it was {}", ended.step());
@@ -154,31 +154,32 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         Some(kept) => {
             let disks: Vec<_> = kept.disks.keys().map(String::as_str).collect();
             let disks = format!("{}{}", if disks.len() == 1 { "disk " } else { "disks " }, disks.join(", "));
-            text += &format!("; {} that it had of {disks} are kept for it", bytes(kept.bytes));
+            text += &format!("; {} of its cache of {disks} are retained", bytes(kept.bytes));
         }
-        None if how == os::How::WarmCache => text += "; nothing that it had of its disks is kept",
+        None if how == os::How::WarmCache => text += "; nothing of its cache is retained",
         None => {}
     }
     output.result(
-        &ToldOs { how, report, kept: kept.as_ref(), ended: *ended, kexec: kexec.as_ref(), phase: phase.as_ref() },
+        &OsResult { how, report, kept: kept.as_ref(), ended: *ended, kexec: kexec.as_ref(), phase: phase.as_ref() },
         text,
     )?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Start the processes that watch over a VM and save phases of its guest's boot, where they do not run. The guest runs without them, too.
+/// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only logged: the guest runs without
+/// them, too.
 pub fn start_helpers(host: &Host, name: &str) {
     let rundir = RunDir::new(&host.root, name);
     let state = match State::read(&rundir) {
         Ok(Some(state)) => state,
         Ok(None) => return,
-        Err(e) => return tracing::warn!("{name}: {e}; to start what watches over it: rekindle recover {name}"),
+        Err(e) => return tracing::warn!("{name}: {e}; to start `rekindle watch`: rekindle recover {name}"),
     };
     if let Err(e) = os::watch::start(&rundir, &state) {
         tracing::warn!("{name}: `rekindle watch` does not run ({e}); to start it: rekindle recover {name}");
     }
     if let Err(e) = keeper::start(&rundir, &state.definition) {
-        tracing::warn!("{name}: no phases of its guest's boot are saved ({e}); to start that: rekindle recover {name}");
+        tracing::warn!("{name}: phases of its guest's boot are not saved ({e}); to save them: rekindle recover {name}");
     }
 }
 
@@ -194,7 +195,7 @@ pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is done takes as long as the guest or the disk takes: there is no amount to count down.
+/// Shows that an operation runs. Its duration depends on guest and disk, so there is no progress to show.
 fn spinner(output: &Output, message: String) -> ProgressBar {
     if output.json() || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
@@ -211,7 +212,7 @@ fn would(how: vmm::How, planned: &vmm::Planned) -> String {
     let vmm::Planned { from, binary, version } = planned;
     let guest = match how {
         vmm::How::Warm => "its guest stopped for milliseconds",
-        vmm::How::Saved => "its guest stopped while its RAM goes to disk and back",
+        vmm::How::Saved => "its guest stopped while its RAM is saved to disk and loaded",
         vmm::How::Cold => "its guest shut down and booted",
     };
     let old = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
@@ -228,7 +229,7 @@ fn running(host: &Host) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn tell(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
+fn print(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
     let done = || outcomes.iter().filter_map(|(_, outcome)| outcome.as_ref().ok());
     let first = done().map(|report| report.stop_host_us).min();
     let last = done().map(|report| report.resume_host_us).max();
@@ -240,15 +241,15 @@ fn tell(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
             Ok(report) => {
                 text += &line(report);
                 let memory_changed_bytes = report.memory.as_ref().map(|memory| memory.ram_changed_bytes);
-                vms.push(One::Done { report, memory_changed_bytes });
+                vms.push(VmResult::Done { report, memory_changed_bytes });
             }
             Err(failure) => {
                 let error = chain(failure);
-                // People get errors on standard error.
+                // Without --json, errors go to standard error.
                 if !output.json() {
                     eprintln!("rekindle: {name}: {error}");
                 }
-                vms.push(One::Failed { name, left: failure.left, error });
+                vms.push(VmResult::Failed { name, left: failure.left, error });
             }
         }
     }
@@ -256,7 +257,7 @@ fn tell(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
         text += &format!("from the first stop to the last resume: {}\n", duration(span));
     }
     if output.json() || !text.is_empty() {
-        output.result(&Told { how, vms, first_stop_to_last_resume_us: span }, text)?;
+        output.result(&VmmResult { how, vms, first_stop_to_last_resume_us: span }, text)?;
     }
     Ok(())
 }

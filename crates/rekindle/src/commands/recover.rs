@@ -17,14 +17,14 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
     if let Some(owned) = Owned::read(&rundir)? {
-        // What was cut off may have been the end of it.
+        // The interrupted operation may have ended the guest here after another host had become its owner.
         owned.may_run(&rundir)?;
     }
-    let given_up = Journal::left_behind(&rundir)?.is_some_and(|left| {
+    let discarded = Journal::left_behind(&rundir)?.is_some_and(|left| {
         matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
     });
-    if rundir.fill().exists() && !given_up {
-        // First of all: a QEMU that itself waits for a page answers nobody. A second pager finds the first, and ends.
+    if rundir.fill().exists() && !discarded {
+        // First: a QEMU that waits for a missing page answers no QMP command. A second pager finds the first, and ends.
         start_pager(&rundir)?;
     }
     let patience = Patience { wait: arguments.wait.as_duration(), force: arguments.force };

@@ -5,7 +5,7 @@ use super::{interrupts, known};
 use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
 use anyhow::Result;
-use rekindle_protect::pager::{Told, serve, serve_after};
+use rekindle_protect::pager::{PagerEvent, serve, serve_after};
 use rekindle_protect::restore::prepare::prepare;
 use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::utc;
@@ -42,7 +42,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     }
     let restored = run(&host, &arguments.name, &request)?;
     super::reboot::start_helpers(&host, &restored.name);
-    let rest = if restored.filled { "all of its memory is there" } else { "its memory comes on demand" };
+    let rest = if restored.filled { "all of its memory is loaded" } else { "its memory is loaded on demand" };
     let text = format!(
         "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {rest}; {}",
         restored.name,
@@ -61,18 +61,18 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.to_string();
     let interrupted = interrupts()?;
-    let mut tell = |told: &Told| {
-        let _ = output.result(told, format!("{name}: {told}"));
+    let mut report = |event: &PagerEvent| {
+        let _ = output.result(event, format!("{name}: {event}"));
     };
     let rundir = known(&host, &name)?;
     let progress = if arguments.hand_over {
-        // Whoever listens there brings the pages until then; if nobody does any more, there is nobody to wait for.
+        // The listener is the previous pager, which supplies pages until then. If it has ended, there is nothing to wait for.
         let ready = || {
             let _ = rustix::io::write(rustix::stdio::stdin(), &[0]);
         };
-        serve_after(&rundir, ready, &interrupted, &mut tell)?
+        serve_after(&rundir, ready, &interrupted, &mut report)?
     } else {
-        serve(&rundir, &interrupted, &mut tell)?
+        serve(&rundir, &interrupted, &mut report)?
     };
     Ok(if progress.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -29,10 +29,10 @@ pub fn list(output: &Output) -> Result<ExitCode> {
     let mut all = Vec::new();
     for name in RunDir::list(&host.root)? {
         let rundir = RunDir::new(&host.root, &name);
-        let looked = State::read(&rundir).and_then(|state| Ok((state, life::status(&rundir)?)));
-        let (state, status) = match looked {
+        let found = State::read(&rundir).and_then(|state| Ok((state, life::status(&rundir)?)));
+        let (state, status) = match found {
             Ok((Some(state), status)) => (state, status),
-            // Just being made or removed.
+            // It is being created or removed.
             Ok((None, _)) => continue,
             Err(e) => {
                 all.push(json!({"name": name, "error": e.to_string()}));
@@ -74,8 +74,8 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
     let mut text = format!("# {name} is {status}\n");
     if let Some(attached) = &state.attached {
-        text += &format!("# attached to; started {}\n", attached.starter);
-        text += "# what follows is what a definition can say of it; a checkpoint has all of its command line\n";
+        text += &format!("# attached; started {}\n", attached.starter);
+        text += "# the definition below is incomplete; a checkpoint has its whole command line\n";
     }
     if let Some(vmm) = qemu(&state) {
         let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
@@ -108,7 +108,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A process that serves the VM.
+/// Describes a process that serves the VM.
 fn helper_line(helper: &Running) -> String {
     let Running { helper, pid, restarts } = helper;
     let process = pid.map_or_else(|| "missing".to_owned(), |pid| format!("process {pid}"));
@@ -117,12 +117,11 @@ fn helper_line(helper: &Running) -> String {
         1 => ", restarted once".into(),
         count => format!(", restarted {count} times"),
     };
-    let given_up =
-        restarts.given_up.as_ref().map_or_else(String::new, |why| format!("; not restarted any more: {why}"));
-    format!("# helper {helper}: {process}{restarted}{given_up}\n")
+    let stopped = restarts.abandoned.as_ref().map_or_else(String::new, |why| format!("; no longer restarted: {why}"));
+    format!("# helper {helper}: {process}{restarted}{stopped}\n")
 }
 
-/// A phase that is kept, or is to be.
+/// Describes a phase that is saved or will be.
 fn line(candidate: &Candidate) -> String {
     let Candidate { name, taken_us, bytes, void } = candidate;
     let age = taken_us.map(|at| format!(", {} old", duration(timeline::host_us().saturating_sub(at))));
@@ -133,16 +132,16 @@ fn line(candidate: &Candidate) -> String {
     }
 }
 
-/// The QEMU that runs the guest, or waits for it.
+/// Returns the QEMU that runs the guest, or is prepared for it.
 fn qemu(state: &State) -> Option<&Vmm> {
     state.vmm.as_ref().or(state.prepared.as_ref().map(|prepared| &prepared.vmm))
 }
 
-/// A VM for machines.
+/// Returns the JSON description of a VM.
 pub fn description(host: &Host, state: &State) -> Result<Value> {
     let rundir = RunDir::new(&host.root, &state.hardware.name);
     let directory = rundir.vmm(state.generation);
-    // A binary that is gone starts nothing: how its options were written does not matter then.
+    // If the binary no longer exists, the syntax of its options does not matter.
     let binary = qemu(state).map_or(&state.definition.qemu, |vmm| &vmm.binary);
     let syntax = rundir.binary(binary).map(|binary| binary.syntax).unwrap_or_default();
     Ok(json!({
@@ -164,7 +163,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
     }))
 }
 
-/// What a process was really started with.
+/// Returns the arguments of a running process.
 fn command_line(pid: u32) -> Option<Vec<String>> {
     let text = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let arguments =
@@ -175,9 +174,9 @@ fn command_line(pid: u32) -> Option<Vec<String>> {
 /// Width of the bars in characters.
 const WIDTH: u64 = 48;
 
-/// The last operation as bars over time: the whole of it, then the part in which the guest is stopped.
+/// Draws the last operation's steps as bars over time.
 fn draw(entries: &[Entry]) -> String {
-    let Some(last) = entries.last() else { return "nothing has been done to this VM yet".into() };
+    let Some(last) = entries.last() else { return "no operation has been done on this VM yet".into() };
     // The last operation's steps follow one another without a gap.
     let mut from = entries.len() - 1;
     while let (Some(before), Some(now)) = (from.checked_sub(1).and_then(|n| entries.get(n)), entries.get(from)) {

@@ -4,14 +4,14 @@ use super::{distinct, dry_run};
 use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_cluster::stop::tell_end;
+use rekindle_cluster::stop::report_end;
 use rekindle_reboot::host;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Ended, LifeError, Stoppable};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// What would be done to a VM.
+/// Returns what would be done to a VM.
 fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
     match life::stoppable(host, name) {
         Ok(Stoppable::Guest(pid)) => {
@@ -20,7 +20,7 @@ fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
         }
         Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
         Ok(Stoppable::Files) => Ok("remove what Rekindle keeps of it but its disks; its QEMU has ended".into()),
-        // This boot does not know of it yet.
+        // A suspended VM that has not been resumed in this boot.
         Err(LifeError::Unknown { .. }) if matches!(host::is_suspended(host, name), Ok(true)) => {
             Ok("drop its memory, which a suspend of the host has saved".into())
         }
@@ -44,10 +44,10 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     }
     let mut failed = None;
     for name in &arguments.names {
-        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| tell_end(rundir)) {
-            // This boot does not know of it yet.
-            Err(LifeError::Unknown { .. }) if host::give_up(&host, name.as_str())? => Ok(Ended::Before),
-            Ok(ended) => host::give_up(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),
+        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| report_end(rundir)) {
+            // A suspended VM that has not been resumed in this boot.
+            Err(LifeError::Unknown { .. }) if host::drop_suspended(&host, name.as_str())? => Ok(Ended::Before),
+            Ok(ended) => host::drop_suspended(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),
             Err(e) => Err(e.into()),
         };
         match stopped {
@@ -56,13 +56,13 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
                     Ended::ByAgent => "shut down by its agent",
                     Ended::ByAcpi => "shut down by ACPI",
                     Ended::Frozen | Ended::PoweredOff => "powered off",
-                    Ended::Prepared => "was only prepared; the QEMU that waited has ended",
+                    Ended::Prepared => "was only prepared; its waiting QEMU was ended",
                     Ended::Before => "had ended by itself",
                 };
                 output.result(&serde_json::json!({"name": name, "ended": ended}), format!("{name}: {how}"))?;
             }
             Err(e) => {
-                // The others are stopped all the same.
+                // The other VMs are stopped nevertheless.
                 if let Some(earlier) = failed.replace(e) {
                     output.error(&earlier);
                 }

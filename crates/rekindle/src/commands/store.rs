@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// The identity that was given.
+/// Returns the identity from the command line.
 pub(super) fn identity(tls: &Tls) -> Option<Identity> {
     let Tls { cert: Some(cert), key: Some(key), ca: Some(ca) } = tls else { return None };
     Some(Identity { cert: cert.clone(), key: key.clone(), ca: ca.clone() })
@@ -32,7 +32,7 @@ pub(super) fn identity(tls: &Tls) -> Option<Identity> {
 
 pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
     admin::init(&arguments.store, identity(&arguments.tls).as_ref())?;
-    let text = format!("{}: a new store; fill it: rekindle protect NAME --store {0}", arguments.store);
+    let text = format!("{}: new store created; to use it: rekindle protect NAME --store {0}", arguments.store);
     output.result(&json!({"store": arguments.store}), text)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -79,18 +79,18 @@ fn draw(listing: &Listing) -> String {
 
 pub fn verify(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
     let bar = progress(output, "verifying");
-    let looked = admin::verified(&arguments.store, identity(&arguments.tls).as_ref(), &mut |done, total| {
+    let result = admin::verified(&arguments.store, identity(&arguments.tls).as_ref(), &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    let verified = looked?;
+    let verified = result?;
     let mut text = String::new();
     for bad in &verified.bad {
         text += &format!("bad: {bad}\n");
     }
     for warning in &verified.warnings {
-        text += &format!("can be made anew: {warning}\n");
+        text += &format!("can be recreated: {warning}\n");
     }
     text += &format!(
         "{} checkpoints, {} pages ({}): {}",
@@ -113,10 +113,13 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     let StoreExport { from, at, output: file, machine } = arguments;
     let to_stdout = file == Path::new("-");
     if to_stdout && output.json() {
-        return Err(Usage("--json says on standard output what was done: name a file, --output FILE".into()).into());
+        return Err(Usage("--json uses standard output: write the stream to a file, --output FILE".into()).into());
     }
     if to_stdout && io::stdout().is_terminal() {
-        return Err(Usage("a stream is not for a terminal: name a file, --output FILE, or a pipe".into()).into());
+        return Err(Usage(
+            "standard output is a terminal: write the stream to a file, --output FILE, or to a pipe".into(),
+        )
+        .into());
     }
     let which = Which { at: *at, identity: identity(&from.tls), ..Which::default() };
     let image = Image::open(&from.store, &which)?;
@@ -142,8 +145,7 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Write a file that nobody else can read, and that is there only once it is whole. What is no file, a pipe or a device, is
-/// written to as it is.
+/// Writes a file that only its owner can read, and that appears only when it is complete. A pipe or a device is written to directly.
 fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
     if fs::metadata(file).is_ok_and(|there| !there.is_file()) {
         let mut out = OpenOptions::new().write(true).open(file).with_context(|| format!("{}", file.display()))?;
@@ -172,7 +174,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     let vm = match (admin::listing(&to.store, identity.as_ref()), name) {
         (Ok(found), None) => found.vm,
         (Ok(found), Some(name)) => {
-            // Only of the same VM: which one that is the writer compares.
+            // The writer rejects another VM than the store's.
             Vm { uuid: uuid.unwrap_or(found.vm.uuid), name: name.to_string() }
         }
         (Err(e), Some(name)) if *create_store && e.is_no_store() || matches!(e, StoreError::Unused { .. }) => {
@@ -199,7 +201,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     });
     bar.finish_and_clear();
     let done = done?;
-    // Only to be fast the next time.
+    // Only makes the next start faster.
     if let Err(e) = writer.settle() {
         tracing::warn!("{e}");
     }
@@ -222,7 +224,7 @@ pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     let address = server.address().map_err(|source| StoreError::Io {
         store: dir.display().to_string(),
         file: String::new(),
-        doing: "asking for the address",
+        doing: "reading its address",
         source,
     })?;
     let stop = server.stopper();
@@ -241,7 +243,7 @@ pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A bar with rate and time left, for people at a terminal, once it has taken a second.
+/// Shows a progress bar with rate and time left on a terminal.
 fn progress(output: &Output, what: &'static str) -> ProgressBar {
     if output.json() || !io::stderr().is_terminal() {
         return ProgressBar::hidden();

@@ -59,18 +59,18 @@ pub enum AddressError {
     #[error("not an address with a prefix length; write for example 10.77.0.1/24")]
     HostAddress,
     /// An address that no host has.
-    #[error("the {what}, not an address for the host; write the host's own, for example {mend}")]
+    #[error("the {what}, not an address for the host; write the host's own, for example {hint}")]
     NotAHost {
         /// What it is instead.
         what: &'static str,
         /// One that would do.
-        mend: String,
+        hint: String,
     },
     /// Not `ADDRESS:PORT:GUEST_PORT`.
-    #[error("not a forward; write HOST_ADDRESS:HOST_PORT:GUEST_PORT, for example {mend}")]
+    #[error("not a forward; write HOST_ADDRESS:HOST_PORT:GUEST_PORT, for example {hint}")]
     Forward {
-        /// The text mended as far as it can be understood, or an example.
-        mend: String,
+        /// The text corrected as far as it can be understood, or an example.
+        hint: String,
     },
     /// QEMU's user-mode network forwards only IPv4.
     #[error("only IPv4 addresses can be forwarded; write for example 127.0.0.1:2222:22")]
@@ -142,12 +142,12 @@ impl FromStr for HostAddress {
         } else {
             return Ok(Self { ip, prefix });
         };
-        let mend = match ip {
+        let hint = match ip {
             _ if ip.is_multicast() => "10.77.0.1/24".to_owned(),
             IpAddr::V4(ip) => format!("{}/{prefix}", Ipv4Addr::from((u32::from(ip) & !(host_mask as u32)) | 1)),
             IpAddr::V6(ip) => format!("{}/{prefix}", std::net::Ipv6Addr::from(u128::from(ip) | 1)),
         };
-        Err(AddressError::NotAHost { what, mend })
+        Err(AddressError::NotAHost { what, hint })
     }
 }
 
@@ -179,11 +179,11 @@ impl FromStr for Forward {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        read_forward(text)?.ok_or_else(|| AddressError::Forward { mend: mend_forward(text) })
+        read_forward(text)?.ok_or_else(|| AddressError::Forward { hint: corrected_forward(text) })
     }
 }
 
-/// `None` if the shape or the address is wrong, so that a mend is to be looked for.
+/// `None` if the shape or the address is wrong, so that a hint is to be looked for.
 fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
     let (body, protocol) = match text.split_once('/') {
         None => (text, Protocol::Tcp),
@@ -204,18 +204,18 @@ fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
 }
 
 /// Other programs write `2222:22` or `tcp:127.0.0.1:2222-:22` (or `tcp::2222-:22`): answer those with our spelling.
-fn mend_forward(text: &str) -> String {
+fn corrected_forward(text: &str) -> String {
     let (body, udp) = match text.split_once(':') {
         Some(("tcp", rest)) => (rest, ""),
         Some(("udp", rest)) => (rest, "/udp"),
         _ => (text, ""),
     };
-    let mended = match body.split([':', '-']).filter(|part| !part.is_empty()).collect::<Vec<_>>().as_slice() {
+    let corrected = match body.split([':', '-']).filter(|part| !part.is_empty()).collect::<Vec<_>>().as_slice() {
         [port, guest_port] => format!("127.0.0.1:{port}:{guest_port}{udp}"),
         [host, port, guest_port] => format!("{host}:{port}:{guest_port}{udp}"),
         _ => String::new(),
     };
-    match read_forward(&mended) {
+    match read_forward(&corrected) {
         Ok(Some(forward)) => forward.to_string(),
         _ => "127.0.0.1:2222:22".into(),
     }

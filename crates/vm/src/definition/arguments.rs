@@ -42,14 +42,14 @@ pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
         } else if let Some(option) = option(text) {
             let next = arguments.get(index + 1).map_or("", |next| next.value);
             if let Some((option, value)) = option.split_once(char::is_whitespace) {
-                let mend = format!(
+                let hint = format!(
                     "is an option and its value in one; write {}, {}",
                     quoted(&format!("-{option}")),
                     quoted(value.trim())
                 );
-                refuse(argument, &mend);
-            } else if let Some((_, mend)) = REFUSED.iter().find(|(options, _)| options.contains(&option)) {
-                refuse(argument, &format!("not allowed here; {mend}"));
+                refuse(argument, &hint);
+            } else if let Some((_, hint)) = REFUSED.iter().find(|(options, _)| options.contains(&option)) {
+                refuse(argument, &format!("not allowed here; {hint}"));
             } else if option == "global" && next.starts_with("migration.") {
                 refuse(
                     argument,

@@ -151,13 +151,13 @@ impl<'d> Section<'d> {
     }
 
     /// Notes that a key must be there.
-    pub fn missing(&self, key: &str, mend: &str) {
-        self.document.note(self.at, Problem::Missing { key: self.path(key), mend: mend.to_owned() });
+    pub fn missing(&self, key: &str, hint: &str) {
+        self.document.note(self.at, Problem::Missing { key: self.path(key), hint: hint.to_owned() });
     }
 
-    fn wrong_type(&self, key: &str, found: &Spanned<DeValue<'_>>, wanted: &'static str, mend: String) {
+    fn wrong_type(&self, key: &str, found: &Spanned<DeValue<'_>>, wanted: &'static str, hint: String) {
         let found_kind = kind(found.get_ref());
-        let problem = Problem::WrongType { key: self.path(key), found: found_kind.into(), wanted, mend };
+        let problem = Problem::WrongType { key: self.path(key), found: found_kind.into(), wanted, hint };
         self.document.note(found.span().start, problem);
     }
 
@@ -175,11 +175,11 @@ impl<'d> Section<'d> {
     pub fn text(&self, key: &'static str) -> Option<Found<&'d str>> {
         let value = self.value(key)?;
         let Some(text) = value.get_ref().as_str() else {
-            let mend = match scalar(value.get_ref()) {
+            let hint = match scalar(value.get_ref()) {
                 Some(scalar) => format!("{key} = \"{scalar}\""),
                 None => format!("{key} = \"...\""),
             };
-            self.wrong_type(key, value, "a string", mend);
+            self.wrong_type(key, value, "a string", hint);
             return None;
         };
         let at = value.span().start;
@@ -264,12 +264,12 @@ impl<'d> Section<'d> {
         if let Some(flag) = value.get_ref().as_bool() {
             return flag;
         }
-        let mend = match value.get_ref().as_str().map(str::to_ascii_lowercase).as_deref() {
+        let hint = match value.get_ref().as_str().map(str::to_ascii_lowercase).as_deref() {
             Some("true" | "yes" | "on" | "1") => format!("{key} = true"),
             Some("false" | "no" | "off" | "0") => format!("{key} = false"),
             _ => format!("{key} = true or {key} = false"),
         };
-        self.wrong_type(key, value, "a boolean", mend);
+        self.wrong_type(key, value, "a boolean", hint);
         default
     }
 
@@ -280,11 +280,11 @@ impl<'d> Section<'d> {
     {
         let value = self.value(key)?;
         let DeValue::Integer(number) = value.get_ref() else {
-            let mend = match value.get_ref().as_str().filter(|text| text.parse::<T>().is_ok()) {
+            let hint = match value.get_ref().as_str().filter(|text| text.parse::<T>().is_ok()) {
                 Some(text) => format!("{key} = {text}, without quotes"),
                 None => format!("{key} = {least}"),
             };
-            self.wrong_type(key, value, "an integer", mend);
+            self.wrong_type(key, value, "an integer", hint);
             return None;
         };
         let at = value.span().start;
@@ -302,11 +302,11 @@ impl<'d> Section<'d> {
     pub fn texts(&self, key: &'static str) -> Vec<Found<&'d str>> {
         let Some(value) = self.value(key) else { return Vec::new() };
         let Some(array) = value.get_ref().as_array() else {
-            let mend = match value.get_ref().as_str() {
+            let hint = match value.get_ref().as_str() {
                 Some(text) => format!("{key} = [{}]", quoted(text)),
                 None => format!("{key} = [\"...\"]"),
             };
-            self.wrong_type(key, value, "an array of strings", mend);
+            self.wrong_type(key, value, "an array of strings", hint);
             return Vec::new();
         };
         let mut texts = Vec::new();
@@ -314,8 +314,8 @@ impl<'d> Section<'d> {
             match item.get_ref().as_str() {
                 Some(text) => texts.push(Found { value: text, at: item.span().start }),
                 None => {
-                    let mend = format!("\"{}\"", scalar(item.get_ref()).unwrap_or_else(|| "...".into()));
-                    self.wrong_type(&format!("{key}[{index}]"), item, "a string", mend);
+                    let hint = format!("\"{}\"", scalar(item.get_ref()).unwrap_or_else(|| "...".into()));
+                    self.wrong_type(&format!("{key}[{index}]"), item, "a string", hint);
                 }
             }
         }
@@ -327,12 +327,12 @@ impl<'d> Section<'d> {
         let Some(value) = self.value(name) else { return Section::new(self.document, name, None, self.at) };
         if value.get_ref().as_table().is_none() {
             let tables = value.get_ref().as_array().is_some_and(|array| array.iter().all(|v| v.get_ref().is_table()));
-            let mend = if tables {
+            let hint = if tables {
                 format!("[{name}] with single brackets")
             } else {
                 format!("[{name}] and its keys below it")
             };
-            self.wrong_type(name, value, "a table", mend);
+            self.wrong_type(name, value, "a table", hint);
         }
         Section::new(self.document, name, value.get_ref().as_table(), value.span().start)
     }
@@ -340,13 +340,13 @@ impl<'d> Section<'d> {
     /// The tables `[[name]]`.
     pub fn sections(&self, name: &'static str) -> Vec<Section<'d>> {
         let Some(value) = self.value(name) else { return Vec::new() };
-        let mend = match value.get_ref() {
+        let hint = match value.get_ref() {
             DeValue::Table(_) => format!("[[{name}]] with double brackets"),
             _ => format!("[[{name}]] and its keys below it, once for each"),
         };
         let items = value.get_ref().as_array().map(|array| array.iter().collect::<Vec<_>>());
         if items.as_ref().is_none_or(|items| !items.iter().all(|item| item.get_ref().is_table())) {
-            self.wrong_type(name, value, "an array of tables", mend);
+            self.wrong_type(name, value, "an array of tables", hint);
             return Vec::new();
         }
         let items = items.unwrap_or_default().into_iter();

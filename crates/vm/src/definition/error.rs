@@ -46,15 +46,15 @@ pub enum Problem {
         hint: String,
     },
     /// A key that must be there is not.
-    #[error("`{key}` is missing; {mend}")]
+    #[error("`{key}` is missing; {hint}")]
     Missing {
         /// With its section.
         key: String,
         /// What to write.
-        mend: String,
+        hint: String,
     },
     /// A number where a text belongs, and so on.
-    #[error("`{key}` is {found}, but must be {wanted}; write {mend}")]
+    #[error("`{key}` is {found}, but must be {wanted}; write {hint}")]
     WrongType {
         /// With its section.
         key: String,
@@ -63,7 +63,7 @@ pub enum Problem {
         /// The kind that belongs there.
         wanted: &'static str,
         /// The line that is right.
-        mend: String,
+        hint: String,
     },
     /// A value that cannot be.
     #[error("`{key} = {value}`: {why}")]
@@ -89,7 +89,7 @@ pub enum Problem {
         source: io::Error,
     },
     /// The same thing twice.
-    #[error("`{key} = {value}` is already taken in line {line}; {mend}")]
+    #[error("`{key} = {value}` is already taken in line {line}; {hint}")]
     Duplicate {
         /// With its section.
         key: String,
@@ -98,7 +98,7 @@ pub enum Problem {
         /// Where it stands first.
         line: usize,
         /// What to do.
-        mend: &'static str,
+        hint: &'static str,
     },
     /// Keys that do not go together.
     #[error("{0}")]

@@ -72,13 +72,13 @@ fn check(path: &Path, wanted: Wanted) -> Result<(), Unfit> {
         Wanted::Folder => kind.is_dir(),
     };
     if !fits {
-        let (is, mend) = match (kind.is_dir(), wanted) {
+        let (is, hint) = match (kind.is_dir(), wanted) {
             (_, Wanted::Folder) => ("no folder", "name the folder itself"),
             (true, _) => ("a folder", "name a file in it"),
             (false, Wanted::Disk) => ("neither a file nor a block device", "name an image"),
             (false, Wanted::File) => ("not a regular file", "name one"),
         };
-        return Err(Unfit::Kind(format!("{shown} is {is}; {mend}")));
+        return Err(Unfit::Kind(format!("{shown} is {is}; {hint}")));
     }
     if wanted == Wanted::Folder { Ok(()) } else { File::open(path).map(drop).map_err(Unfit::Io) }
 }

@@ -50,10 +50,10 @@ pub enum ProbeError {
         host: String,
     },
     /// `tcp` and `echo` have no usual port.
-    #[error("no port; write {mend}")]
+    #[error("no port; write {hint}")]
     NoPort {
         /// The same with a port.
-        mend: String,
+        hint: String,
     },
     /// Not 1 to 65535.
     #[error("`{port}` is not a port; write a number from 1 to 65535")]
@@ -62,12 +62,12 @@ pub enum ProbeError {
         port: String,
     },
     /// A path behind a `tcp` or `echo` probe.
-    #[error("{scheme} has no path; write {mend}")]
+    #[error("{scheme} has no path; write {hint}")]
     PathNotAllowed {
         /// `tcp` or `echo`.
         scheme: &'static str,
         /// The same without the path.
-        mend: String,
+        hint: String,
     },
 }
 
@@ -102,15 +102,15 @@ impl FromStr for Probe {
                 _ => return Err(ProbeError::BadPort { port: port.into() }),
             },
             None if kind == ProbeKind::Http => 80,
-            None => return Err(ProbeError::NoPort { mend: format!("{scheme}://{authority}:PORT") }),
+            None => return Err(ProbeError::NoPort { hint: format!("{scheme}://{authority}:PORT") }),
         };
         let path = match kind {
             ProbeKind::Http if path.starts_with('/') => path.to_owned(),
             ProbeKind::Http => format!("/{path}"),
             _ if path.is_empty() || path == "/" => String::new(),
             _ => {
-                let mend = format!("{scheme}://{authority}");
-                return Err(ProbeError::PathNotAllowed { scheme: kind.scheme(), mend });
+                let hint = format!("{scheme}://{authority}");
+                return Err(ProbeError::PathNotAllowed { scheme: kind.scheme(), hint });
             }
         };
         Ok(Self { kind, host, port, path })

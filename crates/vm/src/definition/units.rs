@@ -20,34 +20,34 @@ const SPANS: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), (
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
     /// A number alone: nobody can tell what it counts.
-    #[error("{number} has no unit; write {mend}")]
+    #[error("{number} has no unit; write {hint}")]
     NoUnit {
         /// The number as written.
         number: String,
         /// One or more spellings that are right.
-        mend: String,
+        hint: String,
     },
     /// A unit that Rekindle does not use, or uses with other capitals.
-    #[error("unknown unit `{unit}`; write {mend}")]
+    #[error("unknown unit `{unit}`; write {hint}")]
     UnknownUnit {
         /// The unit as written.
         unit: String,
         /// One or more spellings that are right.
-        mend: String,
+        hint: String,
     },
     /// A fraction; only whole numbers are exact.
-    #[error("not a whole number; write {mend}")]
+    #[error("not a whole number; write {hint}")]
     Fraction {
         /// One or more spellings that are right.
-        mend: String,
+        hint: String,
     },
     /// No number in front, or something behind the unit.
-    #[error("not a {what}; write a whole number and a unit, for example {mend}")]
+    #[error("not a {what}; write a whole number and a unit, for example {hint}")]
     Malformed {
         /// "size" or "duration".
         what: &'static str,
         /// One or more spellings that are right.
-        mend: &'static str,
+        hint: &'static str,
     },
     /// More than 64 bits of bytes or milliseconds.
     #[error("too large")]
@@ -241,18 +241,18 @@ impl Flaw<'_> {
             words.foreign.iter().find(|(theirs, _)| *theirs == unit).map(|(_, ours)| *ours)
         };
         match self {
-            Flaw::NoUnit(number) => UnitError::NoUnit { number: number.into(), mend: suggest(number, words) },
+            Flaw::NoUnit(number) => UnitError::NoUnit { number: number.into(), hint: suggest(number, words) },
             Flaw::UnknownUnit(number, unit) => UnitError::UnknownUnit {
                 unit: unit.trim().into(),
-                mend: match ours(unit) {
+                hint: match ours(unit) {
                     Some(ours) => format!("\"{number}{ours}\""),
                     None => format!("a unit out of {}", list(words.units)),
                 },
             },
             Flaw::Fraction(number, unit) => {
-                UnitError::Fraction { mend: whole(number, ours(unit), words).unwrap_or_else(|| words.examples.into()) }
+                UnitError::Fraction { hint: whole(number, ours(unit), words).unwrap_or_else(|| words.examples.into()) }
             }
-            Flaw::Malformed => UnitError::Malformed { what: words.what, mend: words.examples },
+            Flaw::Malformed => UnitError::Malformed { what: words.what, hint: words.examples },
             Flaw::TooLarge => UnitError::TooLarge,
         }
     }

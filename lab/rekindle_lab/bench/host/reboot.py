@@ -16,7 +16,7 @@ EVERY = "20ms"
 """A connection each, so that a guest that is back is seen within that."""
 SETTLED_S = 1.0
 REBOOT_S = 480.0
-DONE = ("goes on with its memory", "boots again", "boots from its disks", "does not go on")
+DONE = ("resumed with its memory", "after it was shut down", "booted from its disks", "not resumed")
 SAVED = r"suspended, its RAM|: shut down"
 
 

@@ -13,7 +13,7 @@ const INIT: &str = "rekindle host init --reserve SIZE --write";
 #[must_use]
 pub fn findings() -> Vec<Finding> {
     let finding =
-        |what: &str, level, found: String, mend: &str| Finding { what: what.into(), level, found, mend: mend.into() };
+        |what: &str, level, found: String, hint: &str| Finding { what: what.into(), level, found, hint: hint.into() };
     let reserve = command_line().ok().as_deref().and_then(Reserve::of);
     let directory = Host::open().ok().and_then(|host| host.named_ram_directory().map(Path::to_owned));
     let (Some(reserve), Some(directory)) = (reserve, directory.as_ref()) else {
@@ -28,8 +28,8 @@ pub fn findings() -> Vec<Finding> {
     let device = match reserve::device(Path::new("/sys"), reserve) {
         Ok(Some(device)) => finding("reserved RAM", Level::Good, format!("{reserve}: {}", device.display()), ""),
         Ok(None) => {
-            let mend = "modprobe nd_e820 nd_pmem; dmesg | grep pmem";
-            finding("reserved RAM", Level::Limited, format!("Linux has made no device of {reserve}"), mend)
+            let hint = "modprobe nd_e820 nd_pmem; dmesg | grep pmem";
+            finding("reserved RAM", Level::Limited, format!("Linux has made no device of {reserve}"), hint)
         }
         Err(e) => finding("reserved RAM", Level::Limited, e.to_string(), "mount /sys"),
     };

@@ -39,8 +39,8 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             if let Some((.., first)) = writers.iter().find(|(other, ro, _)| *other == real && !(*ro && readonly)) {
                 let (line, _) = section.document().position(*first);
                 let value = quoted(&path.value.to_string_lossy());
-                let mend = "two writers destroy an image; give each disk its own file, or set readonly = true on both";
-                section.document().note(path.at, Problem::Duplicate { key: "disk.path".into(), value, line, mend });
+                let hint = "two writers destroy an image; give each disk its own file, or set readonly = true on both";
+                section.document().note(path.at, Problem::Duplicate { key: "disk.path".into(), value, line, hint });
             }
             writers.push((real, readonly, path.at));
             format = format.or_else(|| guess_format(&section, &path.value));

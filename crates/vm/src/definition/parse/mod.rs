@@ -236,11 +236,11 @@ pub(crate) fn memory_flaw(memory: Bytes, huge: Option<Bytes>, place: &str) -> Op
     }
     let below = Bytes::new(bytes - bytes % unit);
     let above = Bytes::new(below.as_u64() + unit);
-    let mend = if below.as_u64() == 0 { format!("\"{above}\"") } else { format!("\"{below}\" or \"{above}\"") };
+    let hint = if below.as_u64() == 0 { format!("\"{above}\"") } else { format!("\"{below}\" or \"{above}\"") };
     let unit = Bytes::new(unit);
     Some(match huge {
-        Some(_) => format!("not a multiple of {unit}, the page size of {place}; write {mend}"),
-        None => format!("not a multiple of {unit}; write {mend}"),
+        Some(_) => format!("not a multiple of {unit}, the page size of {place}; write {hint}"),
+        None => format!("not a multiple of {unit}; write {hint}"),
     })
 }
 
@@ -282,19 +282,19 @@ fn id(section: &Section<'_>, index: usize, taken: &mut Taken) -> String {
 /// Values that must differ, with where each stands.
 struct Taken {
     seen: Vec<(String, usize)>,
-    mend: &'static str,
+    hint: &'static str,
 }
 
 impl Taken {
-    fn new(mend: &'static str) -> Self {
-        Self { seen: Vec::new(), mend }
+    fn new(hint: &'static str) -> Self {
+        Self { seen: Vec::new(), hint }
     }
 
     /// Notes a value that is there already.
     fn claim(&mut self, section: &Section<'_>, key: &'static str, value: String, at: usize) {
         if let Some((_, first)) = self.seen.iter().find(|(seen, _)| *seen == value) {
             let (line, _) = section.document().position(*first);
-            let problem = Problem::Duplicate { key: section.path(key), value: quoted(&value), line, mend: self.mend };
+            let problem = Problem::Duplicate { key: section.path(key), value: quoted(&value), line, hint: self.hint };
             section.document().note(at, problem);
         }
         self.seen.push((value, at));

@@ -87,8 +87,8 @@ fn forward(section: &Section<'_>, taken: &mut Vec<(Forward, usize)>) -> Vec<Forw
                 if let Some((_, first)) = taken.iter().find(|(other, _)| other.collides_with(&forward)) {
                     let (line, _) = section.document().position(*first);
                     let (key, value) = (section.path("forward"), quoted(text.value));
-                    let mend = "forward another port of the host";
-                    section.document().note(text.at, Problem::Duplicate { key, value, line, mend });
+                    let hint = "forward another port of the host";
+                    section.document().note(text.at, Problem::Duplicate { key, value, line, hint });
                 }
                 taken.push((forward, text.at));
                 forwards.push(forward);
