@@ -4,7 +4,7 @@
 use crate::chain::walk;
 use crate::redo::files::LogFile;
 use crate::redo::format::PAGE;
-use crate::redo::recover::scan;
+use crate::redo::recover::{Found, scan};
 use crate::request::{Disk, Kind, parse};
 use std::io;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ impl LogFile for Bytes {
 /// When an entry leads beyond it, lies over another one or makes no sense: a bug.
 pub fn segment(bytes: &[u8]) {
     let file = Bytes(Arc::new(bytes.to_vec()));
-    let Ok(Some((_, end, mut entries))) = scan(&file, EPOCH, Uuid::nil()) else { return };
+    let Ok(Some(Found { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
     entries.sort_by_key(|entry| entry.offset);
     let mut free = PAGE;
     for entry in &entries {
@@ -118,7 +118,7 @@ mod tests {
     fn no_bytes_make_a_segment_lead_beyond_itself() {
         let whole = log();
         let found = |bytes: &[u8]| scan(&Bytes(Arc::new(bytes.to_vec())), EPOCH, Uuid::nil()).ok().flatten();
-        assert_eq!(found(&whole).map(|(_, _, entries)| entries.len()), Some(3));
+        assert_eq!(found(&whole).map(|found| found.entries.len()), Some(3));
         let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..3000 {
             let mut bytes = whole.clone();

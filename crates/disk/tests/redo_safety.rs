@@ -132,7 +132,7 @@ fn a_directory_belongs_to_one_server_or_merge_at_a_time() {
     let error = begin(&second).unwrap_err();
     assert!(error.contains("another disk server or merge"), "{error}");
     second.end();
-    let error = merge_all(&second.image, &directory, true).unwrap_err().to_string();
+    let error = merge_all(&second.image, &directory, true, None).unwrap_err().to_string();
     assert!(error.contains("another disk server or merge"), "{error}");
     assert_eq!(second.block(3), content(3, 0), "nothing of the first disk's log was merged into it");
     assert_eq!(guest.read(3, FIRST + 1), content(3, 1));

@@ -434,7 +434,7 @@ fn redo(disk: &Disk) -> PathBuf {
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match left::look(&redo(disk)) {
+        match left::inspect_log(&disk.path, &redo(disk), None) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -458,7 +458,7 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     let problem = |disk: &Disk| {
         let at = epochs.get(&disk.id)?;
         let image = disk.path.display();
-        match left::look(&redo(disk)) {
+        match left::inspect_log(&disk.path, &redo(disk), None) {
             Ok(Some(left)) if left.disk == at.disk => None,
             Ok(Some(_)) => Some(format!("disk {}: {image} is another disk here than the guest's", disk.id)),
             Ok(None) => {
@@ -477,7 +477,7 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
-        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none");
+        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none", None);
         merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
     })
 }

@@ -27,6 +27,22 @@ pub enum RedoError {
         /// The directory.
         path: PathBuf,
     },
+    /// The segment of a sealed epoch is not what it was when it was sealed.
+    #[error(
+        "redo log {}: {name}, the segment of sealed epoch {epoch}, is damaged: {what}. Without it the disk would have older \
+         data, so it is not used, and nothing was changed. Check the device under the log, then restore image and redo log \
+         from a backup, or restore the VM from a checkpoint that was made before epoch {epoch}", path.display()
+    )]
+    Lost {
+        /// The directory.
+        path: PathBuf,
+        /// The segment's file.
+        name: String,
+        /// Its epoch.
+        epoch: u64,
+        /// What is missing, and where.
+        what: String,
+    },
     /// Its directory has something else.
     #[error(
         "redo log {}{}: it has {name}, which is not a file of a redo log, so nothing in it was changed. Use an empty or a \
@@ -66,7 +82,7 @@ pub enum RedoError {
     #[error("the disk has no redo log any more: it has ended, or the server ends")]
     Closed,
     /// It is of a newer format.
-    #[error("redo log {}: it is of format {found}, this Rekindle knows {}: use a newer one", path.display(), super::state::FORMAT)]
+    #[error("redo log {}: it is of format {found}, this Rekindle knows {}: use a newer one", path.display(), super::slot::FORMAT)]
     Newer {
         /// The directory.
         path: PathBuf,
@@ -82,6 +98,20 @@ pub enum RedoError {
         end: u64,
         /// The image's length.
         bytes: u64,
+    },
+    /// It is the log of an image with another name.
+    #[error(
+        "redo log {}: it is the log of image {found}, not of {image}, so it was not used. Name the image and the log that belong \
+         together (IMAGE.redo, or --redo DIR). If {found} was renamed to {image}: rekindle disk merge or rekindle disk serve \
+         with --image-renamed-from {found}", path.display()
+    )]
+    OtherImage {
+        /// The directory.
+        path: PathBuf,
+        /// File name of the image that it belongs to.
+        found: String,
+        /// File name of the image that it was opened for.
+        image: String,
     },
     /// An epoch is wanted of a disk without a log.
     #[error(

@@ -15,6 +15,9 @@ pub const MOST_DATA: u64 = 1 << 20;
 const VERSION: u32 = 1;
 const HEAD: &[u8; 8] = b"RKREDOSG";
 const ENTRY: &[u8; 8] = b"RKREDOEN";
+const SEAL: &[u8; 8] = b"RKREDOSE";
+/// Bytes of one offset in a seal record.
+const OFFSET: u64 = 8;
 
 /// The head of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,6 +188,59 @@ pub fn read_header(bytes: &[u8], nonce: u128, offset: u64) -> Option<Header> {
     (is_ours && is_whole && is_short && at.checked_add(bytes).is_some() && reader.is_sealed()?).then_some(header)
 }
 
+/// The header of a seal record. The offsets of the entries that the sealed epoch consists of follow it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SealHeader {
+    /// Number of entries.
+    pub entries: u64,
+    /// XXH3-128 of the offsets.
+    sum: u128,
+}
+
+impl SealHeader {
+    /// Bytes of the offsets; `None` for a number that fits into no file.
+    #[must_use]
+    pub fn list_bytes(&self) -> Option<u64> {
+        self.entries.checked_mul(OFFSET)
+    }
+
+    /// The offsets, if `list` has their checksum.
+    #[must_use]
+    pub fn read_list(&self, list: &[u8]) -> Option<Vec<u64>> {
+        let list = list.get(..usize::try_from(self.list_bytes()?).ok()?)?;
+        let (offsets, _) = list.as_chunks::<{ OFFSET as usize }>();
+        (xxh3_128(list) == self.sum).then(|| offsets.iter().map(|offset| u64::from_le_bytes(*offset)).collect())
+    }
+}
+
+/// Bytes that a seal record of so many entries takes in its segment.
+#[must_use]
+pub fn seal_length(entries: u64) -> u64 {
+    PAGE + entries.saturating_mul(OFFSET).checked_next_multiple_of(PAGE).unwrap_or(u64::MAX - PAGE)
+}
+
+/// The seal record at byte `offset` of the segment with `nonce`, for entries at `entries`: header and padded list.
+#[must_use]
+pub fn write_seal(entries: &[u64], nonce: u128, offset: u64) -> (Page, Vec<u8>) {
+    let mut list: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+    let mut writer = Writer::new(SEAL);
+    writer.put(&nonce.to_le_bytes());
+    writer.put(&offset.to_le_bytes());
+    writer.put(&(entries.len() as u64).to_le_bytes());
+    writer.put(&xxh3_128(&list).to_le_bytes());
+    list.resize(list.len().next_multiple_of(SIZE), 0);
+    (writer.sealed(), list)
+}
+
+/// Reads the header of a seal record at byte `offset` of the segment with `nonce`; `None` if there is none.
+#[must_use]
+pub fn read_seal(bytes: &[u8], nonce: u128, offset: u64) -> Option<SealHeader> {
+    let mut reader = Reader::new(bytes, SEAL)?;
+    let is_ours = reader.u128()? == nonce && reader.u64()? == offset;
+    let header = SealHeader { entries: reader.u64()?, sum: reader.u128()? };
+    (is_ours && reader.is_sealed()?).then_some(header)
+}
+
 /// The checksum of an entry's data.
 #[must_use]
 pub fn sum(data: &[u8]) -> u128 {
@@ -228,6 +284,28 @@ mod tests {
             let mut changed = page;
             changed[at % 96] ^= 1 << bit;
             prop_assert_eq!(read_header(&changed, NONCE, offset), None);
+        }
+    }
+
+    #[test]
+    fn a_seal_record_is_read_where_it_was_written_and_no_changed_one_is() {
+        let entries: Vec<u64> = (1..=600).map(|n| n * PAGE).collect();
+        let (page, list) = write_seal(&entries, NONCE, 5 * PAGE);
+        let header = read_seal(&page, NONCE, 5 * PAGE).unwrap();
+        assert_eq!((header.entries, seal_length(600), list.len() as u64), (600, 3 * PAGE, 2 * PAGE));
+        assert_eq!(header.read_list(&list), Some(entries));
+        assert_eq!(read_seal(&page, NONCE + 1, 5 * PAGE), None);
+        assert_eq!(read_seal(&page, NONCE, 6 * PAGE), None);
+        assert_eq!(header.read_list(&list[..4096]), None);
+        for at in 0..72 {
+            let mut changed = page;
+            changed[at] ^= 1;
+            assert_eq!(read_seal(&changed, NONCE, 5 * PAGE), None, "byte {at}");
+        }
+        for at in [0, 4799] {
+            let mut changed = list.clone();
+            changed[at] ^= 1;
+            assert_eq!(header.read_list(&changed), None, "byte {at}");
         }
     }
 

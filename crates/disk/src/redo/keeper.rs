@@ -16,8 +16,8 @@ mod model;
 pub mod threads;
 
 use super::error::{RedoError, chain};
-use super::files::{Files, LocalFile, LocalFiles, LogFile, Synced};
-use super::left::beside;
+use super::files::{Files, LocalFile, LocalFiles, Synced};
+use super::left::{beside, image_name};
 use super::log::Log;
 use super::merge::{SharedHome, Target};
 use super::recover::{self, Wanted};
@@ -45,6 +45,8 @@ pub struct Place {
     pub wanted: Wanted,
     /// Bytes that it may take; a quarter of the disk, at least 4 GiB, if nothing is said.
     pub limit: Option<u64>,
+    /// File name that the image had when the log was begun, if it was renamed since.
+    pub renamed_from: Option<String>,
 }
 
 /// Which disk, and which of its epochs.
@@ -94,6 +96,8 @@ pub struct Keeper<D: Files = LocalFiles, T: Threads = System> {
     is_readonly: bool,
     /// It is known where a log would be.
     is_placed: bool,
+    /// File name of the image.
+    image_name: Option<String>,
     home: T::Monitor<Kept<D>>,
     tasks: Arc<T::Monitor<Tasks>>,
     threads: T::Monitor<Vec<T::Thread>>,
@@ -135,13 +139,18 @@ pub fn open(image: &Image, place: Place) -> Result<Opened, RedoError> {
     let directory = place.directory.unwrap_or_else(|| beside(&image.path));
     let files = LocalFiles::new(&directory, image.how.direct);
     let limit = place.limit.unwrap_or_else(|| (image.bytes / 4).max(LEAST));
-    let found = recover::open(files.clone(), image.bytes, place.wanted, limit)?;
+    let mut found = recover::open(files.clone(), image.bytes, place.wanted, limit)?;
+    let image_name = image_name(&image.path);
+    if let (Some((home, _)), Some(name)) = (&mut found, &image_name) {
+        home.check_image(name, place.renamed_from.as_deref())?;
+    }
     if found.is_some() && image.how.readonly {
         return Err(RedoError::ReadOnly { path: directory });
     }
     let synced = Synced::new(LocalFile(Arc::clone(&image.file)), Arc::clone(&image.durability));
     let mut opened = Opened::new(files, found, synced, image.bytes, limit);
     (opened.keeper.is_readonly, opened.keeper.is_placed) = (image.how.readonly, is_placed);
+    opened.keeper.image_name = image_name;
     Ok(opened)
 }
 
@@ -156,6 +165,7 @@ impl<D: Files + Clone, T: Threads> Opened<D, T> {
             limit,
             is_readonly: false,
             is_placed: true,
+            image_name: None,
             home: Monitor::new(Kept { home, next: 1 }),
             tasks: Arc::new(Monitor::new(Tasks::default())),
             threads: Monitor::new(Vec::new()),
@@ -282,7 +292,7 @@ impl<D: Files + Clone, T: Threads> Keeper<D, T> {
     }
 
     fn begin_log(&self, kept: &mut Kept<D>, engine: &impl VisitEngine<File = D::File>) -> Result<(), Refused> {
-        let home = Home::create(self.files.clone(), self.bytes).map_err(|e| refused(&e))?;
+        let home = Home::create(self.files.clone(), self.bytes, self.image_name.clone()).map_err(|e| refused(&e))?;
         let log = Log::new(home.state().disk, kept.next, 0, 0, self.limit);
         let logged = Logged::new(log, self.notify(), true);
         kept.home = Some(home);
@@ -347,21 +357,19 @@ impl<D: Files + Clone, T: Threads> Keeper<D, T> {
     pub fn seal(&self, engine: &impl VisitEngine<File = D::File>, epoch: u64) -> Result<(), Refused> {
         let (disk, segments, is_image_dirty) = engine.visit(move |reach| {
             let logged = reach.logged.as_ref().ok_or_else(no_log)?;
-            if epoch > logged.log.closed() {
-                return Err(Refused(format!(
-                    "epoch {epoch} has not ended: the last that has is {}",
-                    logged.log.closed()
-                )));
-            }
-            let broken =
-                || Refused("the redo log has not become durable before, and what of it is, is not known".into());
-            Ok((logged.log.disk(), logged.log.unsynced(epoch).ok_or_else(broken)?, logged.image_dirty))
+            let segments = logged.log.unsealed(epoch).map_err(|e| Refused(format!("epoch {epoch}: {e}")))?;
+            Ok((logged.log.disk(), segments, logged.image_dirty))
         })?;
         let image = self.image.with(|image| image.clone()).ok_or_else(|| refused(&RedoError::Closed))?;
         let mut failed = if is_image_dirty { image.sync().err() } else { image.check().err() };
         let mut synced = Vec::new();
+        let sealed: Vec<u64> = segments.iter().map(|segment| segment.epoch).collect();
         for segment in segments {
-            let done = segment.file.sync();
+            if let Err(e) = segment.write() {
+                failed = failed.or(Some(e));
+                continue;
+            }
+            let done = segment.sync();
             synced.push((segment.epoch, segment.written, done.is_ok()));
             failed = failed.or(done.err());
         }
@@ -387,7 +395,11 @@ impl<D: Files + Clone, T: Threads> Keeper<D, T> {
             if home.state().floor > epoch {
                 return Err(Refused(format!("epoch {epoch} is no longer available: later writes are being merged")));
             }
-            home.record(|state| state.sealed = state.sealed.max(epoch)).map_err(|e| refused(&e))
+            home.record(|state| state.seal(epoch, &sealed)).map_err(|e| refused(&e))?;
+            engine.visit(move |reach| {
+                reach.logged.iter_mut().for_each(|logged| logged.log.sealed(&sealed));
+                Ok(())
+            })
         })?;
         // The next mark finds its segment made.
         self.notify().send();

@@ -8,6 +8,8 @@ use super::index::{Index, Source};
 use std::collections::BTreeMap;
 use uuid::Uuid;
 
+pub mod seal;
+
 /// Records of segments that were merged, which are forgotten at a time.
 const SWEPT: usize = 4096;
 
@@ -81,6 +83,8 @@ pub struct Segment<F> {
     broken: bool,
     /// Overwritten in the same epoch, and how many entries had been written then.
     dead: Vec<(u64, u64)>,
+    /// It has a seal record, and the state says so.
+    is_sealed: bool,
 }
 
 impl<F> Segment<F> {
@@ -89,7 +93,8 @@ impl<F> Segment<F> {
     pub fn new(epoch: u64, nonce: u128, file: F) -> Self {
         let (records, dead) = (BTreeMap::new(), Vec::new());
         let (tail, bytes) = (PAGE, PAGE);
-        Self { epoch, nonce, file, tail, records, bytes, written: 0, synced: 0, open: 0, broken: false, dead }
+        let (broken, is_sealed) = (false, false);
+        Self { epoch, nonce, file, tail, records, bytes, written: 0, synced: 0, open: 0, broken, dead, is_sealed }
     }
 
     /// Of which epoch it is.
@@ -215,8 +220,8 @@ impl<F: Clone> Log<F> {
         self.segments.is_empty()
     }
 
-    /// A segment that was found, with its entries.
-    pub(crate) fn found(&mut self, segment: Segment<F>, end: u64, entries: Vec<Placed>) {
+    /// A segment that was found, with its entries. `is_sealed`: its epoch is sealed, and it has a seal record.
+    pub(crate) fn found(&mut self, segment: Segment<F>, end: u64, entries: Vec<Placed>, is_sealed: bool) {
         let epoch = segment.epoch;
         self.segments.insert(epoch, Segment { tail: end, ..segment });
         self.bytes += PAGE;
@@ -227,6 +232,9 @@ impl<F: Clone> Log<F> {
         }
         if let Some(segment) = self.segments.get_mut(&epoch) {
             segment.synced = segment.written;
+        }
+        if is_sealed {
+            self.sealed(&[epoch]);
         }
     }
 

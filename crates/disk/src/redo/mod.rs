@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`format`] | heads, headers, checksums |
 //! | [`files`] | the directory and its files |
-//! | [`state`] | what is durable about the epochs; making and removing segments |
+//! | [`slot`] | what is durable about the epochs |
+//! | [`state`] | the directory's files: recording that state, making and removing segments |
 //! | [`index`] | where each sector is |
 //! | [`log`] | places for writes, marks, what is durable, what is to be merged |
 //! | [`recover`] | opening a log |
@@ -21,6 +22,7 @@ pub mod left;
 pub mod log;
 pub mod merge;
 pub mod recover;
+pub mod slot;
 pub mod state;
 #[cfg(test)]
 mod tests;

@@ -2,10 +2,11 @@
 
 use super::error::RedoError;
 use super::files::{Files, LogFile};
-use super::format::{PAGE, What, read_head, read_header, sum};
+use super::format::{PAGE, What, read_head, read_header, read_seal, seal_length, sum};
 use super::log::{Log, Placed, Segment};
 use super::state::{Home, epoch_of, name_of};
 use rekindle_kernel::uring::Buffer;
+use std::collections::BTreeSet;
 use std::io;
 use uuid::Uuid;
 
@@ -90,19 +91,25 @@ pub fn open<D: Files>(
         Wanted::Newest | Wanted::Since { .. } => (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0),
     };
     let mut log = Log::new(state.disk, newest + 1, closed, state.merged, limit);
+    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= closed).collect();
+    let lost = |epoch, what| RedoError::Lost { path: path.clone(), name: name_of(epoch), epoch, what };
+    if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
+        return Err(lost(*epoch, "the file is missing".into()));
+    }
     for epoch in epochs.into_iter().filter(|epoch| *epoch <= closed && *epoch > state.merged && !state.is_dead(*epoch))
     {
         let file = home.files().open(&name_of(epoch)).map_err(failed("opening a segment"))?;
-        let Some((nonce, end, entries)) = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))? else {
-            continue;
-        };
+        let is_sealed = must_be_whole.contains(&epoch);
+        let found = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
+        let found = if is_sealed { Some(whole(found).map_err(|what| lost(epoch, what))?) } else { found };
+        let Some(Found { nonce, end, entries, .. }) = found else { continue };
         if let Some(end) = entries.iter().map(|entry| entry.at + entry.bytes).find(|end| *end > bytes) {
             return Err(RedoError::Shorter { path, end, bytes });
         }
         // A server that was killed has left it to the system.
         file.sync().map_err(failed("making a segment durable"))?;
         if !entries.is_empty() {
-            log.found(Segment::new(epoch, nonce, file), end, entries);
+            log.found(Segment::new(epoch, nonce, file), end, entries, is_sealed);
         }
     }
     if (closed + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
@@ -135,21 +142,63 @@ impl<F: LogFile> Window<'_, F> {
     }
 }
 
-/// The valid entries of a segment, in the order of their sequence; its nonce, and where it ends. `None` if it has no head: nothing in it
-/// was ever durable.
+/// What is valid in a segment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// The segment's.
+    pub nonce: u128,
+    /// Nothing that is valid lies at this offset or behind it.
+    pub end: u64,
+    /// The entries, in the order of their sequence.
+    pub entries: Vec<Placed>,
+    /// Offsets of the entries that its last seal record lists.
+    pub seal: Option<Vec<u64>>,
+}
+
+/// The content of a segment whose epoch is sealed: the entries that its seal record lists, all of them.
+///
+/// # Errors
+/// What is missing.
+pub fn whole(found: Option<Found>) -> Result<Found, String> {
+    let mut found = found.ok_or("its head, at byte 0, is damaged or missing")?;
+    let Some(seal) = &found.seal else {
+        return Err(format!("its seal record is damaged or missing; entries end at byte {}", found.end));
+    };
+    let there: BTreeSet<u64> = found.entries.iter().map(|entry| entry.offset).collect();
+    let mut missing = seal.iter().filter(|offset| !there.contains(offset));
+    if let Some(first) = missing.clone().min() {
+        let (count, all) = (missing.by_ref().count(), seal.len());
+        return Err(format!("the entry at byte {first} is damaged or missing ({count} of {all} entries are)"));
+    }
+    // An entry that is not in the list has been overwritten within its epoch, or its write failed.
+    let listed: BTreeSet<u64> = seal.iter().copied().collect();
+    found.entries.retain(|entry| listed.contains(&entry.offset));
+    Ok(found)
+}
+
+/// Reads a segment. `None` if it has no valid head: nothing in an unsealed one was ever durable then.
 ///
 /// # Errors
 /// The system's.
-pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<(u128, u64, Vec<Placed>)>> {
+pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<Found>> {
     let length = file.length()?;
     let buffer = Buffer::new(WINDOW.min(length).max(PAGE) as usize);
     let mut window = Window { file, buffer, at: 0, held: 0 };
     let head = window.get(0, PAGE)?.and_then(read_head).filter(|head| head.epoch == epoch && head.disk == disk);
     let Some(head) = head else { return Ok(None) };
-    let mut entries = Vec::new();
+    let (mut entries, mut seal) = (Vec::new(), None);
     let mut offset = PAGE;
     while offset + PAGE <= length {
-        let Some(header) = window.get(offset, PAGE)?.and_then(|page| read_header(page, head.nonce, offset)) else {
+        let page = window.get(offset, PAGE)?.unwrap_or_default();
+        if let Some(header) = read_seal(page, head.nonce, offset) {
+            let list = header.list_bytes().filter(|list| *list <= length - offset - PAGE);
+            let list = list.map(|list| read_list(file, offset + PAGE, list)).transpose()?;
+            let list = list.and_then(|list| header.read_list(&list));
+            offset += if list.is_some() { seal_length(header.entries) } else { PAGE };
+            seal = list.or(seal);
+            continue;
+        }
+        let Some(header) = read_header(page, head.nonce, offset) else {
             offset += PAGE;
             continue;
         };
@@ -168,5 +217,11 @@ pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<(u
         offset += header.length();
     }
     entries.sort_unstable_by_key(|entry| entry.sequence);
-    Ok(Some((head.nonce, offset, entries)))
+    Ok(Some(Found { nonce: head.nonce, end: offset, entries, seal }))
+}
+
+fn read_list(file: &impl LogFile, offset: u64, bytes: u64) -> io::Result<Buffer> {
+    let mut list = Buffer::new(bytes.next_multiple_of(PAGE).max(PAGE) as usize);
+    file.read_at(&mut list, offset)?;
+    Ok(list)
 }

@@ -4,77 +4,16 @@ use super::error::RedoError;
 use super::files::{Files, LogFile, Peek};
 use super::format::{Head, PAGE, read_head, write_head};
 use super::log::Segment;
+use super::slot::{FORMAT, MAGIC, State, newest_slot, write_slot};
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
-use serde::{Deserialize, Serialize};
 use std::io;
 use uuid::Uuid;
-use xxhash_rust::xxh3::xxh3_128;
 
-/// Of the state.
-pub const FORMAT: u32 = 1;
 /// Its file.
 const NAME: &str = "state";
-const MAGIC: &[u8; 8] = b"RKREDOST";
 /// Room that a segment is made with.
 const RESERVED: u64 = 4 << 20;
-/// Bytes of a slot that are not JSON.
-const AROUND: usize = 8 + 8 + 4 + 16;
-
-/// What is durable about a disk's epochs.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct State {
-    /// Of this.
-    pub format: u32,
-    /// The disk's identity, for its log's life.
-    pub disk: Uuid,
-    /// The disk's length when the log was begun.
-    pub bytes: u64,
-    /// The newest epoch that is durable as a whole.
-    pub sealed: u64,
-    /// The image may hold writes of epochs up to this.
-    pub floor: u64,
-    /// The image holds all writes of epochs up to this.
-    pub merged: u64,
-    /// Epochs that were given up: first and last.
-    pub dead: Vec<(u64, u64)>,
-}
-
-impl State {
-    /// Whether an epoch was given up.
-    #[must_use]
-    pub fn is_dead(&self, epoch: u64) -> bool {
-        self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
-    }
-}
-
-fn write_slot(state: &State, count: u64) -> io::Result<Buffer> {
-    let json = serde_json::to_vec(state)?;
-    let mut page = Buffer::new(PAGE as usize);
-    if json.len() + AROUND > page.len() {
-        return Err(io::Error::other("it does not fit into its slot"));
-    }
-    let length = (json.len() as u32).to_le_bytes();
-    let content = [&MAGIC[..], &count.to_le_bytes(), &length, &json].concat();
-    page.iter_mut().zip(content).for_each(|(place, byte)| *place = byte);
-    let (body, sum) = page.split_at_mut(PAGE as usize - 16);
-    sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
-    Ok(page)
-}
-
-/// The state in a slot and its count, if the slot is whole.
-pub(crate) fn read_slot(page: &[u8]) -> Option<(u64, State)> {
-    let (body, sum) = page.get(..PAGE as usize)?.split_at(PAGE as usize - 16);
-    let rest = body.strip_prefix(MAGIC)?;
-    if xxh3_128(body).to_le_bytes() != sum {
-        return None;
-    }
-    let (count, rest) = rest.split_first_chunk::<8>()?;
-    let (length, rest) = rest.split_first_chunk::<4>()?;
-    let json = rest.get(..u32::from_le_bytes(*length) as usize)?;
-    Some((u64::from_le_bytes(*count), serde_json::from_slice(json).ok()?))
-}
 
 /// The epoch of the segment with this name.
 #[must_use]
@@ -119,11 +58,6 @@ fn foreign(files: &impl Files, name: &str) -> RedoError {
     RedoError::Foreign { path, target, name: name.into() }
 }
 
-/// The newest state in the file of a state, if one is whole.
-pub(crate) fn newest_slot(bytes: &[u8]) -> Option<(u64, State)> {
-    bytes.chunks(PAGE as usize).filter_map(read_slot).max_by_key(|(count, _)| *count)
-}
-
 /// See [the module](self).
 #[derive(Debug)]
 pub struct Home<D: Files> {
@@ -145,20 +79,21 @@ fn claim<D: Files>(files: &D) -> Result<Option<D::Claim>, RedoError> {
 }
 
 impl<D: Files> Home<D> {
-    /// Begin a log for a disk of `bytes` bytes that has none.
+    /// Begin a log for a disk of `bytes` bytes that has none. `image`: the file name of its image.
     ///
     /// *On failure:* what there is then is no log. Files that no log made are as they were, and keep this from beginning.
     ///
     /// # Errors
     /// [`RedoError`].
-    pub fn create(files: D, bytes: u64) -> Result<Self, RedoError> {
+    pub fn create(files: D, bytes: u64, image: Option<String>) -> Result<Self, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         files.make().map_err(failed("making the directory"))?;
         let claim = claim(&files)?.ok_or(io::ErrorKind::NotFound.into()).map_err(failed("locking the directory"))?;
         Self::clear(&files)?;
         let file = files.create(NAME).map_err(failed("making its state"))?;
         let (format, disk) = (FORMAT, Uuid::new_v4());
-        let state = State { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead: Vec::new() };
+        let (dead, segments) = (Vec::new(), Vec::new());
+        let state = State { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead, image, segments };
         let empty = Buffer::new(2 * PAGE as usize);
         file.write_at(&empty, 0).map_err(failed("making its state"))?;
         let mut home = Self { files, file, state, count: 0, rewound: None, _claim: claim };
@@ -182,7 +117,11 @@ impl<D: Files> Home<D> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             found => found.map_err(failed("reading its state"))?,
         };
-        match state.and_then(|found| newest_slot(&found.bytes)) {
+        let state = match state.as_ref().map_or(Ok(None), |found| newest_slot(&found.bytes)) {
+            Err(found) => return Err(RedoError::Newer { path: files.path().to_owned(), found }),
+            Ok(state) => state,
+        };
+        match state {
             None if has_segments => return Err(RedoError::Damaged { path: files.path().to_owned() }),
             Some((_, state)) => {
                 let is_done = |epoch| epoch <= state.merged || state.is_dead(epoch);
@@ -215,12 +154,9 @@ impl<D: Files> Home<D> {
         };
         let mut slots = Buffer::new(2 * PAGE as usize);
         file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
-        match newest_slot(&slots) {
+        match newest_slot(&slots).map_err(|found| RedoError::Newer { path: files.path().to_owned(), found })? {
             None if has_segments => Err(damaged()),
             None => Ok(None),
-            Some((_, state)) if state.format != FORMAT => {
-                Err(RedoError::Newer { path: files.path().to_owned(), found: state.format })
-            }
             Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None, _claim: claim })),
         }
     }
@@ -246,6 +182,16 @@ impl<D: Files> Home<D> {
         change(&mut state);
         let floor = state.merged;
         state.dead.retain(|(_, last)| *last > floor);
+        state.segments.retain(|(_, last)| *last > floor);
+        if self.state.format < FORMAT {
+            // An earlier version must not find the state before the change in the other slot.
+            self.state.format = FORMAT;
+            self.write(self.state.clone())?;
+        }
+        self.write(State { format: FORMAT, ..state })
+    }
+
+    fn write(&mut self, state: State) -> Result<(), RedoError> {
         let count = self.count + 1;
         let written = write_slot(&state, count).and_then(|page| {
             self.file.write_at(page.get(..PAGE as usize).unwrap_or_default(), count % 2 * PAGE)?;
@@ -254,6 +200,27 @@ impl<D: Files> Home<D> {
         written.map_err(RedoError::io(self.files.path(), "writing its state"))?;
         (self.state, self.count) = (state, count);
         Ok(())
+    }
+
+    /// Checks that the log is that of the image with this file name, and notes the name in the log of an earlier version.
+    /// `renamed_from`: the name that the image had before it was renamed.
+    ///
+    /// # Errors
+    /// [`RedoError::OtherImage`]; [`RedoError::Io`].
+    pub fn check_image(&mut self, image: &str, renamed_from: Option<&str>) -> Result<(), RedoError> {
+        match self.state.image.as_deref() {
+            Some(found) if found == image => Ok(()),
+            Some(found) if renamed_from == Some(found) => self.record(|state| state.image = Some(image.into())),
+            Some(found) => {
+                let (path, found) = (self.files.path().to_owned(), found.into());
+                Err(RedoError::OtherImage { path, found, image: image.into() })
+            }
+            None => {
+                // Durable with the next change of the state.
+                self.state.image = Some(image.into());
+                Ok(())
+            }
+        }
     }
 
     /// Epochs `first..=last` are to be given up as soon as anything is written.
@@ -377,26 +344,5 @@ impl<D: Files> Home<D> {
                 Err(foreign(&self.files, name))
             }
         }
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "tests")]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_slot_comes_back_and_no_changed_one_does() {
-        let dead = vec![(3, 4)];
-        let state = State { format: 1, disk: Uuid::new_v4(), bytes: 4096, sealed: 7, floor: 6, merged: 5, dead };
-        assert!(state.is_dead(3) && state.is_dead(4) && !state.is_dead(5));
-        let page = write_slot(&state, 9).unwrap();
-        assert_eq!(read_slot(&page), Some((9, state)));
-        for at in (0..64).chain([200, 4079, 4080, 4095]) {
-            let mut changed = page.to_vec();
-            changed[at] ^= 1;
-            assert_eq!(read_slot(&changed), None, "byte {at}");
-        }
-        assert_eq!(read_slot(&page[..4095]), None);
     }
 }

@@ -64,7 +64,8 @@ Example:
     #[command(after_help = "\
 Examples:
   rekindle disk merge web.raw --dry-run
-  rekindle disk merge web.raw")]
+  rekindle disk merge web.raw
+  rekindle disk merge new.raw --redo old.raw.redo --image-renamed-from old.raw")]
     Merge(DiskMerge),
     /// End a disk's server.
     #[command(after_help = "\
@@ -115,6 +116,9 @@ pub struct DiskServe {
     /// Maximum size of its redo log [default: a quarter of the disk, at least 4G].
     #[arg(long, value_name = "BYTES")]
     pub redo_limit: Option<Bytes>,
+    /// The old file name of an image that was renamed: accept its redo log and record the new name.
+    #[arg(long, value_name = "NAME")]
+    pub image_renamed_from: Option<String>,
     /// Serve the disk of a checkpoint: the redo log up to this epoch. Later epochs are discarded when the guest writes.
     #[arg(long, value_name = "N", requires = "disk_id")]
     pub epoch: Option<u64>,
@@ -134,6 +138,9 @@ pub struct DiskMerge {
     /// The directory of its redo log [default: IMAGE.redo].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
+    /// The old file name of an image that was renamed: accept its redo log.
+    #[arg(long, value_name = "NAME")]
+    pub image_renamed_from: Option<String>,
     /// Only show what would be merged; change nothing.
     #[arg(long)]
     pub dry_run: bool,

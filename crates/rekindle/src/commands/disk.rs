@@ -9,7 +9,7 @@ use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::left::{beside as default_redo, look as inspect, merge_all};
+use rekindle_disk::redo::left::{beside as default_redo, inspect_log, merge_all};
 use rekindle_disk::redo::recover::Wanted;
 use rekindle_disk::server::{Service, serve};
 use rekindle_vm::disks;
@@ -59,10 +59,11 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             control(&at)?.ask::<()>(&Ask::Drop {})?;
             output.result(&json!({}), "done")?;
         }
-        Disk::Merge(DiskMerge { image, redo, dry_run, buffered }) => {
+        Disk::Merge(DiskMerge { image, redo, image_renamed_from, dry_run, buffered }) => {
+            let renamed_from = image_renamed_from.as_deref();
             let served = fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket());
             if dry_run {
-                return would_merge(output, &image, redo, served);
+                return would_merge(output, &image, redo, renamed_from, served);
             }
             if served {
                 Control::connect(&image)?.end_epochs(MERGE_TIMEOUT)?;
@@ -70,7 +71,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
                 return Ok(ExitCode::SUCCESS);
             }
             let directory = redo.unwrap_or_else(|| default_redo(&image));
-            let merged = merge_all(&image, &directory, !buffered)?;
+            let merged = merge_all(&image, &directory, !buffered, renamed_from)?;
             let text = match merged {
                 Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
                 None => format!("{} has no redo log", image.display()),
@@ -86,13 +87,20 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
 }
 
 /// Prints what `merge` would do.
-fn would_merge(output: &Output, image: &Path, redo: Option<PathBuf>, served: bool) -> Result<ExitCode> {
+fn would_merge(
+    output: &Output,
+    image: &Path,
+    redo: Option<PathBuf>,
+    renamed_from: Option<&str>,
+    served: bool,
+) -> Result<ExitCode> {
     fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
     let (log, value) = if served {
         let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
         (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
     } else {
-        let left = inspect(&redo.unwrap_or_else(|| default_redo(image)))?.map(|left| left.writes);
+        let left =
+            inspect_log(image, &redo.unwrap_or_else(|| default_redo(image)), renamed_from)?.map(|left| left.writes);
         (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
     };
     let text = match log {
@@ -150,7 +158,8 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         (Some(epoch), Some(disk), None) => Wanted::Epoch { epoch, disk },
         _ => Wanted::Newest,
     };
-    let redo = Place { directory: arguments.redo, wanted, limit: arguments.redo_limit.map(|limit| limit.as_u64()) };
+    let limit = arguments.redo_limit.map(|limit| limit.as_u64());
+    let redo = Place { directory: arguments.redo, wanted, limit, renamed_from: arguments.image_renamed_from };
     let control = control.unwrap_or_else(|| {
         let mut path = socket.clone().into_os_string();
         path.push(".control");

@@ -297,7 +297,7 @@ fn open(files: &StepFiles, wanted: Wanted, limit: u64) -> Opened<StepFiles, Chec
 
 /// Puts a log with a sealed epoch there, as a restore finds it.
 fn leave_log(files: &StepFiles) -> Uuid {
-    let mut home = Home::create(files.clone(), GROWN * SECTOR).unwrap();
+    let mut home = Home::create(files.clone(), GROWN * SECTOR, None).unwrap();
     let segment = home.prepare(1).unwrap();
     let mut log = crate::redo::log::Log::new(home.state().disk, 1, 0, 0, LIMITS[1]);
     log.provide(segment);

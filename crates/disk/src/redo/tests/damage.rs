@@ -157,7 +157,7 @@ fn an_end_that_cannot_remove_its_files_leaves_no_epoch_that_can_be_had() {
             "{after} steps after {used}: {opened:?}"
         );
         // The next log takes the place of what is left.
-        Home::create(world.disk.clone(), BYTES).unwrap();
+        Home::create(world.disk.clone(), BYTES, None).unwrap();
         if destroyed.is_ok() {
             assert!(after > 2, "{after}");
             break;

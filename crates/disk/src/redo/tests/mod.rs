@@ -5,4 +5,5 @@
 mod crash;
 mod damage;
 pub(super) mod files;
+mod sealed;
 mod world;

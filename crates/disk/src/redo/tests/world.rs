@@ -12,6 +12,7 @@ use crate::redo::recover::{self, Wanted};
 use crate::redo::state::Home;
 use rekindle_kernel::uring::Buffer;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use uuid::Uuid;
 
@@ -99,7 +100,7 @@ pub struct World {
 impl World {
     /// A disk whose log begins now.
     pub fn begin(disk: Memory) -> Self {
-        let home = Home::create(disk.clone(), BYTES).unwrap();
+        let home = Home::create(disk.clone(), BYTES, None).unwrap();
         let uuid = home.state().disk;
         let now: Vec<_> = initial().into_iter().map(|value| (0, value)).collect();
         let newest = initial().into_iter().map(|value| BTreeSet::from([value])).collect();
@@ -222,11 +223,16 @@ impl World {
     }
 
     pub fn seal(&mut self, epoch: u64) -> Result<(), RedoError> {
-        for segment in self.log().unsynced(epoch).unwrap() {
-            segment.file.sync().unwrap();
+        let mut sealed = Vec::new();
+        let failed = |e| RedoError::io(Path::new("log"), "writing a seal record")(e);
+        for segment in self.log().unsealed(epoch).unwrap() {
+            segment.write().map_err(failed)?;
+            segment.sync().map_err(failed)?;
             self.log().synced(segment.epoch, segment.written, true);
+            sealed.push(segment.epoch);
         }
-        self.home.lock().unwrap().as_mut().unwrap().record(|state| state.sealed = state.sealed.max(epoch))?;
+        self.home.lock().unwrap().as_mut().unwrap().record(|state| state.seal(epoch, &sealed))?;
+        self.log().sealed(&sealed);
         self.promise.sealed.insert(epoch);
         // All that was written until then is durable.
         let sealed = &self.epochs[&epoch];

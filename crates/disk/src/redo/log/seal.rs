@@ -1,0 +1,106 @@
+//! Seal records: what a sealed epoch consists of, written behind the last entry of its segment.
+
+use super::{Log, Segment};
+use crate::redo::files::LogFile;
+use crate::redo::format::{seal_length, write_seal};
+use rekindle_kernel::uring::Buffer;
+use std::collections::BTreeSet;
+use std::io;
+
+/// Why epochs cannot be sealed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum CannotSeal {
+    /// The epoch may still be written to.
+    #[error("it has not ended: the last epoch that has is {closed}")]
+    NotEnded {
+        /// The last epoch that has ended.
+        closed: u64,
+    },
+    /// A sync of one of the segments has failed.
+    #[error("a sync of the redo log has failed before, so it is not known what of it is durable")]
+    Broken,
+    /// A write has a place in one of the segments and has not ended.
+    #[error("writes of it are still under way; stop the guest before its epoch is marked")]
+    Busy,
+}
+
+/// A segment of an epoch that is to be sealed.
+#[derive(Debug, Clone)]
+pub struct Unsealed<F> {
+    /// Its epoch.
+    pub epoch: u64,
+    /// Entries that will be durable.
+    pub written: u64,
+    file: F,
+    nonce: u128,
+    /// Where its seal record begins: behind the last entry.
+    offset: u64,
+    /// Where the entries are that the epoch consists of.
+    entries: Vec<u64>,
+}
+
+impl<F: LogFile> Unsealed<F> {
+    /// Writes the seal record. A later call writes the same bytes again.
+    ///
+    /// # Errors
+    /// The system's; the segment's entries are as they were.
+    pub fn write(&self) -> io::Result<()> {
+        let (header, list) = write_seal(&self.entries, self.nonce, self.offset);
+        let mut record = Buffer::new(header.len() + list.len());
+        record.iter_mut().zip(header.into_iter().chain(list)).for_each(|(place, byte)| *place = byte);
+        self.file.write_at(&record, self.offset)
+    }
+
+    /// Waits until entries and seal record are durable.
+    ///
+    /// # Errors
+    /// The system's; then it is not known what is durable.
+    pub fn sync(&self) -> io::Result<()> {
+        self.file.sync()
+    }
+}
+
+impl<F: Clone> Log<F> {
+    /// The segments up to epoch `upto` that have no seal record yet.
+    ///
+    /// # Errors
+    /// [`CannotSeal`].
+    pub fn unsealed(&self, upto: u64) -> Result<Vec<Unsealed<F>>, CannotSeal> {
+        if upto > self.closed {
+            return Err(CannotSeal::NotEnded { closed: self.closed });
+        }
+        let segments = || self.segments.range(..=upto).map(|(_, segment)| segment);
+        if segments().any(|segment| segment.broken) {
+            return Err(CannotSeal::Broken);
+        }
+        // Its entry would be missing in the record.
+        if segments().any(|segment| segment.open > 0) {
+            return Err(CannotSeal::Busy);
+        }
+        let unsealed = |segment: &Segment<F>| {
+            // Overwritten by other entries of the list; their room may be reclaimed at any time.
+            let dead: BTreeSet<u64> = segment.dead.iter().map(|(sequence, _)| *sequence).collect();
+            let live = segment.records.iter().filter(|(sequence, _)| !dead.contains(sequence));
+            Unsealed {
+                epoch: segment.epoch,
+                written: segment.written,
+                file: segment.file.clone(),
+                nonce: segment.nonce,
+                offset: segment.tail,
+                entries: live.map(|(_, record)| record.placed.offset).collect(),
+            }
+        };
+        Ok(segments().filter(|segment| !segment.is_sealed).map(unsealed).collect())
+    }
+
+    /// The state says of these epochs that their segments have seal records.
+    pub fn sealed(&mut self, epochs: &[u64]) {
+        for epoch in epochs {
+            let Some(segment) = self.segments.get_mut(epoch).filter(|segment| !segment.is_sealed) else { continue };
+            let bytes = seal_length(segment.records.len() as u64);
+            segment.is_sealed = true;
+            segment.bytes += bytes;
+            self.bytes += bytes;
+        }
+    }
+}

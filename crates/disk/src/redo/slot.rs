@@ -1,0 +1,188 @@
+//! What is durable about a disk's epochs, in one of two slots (`docs/disk-epochs.md`, Files).
+
+use super::format::PAGE;
+use rekindle_kernel::uring::Buffer;
+use serde::{Deserialize, Serialize};
+use std::io;
+use uuid::Uuid;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Of the state. Format 1 has neither `image` nor `segments`, and is still read.
+pub const FORMAT: u32 = 2;
+pub(super) const MAGIC: &[u8; 8] = b"RKREDOST";
+/// Bytes of a slot that are not JSON.
+const AROUND: usize = 8 + 8 + 4 + 16;
+
+/// What is durable about a disk's epochs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Of this.
+    pub format: u32,
+    /// The disk's identity, for its log's life.
+    pub disk: Uuid,
+    /// The disk's length when the log was begun.
+    pub bytes: u64,
+    /// The newest epoch that is durable as a whole.
+    pub sealed: u64,
+    /// The image may hold writes of epochs up to this.
+    pub floor: u64,
+    /// The image holds all writes of epochs up to this.
+    pub merged: u64,
+    /// Epochs that were given up: first and last.
+    pub dead: Vec<(u64, u64)>,
+    /// File name of the image; none in the log of an earlier version.
+    #[serde(default)]
+    pub image: Option<String>,
+    /// Sealed epochs whose segments have a seal record: first and last. What was merged or given up may be among them.
+    #[serde(default)]
+    pub segments: Vec<(u64, u64)>,
+}
+
+/// To read the format of a state that this version does not know.
+#[derive(Deserialize)]
+struct Format {
+    format: u32,
+}
+
+impl State {
+    /// Whether an epoch was given up.
+    #[must_use]
+    pub fn is_dead(&self, epoch: u64) -> bool {
+        self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
+    }
+
+    /// Sealed epochs that are neither merged nor given up, and whose segments must have a seal record.
+    pub fn sealed_segments(&self) -> impl Iterator<Item = u64> {
+        let needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
+        self.segments
+            .iter()
+            .flat_map(|(first, last)| (*first).max(self.merged.saturating_add(1))..=*last)
+            .filter(needed)
+    }
+
+    /// Notes that all epochs up to `epoch` are durable, and that the segments of `sealed` have seal records.
+    pub fn seal(&mut self, epoch: u64, sealed: &[u64]) {
+        self.sealed = self.sealed.max(epoch);
+        for epoch in sealed {
+            match self.segments.iter_mut().find(|(first, last)| (*first..=last.saturating_add(1)).contains(epoch)) {
+                Some((_, last)) => *last = (*last).max(*epoch),
+                None => self.segments.push((*epoch, *epoch)),
+            }
+        }
+    }
+}
+
+pub(super) fn write_slot(state: &State, count: u64) -> io::Result<Buffer> {
+    let json = serde_json::to_vec(state)?;
+    let mut page = Buffer::new(PAGE as usize);
+    if json.len() + AROUND > page.len() {
+        return Err(io::Error::other("it does not fit into its slot"));
+    }
+    let length = (json.len() as u32).to_le_bytes();
+    let content = [&MAGIC[..], &count.to_le_bytes(), &length, &json].concat();
+    page.iter_mut().zip(content).for_each(|(place, byte)| *place = byte);
+    let (body, sum) = page.split_at_mut(PAGE as usize - 16);
+    sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
+    Ok(page)
+}
+
+/// The state in a slot and its count, if the slot is whole.
+fn read_slot(page: &[u8]) -> Option<(u64, State)> {
+    let (count, json) = read_json(page)?;
+    Some((count, serde_json::from_slice(json).ok()?))
+}
+
+fn read_json(page: &[u8]) -> Option<(u64, &[u8])> {
+    let (body, sum) = page.get(..PAGE as usize)?.split_at(PAGE as usize - 16);
+    let rest = body.strip_prefix(MAGIC)?;
+    if xxh3_128(body).to_le_bytes() != sum {
+        return None;
+    }
+    let (count, rest) = rest.split_first_chunk::<8>()?;
+    let (length, rest) = rest.split_first_chunk::<4>()?;
+    let json = rest.get(..u32::from_le_bytes(*length) as usize)?;
+    Some((u64::from_le_bytes(*count), json))
+}
+
+/// The newest state in the file of a state, if one is whole.
+///
+/// # Errors
+/// The format of one that this version does not know: an older state must not be used then.
+pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, State)>, u32> {
+    let slots = || bytes.chunks(PAGE as usize);
+    let formats = slots().filter_map(read_json).filter_map(|(_, json)| serde_json::from_slice::<Format>(json).ok());
+    match formats.map(|Format { format }| format).max() {
+        Some(format) if format > FORMAT => Err(format),
+        _ => Ok(slots().filter_map(read_slot).max_by_key(|(count, _)| *count)),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+pub(super) mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_comes_back_and_no_changed_one_does() {
+        let dead = vec![(3, 4)];
+        let (disk, image) = (Uuid::new_v4(), Some("disk.raw".to_owned()));
+        let (sealed, floor, merged, segments) = (7, 6, 5, vec![(1, 2), (6, 7)]);
+        let state = State { format: FORMAT, disk, bytes: 4096, sealed, floor, merged, dead, image, segments };
+        assert!(state.is_dead(3) && state.is_dead(4) && !state.is_dead(5));
+        let page = write_slot(&state, 9).unwrap();
+        assert_eq!(read_slot(&page), Some((9, state)));
+        for at in (0..64).chain([200, 4079, 4080, 4095]) {
+            let mut changed = page.to_vec();
+            changed[at] ^= 1;
+            assert_eq!(read_slot(&changed), None, "byte {at}");
+        }
+        assert_eq!(read_slot(&page[..4095]), None);
+    }
+
+    /// A slot as an earlier, or a later, version has written it.
+    pub(in crate::redo) fn slot(json: &str, count: u64) -> Vec<u8> {
+        let mut page = vec![0; PAGE as usize];
+        let content = [&MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()].concat();
+        page[..content.len()].copy_from_slice(&content);
+        let (body, sum) = page.split_at_mut(PAGE as usize - 16);
+        sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
+        page
+    }
+
+    #[test]
+    fn a_state_of_format_1_is_read_and_one_of_a_later_format_is_not() {
+        let disk = Uuid::from_u128(5);
+        let old =
+            format!(r#"{{"format":1,"disk":"{disk}","bytes":4096,"sealed":3,"floor":1,"merged":1,"dead":[[2,2]]}}"#);
+        let (count, state) = newest_slot(&slot(&old, 4)).unwrap().unwrap();
+        assert_eq!((count, state.format, state.sealed, state.image.as_deref()), (4, 1, 3, None));
+        assert_eq!(state.sealed_segments().count(), 0);
+        // Also where the other slot has one that could be read: it is older.
+        let later = slot(r#"{"format":3,"more":true}"#, 5);
+        assert_eq!(newest_slot(&[slot(&old, 4), later].concat()), Err(3));
+    }
+
+    #[test]
+    fn sealed_segments_are_those_that_are_neither_merged_nor_given_up() {
+        let (disk, dead) = (Uuid::nil(), vec![(5, 6)]);
+        let mut state = State {
+            format: FORMAT,
+            disk,
+            bytes: 1,
+            sealed: 0,
+            floor: 0,
+            merged: 2,
+            dead,
+            image: None,
+            segments: vec![],
+        };
+        state.seal(2, &[1, 2]);
+        state.seal(4, &[3, 4]);
+        state.seal(3, &[3]);
+        state.seal(6, &[5, 6]);
+        state.seal(9, &[8, 9]);
+        assert_eq!(state.segments, [(1, 6), (8, 9)]);
+        assert_eq!(state.sealed_segments().collect::<Vec<_>>(), [3, 4, 8, 9]);
+    }
+}
