@@ -175,10 +175,10 @@ fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
     let left = look(&directory(&disk)).unwrap().unwrap();
     assert_eq!((left.disk, left.sealed, left.floor, left.writes), (begun.disk, 2, 2, 1));
     assert_eq!(disk.block(1), content(1, 2));
-    assert!(merge_all(&disk.image, &beside(&disk.image), true).unwrap().is_some());
+    assert!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap().is_some());
     assert_eq!(disk.block(1), content(1, 3));
     assert_eq!(look(&directory(&disk)).unwrap(), None);
-    assert_eq!(merge_all(&disk.image, &beside(&disk.image), true).unwrap(), None);
+    assert_eq!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap(), None);
     assert!(refused(2, begun.disk).contains("the disk is newer than the checkpoint"));
     disk.serve(|_| ());
 }
@@ -230,7 +230,7 @@ fn requests_of_any_shape_go_through_the_log() {
     assert!(told(&disk).unwrap().epoch > 10);
     drop(guest);
     disk.end();
-    merge_all(&disk.image, &directory(&disk), true).unwrap();
+    merge_all(&disk.image, &directory(&disk), true, None).unwrap();
     assert!(fs::read(&disk.image).unwrap() == model);
     disk.serve(|_| ());
 }
