@@ -83,7 +83,7 @@ pub struct Segment<F> {
     broken: bool,
     /// Overwritten in the same epoch, and how many entries had been written then.
     dead: Vec<(u64, u64)>,
-    /// It has a seal record, and the state says so.
+    /// It has a seal record, and the state names its epoch.
     is_sealed: bool,
 }
 

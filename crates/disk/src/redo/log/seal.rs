@@ -93,7 +93,7 @@ impl<F: Clone> Log<F> {
         Ok(segments().filter(|segment| !segment.is_sealed).map(unsealed).collect())
     }
 
-    /// The state says of these epochs that their segments have seal records.
+    /// Notes that the state names these epochs: their segments have seal records.
     pub fn sealed(&mut self, epochs: &[u64]) {
         for epoch in epochs {
             let Some(segment) = self.segments.get_mut(epoch).filter(|segment| !segment.is_sealed) else { continue };

@@ -100,7 +100,7 @@ fn damage_to_an_epoch_that_is_not_sealed_is_a_torn_write() {
 }
 
 #[test]
-fn what_was_merged_or_given_up_may_be_missing() {
+fn what_was_merged_or_discarded_may_be_missing() {
     let mut world = world();
     world.commit(1).unwrap();
     assert!(!world.disk.names().contains(&"1.log".into()));
