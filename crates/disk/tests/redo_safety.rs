@@ -10,7 +10,7 @@ use rekindle_disk::engine::logged::Told;
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::merge_all;
 use rekindle_disk::redo::recover::Wanted;
-use rekindle_disk::server::Service;
+use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
@@ -208,6 +208,33 @@ fn an_entry_that_does_not_have_its_checksum_is_not_merged() {
     committed(&disk, epoch);
     wait_for("the merge", || log_status(&disk).filter(|status| status.merged == epoch && status.failed.is_none()));
     assert_eq!((disk.block(3), disk.block(5)), (content(3, 1), content(5, 1)));
+}
+
+#[test]
+fn a_server_does_not_start_with_a_damaged_sealed_epoch() {
+    let mut disk = Disk::new(BLOCKS);
+    let mut guest = Guest::start(&disk.socket());
+    begin(&disk).unwrap();
+    guest.write(3, FIRST, &content(3, 1));
+    let epoch = mark(&disk, &mut guest);
+    seal(&disk, epoch).unwrap();
+    drop(guest);
+    disk.end();
+    let segment = disk.directory.path().join("disk.raw.redo/1.log");
+    let whole = fs::read(&segment).unwrap();
+    let mut flipped = whole.clone();
+    flipped[2 * PAGE as usize + 100] ^= 4;
+    for damaged in [&flipped[..], &whole[..2 * PAGE as usize], &[]] {
+        fs::write(&segment, damaged).unwrap();
+        let Err(error) = serve(disk.service(), || ()) else { panic!("served with {} bytes", damaged.len()) };
+        assert!(error.to_string().contains("1.log"), "{error}");
+        assert_eq!(fs::read(&segment).unwrap(), damaged);
+        assert_eq!(disk.block(3), content(3, 0));
+    }
+    fs::write(&segment, whole).unwrap();
+    disk.serve(|_| {});
+    let mut guest = Guest::start(&disk.socket());
+    assert_eq!(guest.read(3, FIRST), content(3, 1));
 }
 
 /// A block device whose writes end in its page cache, over a file system without room: a sync fails, once.
