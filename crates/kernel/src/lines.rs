@@ -6,7 +6,7 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
 /// Bytes that are read at a time.
@@ -84,6 +84,25 @@ impl<S: Read + AsFd> Lines<S> {
         }
     }
 
+    /// The next line of a peer that may be silent for long before it begins one: its first byte has to come by `begin`, the rest of it
+    /// within `rest` after that.
+    ///
+    /// # Errors
+    /// [`LineError`].
+    pub fn next_begun_by(&mut self, begin: Instant, rest: Duration) -> Result<Vec<u8>, LineError> {
+        let mut end = None;
+        loop {
+            if let Some(line) = self.whole()? {
+                return Ok(line);
+            }
+            let now = Instant::now();
+            let deadline = if self.unread.is_empty() { begin } else { *end.get_or_insert(now + rest) };
+            if !self.fill(deadline.saturating_duration_since(now))? {
+                return Err(LineError::Late);
+            }
+        }
+    }
+
     /// The next line, if the whole of it is there.
     ///
     /// # Errors
@@ -116,13 +135,8 @@ impl<S: Read + AsFd> Lines<S> {
 
     /// Reads what has come, waiting at most `left`. `false`: nothing came.
     fn fill(&mut self, left: Duration) -> Result<bool, LineError> {
-        let limit =
-            Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&limit)) {
-            Ok(0) => return Ok(false),
-            Ok(_) => {}
-            Err(Errno::INTR) => return Ok(true),
-            Err(e) => return Err(io::Error::from(e).into()),
+        if !is_ready(&self.stream, PollFlags::IN, left)? {
+            return Ok(false);
         }
         let mut chunk = [0; CHUNK];
         match self.stream.read(&mut chunk) {
@@ -136,6 +150,50 @@ impl<S: Read + AsFd> Lines<S> {
             Err(e) => Err(e.into()),
         }
     }
+}
+
+/// Waits at most `left` until `stream` is ready for `events`.
+fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result<bool> {
+    let until = Instant::now() + left;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let limit =
+            Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(stream, events)], Some(&limit)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Bytes that are written at a time: a pipe or socket that is ready takes as many without a wait.
+const PIECE: usize = 4096;
+
+/// Writes all of `bytes` to a pipe or socket by `deadline`, also to a peer that reads nothing or little. After an error, the peer may have
+/// had a part of them.
+///
+/// # Errors
+/// [`LineError`].
+pub fn write_by(stream: &mut (impl Write + AsFd), bytes: &[u8], deadline: Instant) -> Result<(), LineError> {
+    for piece in bytes.chunks(PIECE) {
+        let mut rest = piece;
+        while !rest.is_empty() {
+            if !is_ready(stream, PollFlags::OUT, deadline.saturating_duration_since(Instant::now()))? {
+                return Err(LineError::Late);
+            }
+            match stream.write(rest) {
+                Ok(0) => return Err(LineError::Closed),
+                Ok(n) => rest = rest.get(n..).unwrap_or_default(),
+                Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+                    return Err(LineError::Closed);
+                }
+                Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+    Ok(stream.flush()?)
 }
 
 #[cfg(test)]
@@ -196,5 +254,43 @@ mod tests {
         assert!(matches!(lines.next_by(Instant::now() + Duration::from_millis(50)), Err(LineError::Late)));
         drop(lines);
         drip.join().unwrap();
+    }
+
+    #[test]
+    fn a_line_may_begin_late_but_ends_soon_after() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut lines = Lines::new(ours, 1 << 30);
+        (&theirs).write_all(b"one\ntwo\nth").unwrap();
+        let none = Duration::ZERO;
+        for line in [&b"one\n"[..], b"two\n"] {
+            assert_eq!(lines.next_begun_by(soon(), Duration::from_secs(20)).unwrap(), line);
+        }
+        // Its first bytes are there, and no time is left for the rest.
+        assert!(matches!(lines.next_begun_by(soon() + Duration::from_secs(1000), none), Err(LineError::Late)));
+        (&theirs).write_all(b"ree\n").unwrap();
+        assert_eq!(lines.next_begun_by(Instant::now(), Duration::from_secs(20)).unwrap(), b"three\n");
+        assert!(matches!(lines.next_begun_by(Instant::now(), Duration::from_secs(20)), Err(LineError::Late)));
+    }
+
+    #[test]
+    fn a_peer_that_reads_nothing_does_not_block_a_writer() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let (reader, mut writer) = io::pipe().unwrap();
+        let much = vec![b'x'; 4 << 20];
+        let in_a_moment = || Instant::now() + Duration::from_millis(50);
+        assert!(matches!(write_by(&mut ours, &much, in_a_moment()), Err(LineError::Late)));
+        assert!(matches!(write_by(&mut writer, &much, in_a_moment()), Err(LineError::Late)));
+        drop((theirs, reader));
+        assert!(matches!(write_by(&mut ours, &much, soon()), Err(LineError::Closed)));
+        assert!(matches!(write_by(&mut writer, &much, soon()), Err(LineError::Closed)));
+        let (mut reader, mut writer) = io::pipe().unwrap();
+        let read = thread::spawn(move || {
+            let mut all = Vec::new();
+            reader.read_to_end(&mut all).unwrap();
+            all
+        });
+        write_by(&mut writer, &much, soon()).unwrap();
+        drop(writer);
+        assert!(read.join().unwrap() == much);
     }
 }

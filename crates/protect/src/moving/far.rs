@@ -1,11 +1,14 @@
 //! The other host: how it is reached, and the line to its Rekindle.
 
 use super::protocol::{Answer, LONGEST, Say};
+use rekindle_kernel::lines::{self, Lines, write_by};
+use rekindle_kernel::output::waiting_in;
 use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
 use serde::{Deserialize, Serialize};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,6 +18,8 @@ const END: Duration = Duration::from_secs(30);
 const PIPE: usize = 1 << 20;
 /// How long what it has written before its end may be on its way.
 const LAST: Duration = Duration::from_secs(1);
+/// How long a line may take for which the pipe should have room. The guest is stopped meanwhile.
+const ROOM: Duration = Duration::from_millis(100);
 
 /// How another host is reached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,7 +66,15 @@ pub enum LineError {
         /// The beginning of what it says.
         said: String,
     },
-    /// It says nothing.
+    /// It sends a line that is longer than any answer.
+    #[error("{host} answers with more than {} MiB; see what `{command}` prints there", LONGEST >> 20)]
+    TooLong {
+        /// The host.
+        host: String,
+        /// The program there.
+        command: String,
+    },
+    /// It has not read what was sent, or has sent nothing or only the beginning of an answer.
     #[error("{host} has not answered within {} s", patience.as_secs())]
     Silent {
         /// The host.
@@ -97,19 +110,7 @@ impl Far {
             let _ = fcntl_setpipe_size(to, PIPE);
         }
         let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
-        let (said, answers) = mpsc::channel();
-        let reader = thread::Builder::new().name("far side".into());
-        let read = reader.spawn(move || {
-            let mut from = BufReader::new(from);
-            loop {
-                let mut line = Vec::new();
-                match (&mut from).take(LONGEST).read_until(b'\n', &mut line) {
-                    Ok(read) if read > 0 && said.send(line).is_ok() => {}
-                    _ => return,
-                }
-            }
-        });
-        read.map_err(failed)?;
+        let answers = Lines::new(File::from(OwnedFd::from(from)), LONGEST);
         Ok(Line { host: self.host.clone(), command: self.remote(), child, to, answers })
     }
 }
@@ -133,7 +134,7 @@ pub(super) struct Line {
     command: String,
     child: Child,
     to: Option<ChildStdin>,
-    answers: Receiver<Vec<u8>>,
+    answers: Lines<File>,
 }
 
 impl Line {
@@ -146,15 +147,22 @@ impl Line {
         LineError::Broken { host: self.host.clone(), command: self.command.clone() }
     }
 
-    fn write(&mut self, line: &[u8]) -> Result<(), LineError> {
-        let written = self.to.as_mut().and_then(|to| to.write_all(line).and_then(|()| to.flush()).ok());
-        written.ok_or_else(|| self.broken())
+    /// Writes `line` by the end of `patience`. One of which a part only was written is the last.
+    fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), LineError> {
+        let Some(to) = &mut self.to else { return Err(self.broken()) };
+        write_by(to, line, Instant::now() + patience).map_err(|e| {
+            self.to = None;
+            match e {
+                lines::LineError::Late => LineError::Silent { host: self.host.clone(), patience },
+                _ => self.broken(),
+            }
+        })
     }
 
-    /// Say something.
-    pub(super) fn say(&mut self, say: &Say) -> Result<(), LineError> {
+    /// Say something, which the other side has to read within `patience`.
+    pub(super) fn say(&mut self, say: &Say, patience: Duration) -> Result<(), LineError> {
         let line = line_of(say).ok_or_else(|| self.broken())?;
-        self.write(&line)
+        self.write(&line, patience)
     }
 
     /// Say something if that does not take until somebody hears it: all that was said before was answered, so the pipe is empty. Gives
@@ -165,15 +173,18 @@ impl Line {
         if line.len() > room {
             return Ok(false);
         }
-        self.write(&line).map(|()| true)
+        self.write(&line, ROOM).map(|()| true)
     }
 
-    /// What it answers.
+    /// What it answers: the whole of it has to be there within `patience`.
     pub(super) fn answer(&mut self, patience: Duration) -> Result<Answer, LineError> {
         let host = || self.host.clone();
-        let line = self.answers.recv_timeout(patience).map_err(|e| match e {
-            RecvTimeoutError::Timeout => LineError::Silent { host: host(), patience },
-            RecvTimeoutError::Disconnected => LineError::Broken { host: host(), command: self.command.clone() },
+        let line = self.answers.next_by(Instant::now() + patience).map_err(|e| match e {
+            lines::LineError::Late => LineError::Silent { host: host(), patience },
+            lines::LineError::TooLong { .. } => LineError::TooLong { host: host(), command: self.command.clone() },
+            lines::LineError::Closed | lines::LineError::Io(_) => {
+                LineError::Broken { host: host(), command: self.command.clone() }
+            }
         })?;
         serde_json::from_slice(&line).map_err(|_| {
             let said = String::from_utf8_lossy(&line).trim_end().chars().take(200).collect();
@@ -181,11 +192,16 @@ impl Line {
         })
     }
 
-    /// Say something, and give what it answers.
+    /// Say something, and give what it answers. `patience` is for each of both.
     pub(super) fn ask(&mut self, say: &Say, patience: Duration) -> Result<Answer, LineError> {
-        let Err(broken) = self.say(say) else { return self.answer(patience) };
+        let broken = match self.say(say, patience) {
+            Ok(()) => return self.answer(patience),
+            Err(silent @ LineError::Silent { .. }) => return Err(silent),
+            Err(broken) => broken,
+        };
         // It may have said why before it ended.
         match self.answer(LAST) {
+            Ok(refused @ Answer::Refused { .. }) => Ok(refused),
             Err(odd @ LineError::Odd { .. }) => Err(odd),
             _ => Err(broken),
         }
@@ -202,6 +218,8 @@ impl Drop for Line {
                 let _ = self.child.kill();
                 break;
             }
+            // What it still prints is not to keep it from its end.
+            let _ = waiting_in(&mut self.answers.stream(), LONGEST);
             thread::sleep(Duration::from_millis(5));
         }
         let _ = self.child.wait();
@@ -217,6 +235,12 @@ mod tests {
 
     fn far(ssh: &str, rekindle: &str) -> Far {
         Far { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
+    }
+
+    fn state(len: usize) -> Say {
+        let (devices_changed, changed) = (Vec::new(), Vec::new());
+        let (devices, content, epochs) = (String::new(), "A".repeat(len), Epochs::new());
+        Say::State(State { checkpoint: 1, devices_bytes: 0, devices_changed, devices, epochs, changed, content })
     }
 
     #[test]
@@ -256,11 +280,6 @@ mod tests {
     #[test]
     fn what_would_have_to_wait_for_who_hears_it_is_not_said() {
         let mut line = far("sleep 60 #", "rekindle").connect().unwrap();
-        let state = |len: usize| {
-            let (devices_changed, changed) = (Vec::new(), Vec::new());
-            let (devices, content, epochs) = (String::new(), "A".repeat(len), Epochs::new());
-            Say::State(State { checkpoint: 1, devices_bytes: 0, devices_changed, devices, epochs, changed, content })
-        };
         assert!(line.say_at_once(&state(PIPE / 2)).unwrap());
         assert!(!line.say_at_once(&state(PIPE)).unwrap());
         line.child.kill().unwrap();
@@ -270,5 +289,24 @@ mod tests {
     fn who_says_nothing_is_told_from_who_is_gone() {
         let mut line = far("cat #", "rekindle").connect().unwrap();
         assert!(matches!(line.answer(Duration::from_millis(1)), Err(LineError::Silent { .. })));
+    }
+
+    #[test]
+    fn a_host_that_reads_nothing_is_not_waited_for() {
+        let mut line = far("sleep 10 #", "rekindle").connect().unwrap();
+        let e = line.ask(&state(2 * PIPE), Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(e, LineError::Silent { .. }), "{e}");
+        // What it has had is a part of a line: no other may follow it.
+        let e = line.say(&Say::Prepare {}, END).unwrap_err();
+        assert!(matches!(e, LineError::Broken { .. }), "{e}");
+        line.child.kill().unwrap();
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_no_answer() {
+        let mut line = far("yes $(printf %0100d 0) | tr -d '\\n' #", "rekindle").connect().unwrap();
+        let e = line.answer(END).unwrap_err();
+        assert!(matches!(e, LineError::TooLong { .. }), "{e}");
+        line.child.kill().unwrap();
     }
 }

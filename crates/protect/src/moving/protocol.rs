@@ -20,7 +20,7 @@ use std::path::PathBuf;
 /// The version of this.
 pub(super) const VERSION: u32 = 2;
 /// Bytes of a line at most.
-pub(super) const LONGEST: u64 = 4 << 20;
+pub(super) const LONGEST: usize = 4 << 20;
 
 /// What the guest's host says.
 #[derive(Debug, Serialize, Deserialize)]

@@ -36,10 +36,12 @@ use std::time::{Duration, Instant};
 const GREETING: Duration = Duration::from_secs(5);
 /// How long the other host may take to see whether it can have a VM: it may have to ask its QEMU what that can do.
 const HELLO: Duration = Duration::from_secs(120);
-/// How long it may take to start a QEMU.
+/// How long it may take to start a QEMU, or to read of a checkpoint what a load needs.
 const PREPARE: Duration = Duration::from_secs(300);
 /// How long it may take to let the guest go on. After that the store is asked who has it.
 const GO: Duration = Duration::from_secs(60);
+/// How long it may take to read the word to do that: a short line, for which there is room. The guest is stopped meanwhile.
+const WORD: Duration = Duration::from_secs(10);
 /// How long who takes checkpoints may take to end.
 const PROTECTOR: Duration = Duration::from_secs(60);
 /// Fewer dirty bytes than these are left for the pause.
@@ -391,7 +393,7 @@ impl Going<'_> {
         };
         let told = host_us();
         let go = Say::Go(Go { epoch: record.epoch });
-        let said = self.line.say(&go);
+        let said = self.line.say(&go, WORD);
         fault::point("move.resume.told", Some(vmm), None);
         let said = said.and_then(|()| self.line.answer(GO));
         let heard = host_us();

@@ -7,6 +7,7 @@ use crate::restore::ahead::Looked;
 use crate::restore::checkpoint::Chosen;
 use crate::restore::prepare::{Early, Waits, prepare};
 use crate::restore::{Request, RestoreError, Restored, TakeOver, restore_in};
+use rekindle_kernel::lines::{LineError, Lines, write_by};
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks;
@@ -15,7 +16,8 @@ use rekindle_vm::life::{self, Status};
 use rekindle_vm::place::Site;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use std::io::{self, BufRead, Read, Write};
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -28,7 +30,72 @@ const BUSY: Duration = Duration::from_secs(60);
 /// Why a VM cannot be had here, in words for the other host.
 type Refusal = String;
 
-/// Speak to the host that has the guest, until it has said all.
+/// How long the other host may take for each step. When a time is over, what was prepared here is taken back; the guest is the other
+/// host's still, or it finds in the store whose it is.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    /// From the start to the first line, which the other host sends as soon as it is connected.
+    hello: Duration,
+    /// Between two lines while the guest runs there: it takes checkpoints of it, the first of them of all its memory. A guest of 1 TiB takes
+    /// a day at 12 MB/s.
+    checkpoints: Duration,
+    /// From the state of the stopped guest to the word: a commit of what the last pass has left. No guest should be stopped for longer.
+    go: Duration,
+    /// From a line's first byte to its last one: 4 MiB at 70 kB/s.
+    line: Duration,
+    /// Until an answer was read: it is waited for, and has at most 4 MiB, too.
+    answer: Duration,
+}
+
+const PATIENCE: Patience = Patience {
+    hello: Duration::from_secs(60),
+    checkpoints: Duration::from_secs(24 * 3600),
+    go: Duration::from_secs(3600),
+    line: Duration::from_secs(60),
+    answer: Duration::from_secs(60),
+};
+
+/// The line to the host that has the guest.
+struct Source<R, W> {
+    lines: Lines<R>,
+    to: W,
+    patience: Patience,
+}
+
+impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
+    /// What it says, if it begins to within `begin`; none if it has ended.
+    fn hear(&mut self, begin: Duration) -> io::Result<Option<Result<Say, Refusal>>> {
+        match self.lines.next_begun_by(Instant::now() + begin, self.patience.line) {
+            Ok(line) => Ok(Some(serde_json::from_slice(&line).map_err(|e| {
+                format!("what was said is not understood here ({e}); use the same Rekindle on both hosts")
+            }))),
+            Err(LineError::Closed) => Ok(None),
+            Err(LineError::Late) => {
+                let why = "the host that has the guest has not sent its next line in time; see whether it runs and is reachable";
+                self.say(&Answer::Refused { why: why.into() });
+                Err(io::Error::new(io::ErrorKind::TimedOut, why))
+            }
+            Err(LineError::TooLong { limit }) => {
+                Ok(Some(Err(format!("a line of more than {} MiB; use the same Rekindle on both hosts", limit >> 20))))
+            }
+            Err(LineError::Io(e)) => Err(e),
+        }
+    }
+
+    /// Answers. Gives whether the other host has read it in time; if not, it learns it in another way.
+    fn say(&mut self, answer: &Answer) -> bool {
+        let mut line = serde_json::to_vec(answer).unwrap_or_default();
+        line.push(b'\n');
+        write_by(&mut self.to, &line, Instant::now() + self.patience.answer).is_ok()
+    }
+
+    fn refuse(&mut self, why: impl Into<Refusal>) -> io::Result<()> {
+        self.say(&Answer::Refused { why: why.into() });
+        Ok(())
+    }
+}
+
+/// Speak to the host that has the guest, until it has said all. `from` and `to` are pipes or sockets, without a buffer.
 ///
 /// *Needs:* what `rekindle restore` needs.
 /// *On success:* as the other host was told. What was prepared for it is gone again if it did not come.
@@ -37,93 +104,68 @@ type Refusal = String;
 /// `running` is called with the name of a VM that runs here from now on.
 ///
 /// # Errors
-/// When nothing can be read from `from`.
-pub fn receive(host: &Host, from: impl BufRead, mut to: impl Write, running: &dyn Fn(&str)) -> io::Result<()> {
-    let mut from = from;
-    let mut hear =
-        || -> io::Result<Option<Result<Say, Refusal>>> {
-            let mut line = Vec::new();
-            if (&mut from).take(LONGEST).read_until(b'\n', &mut line)? == 0 {
-                return Ok(None);
-            }
-            Ok(Some(serde_json::from_slice(&line).map_err(|e| {
-                format!("what was said is not understood here ({e}); use the same Rekindle on both hosts")
-            })))
-        };
-    let mut say = |answer: &Answer| {
-        let line = serde_json::to_string(answer).unwrap_or_default();
-        // Who has gone learns it in another way.
-        let _ = writeln!(to, "{line}").and_then(|()| to.flush());
-    };
-    let hello = match hear()? {
+/// When nothing can be read from `from`, or the other host takes longer than it may.
+pub fn receive(host: &Host, from: impl Read + AsFd, to: impl Write + AsFd, running: &dyn Fn(&str)) -> io::Result<()> {
+    let patience = PATIENCE;
+    let mut source = Source { lines: Lines::new(from, LONGEST), to, patience };
+    let hello = match source.hear(patience.hello)? {
         None => return Ok(()),
         Some(Ok(Say::Hello(hello))) if hello.version == VERSION => hello,
         Some(Ok(Say::Ask { version: VERSION, name })) => {
-            say(&look(host, &name));
+            source.say(&look(host, &name));
             return Ok(());
         }
         Some(Ok(Say::Hello(_) | Say::Ask { .. })) => {
-            let why = format!("it speaks version {VERSION} of moving; use the same Rekindle on both hosts");
-            say(&Answer::Refused { why });
-            return Ok(());
+            return source
+                .refuse(format!("it speaks version {VERSION} of moving; use the same Rekindle on both hosts"));
         }
-        Some(Ok(_)) => {
-            say(&Answer::Refused { why: "it was told to do something before it was told of a VM".into() });
-            return Ok(());
-        }
-        Some(Err(why)) => {
-            say(&Answer::Refused { why });
-            return Ok(());
-        }
+        Some(Ok(_)) => return source.refuse("it was told to do something before it was told of a VM"),
+        Some(Err(why)) => return source.refuse(why),
     };
     let mut coming = match Coming::new(host, *hello) {
         Ok(coming) => coming,
-        Err(why) => {
-            say(&Answer::Refused { why });
-            return Ok(());
-        }
+        Err(why) => return source.refuse(why),
     };
     let this = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    say(&Answer::Ready { version: VERSION, host: this });
-    loop {
-        match hear()? {
+    let mut heard = source.say(&Answer::Ready { version: VERSION, host: this });
+    // One that has not read an answer has broken off.
+    while heard {
+        heard = match source.hear(patience.checkpoints)? {
             // It has thought better of it, or is gone.
             None => return Ok(()),
             Some(Ok(Say::Prepare {})) => match coming.prepare() {
-                Ok(Waits { checkpoint, pid, .. }) => say(&Answer::Prepared { checkpoint, pid }),
-                Err(why) => {
-                    say(&Answer::Refused { why });
-                    return Ok(());
-                }
+                Ok(Waits { checkpoint, pid, .. }) => source.say(&Answer::Prepared { checkpoint, pid }),
+                Err(why) => return source.refuse(why),
             },
-            Some(Ok(Say::Look {})) => say(&coming.look()),
+            Some(Ok(Say::Look {})) => source.say(&coming.look()),
             Some(Ok(Say::State(state))) => {
                 // The word comes while it loads.
-                let mut word = || match hear() {
+                let mut late = None;
+                let mut word = || match source.hear(patience.go) {
                     Ok(Some(Ok(Say::Go(go)))) => Some(go),
-                    _ => None,
+                    Ok(_) => None,
+                    Err(e) => {
+                        late = Some(e);
+                        None
+                    }
                 };
-                let Some(answer) = coming.load(state, &mut word) else { return Ok(()) };
-                say(&answer);
+                let answer = coming.load(state, &mut word);
+                let Some(answer) = answer else { return late.map_or(Ok(()), Err) };
+                source.say(&answer);
                 coming.tell(&answer, running);
                 return Ok(());
             }
             Some(Ok(Say::Go(go))) => {
                 let answer = coming.go(&go);
-                say(&answer);
+                source.say(&answer);
                 coming.tell(&answer, running);
                 return Ok(());
             }
-            Some(Ok(_)) => {
-                say(&Answer::Refused { why: "it was told of two VMs".into() });
-                return Ok(());
-            }
-            Some(Err(why)) => {
-                say(&Answer::Refused { why });
-                return Ok(());
-            }
-        }
+            Some(Ok(_)) => return source.refuse("it was told of two VMs"),
+            Some(Err(why)) => return source.refuse(why),
+        };
     }
+    Ok(())
 }
 
 /// A VM that is to come.
@@ -317,5 +359,70 @@ fn look(host: &Host, name: &Name) -> Answer {
             }
             Err(e) => return Answer::Refused { why: chain(&e) },
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    const LONG: Duration = Duration::from_secs(100);
+    const SHORT: Duration = Duration::from_millis(50);
+
+    /// A line on which each thing may take `LONG`, and its other end.
+    fn source() -> (Source<UnixStream, UnixStream>, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let patience = Patience { hello: LONG, checkpoints: LONG, go: LONG, line: LONG, answer: LONG };
+        let to = ours.try_clone().unwrap();
+        (Source { lines: Lines::new(ours, LONGEST), to, patience }, theirs)
+    }
+
+    #[test]
+    fn a_line_that_comes_byte_by_byte_ends_the_move() {
+        let (mut source, theirs) = source();
+        source.patience.line = SHORT;
+        // It ends by itself; that would be no error.
+        let drip = thread::spawn(move || {
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while Instant::now() < deadline && (&theirs).write_all(b" ").is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert_eq!(source.hear(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        drop(source);
+        drip.join().unwrap();
+    }
+
+    #[test]
+    fn a_host_that_says_nothing_is_told_so() {
+        let (mut source, theirs) = source();
+        source.patience.hello = SHORT;
+        assert_eq!(source.hear(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let said = Lines::new(theirs, LONGEST).next_by(Instant::now() + LONG).unwrap();
+        assert!(matches!(serde_json::from_slice(&said).unwrap(), Answer::Refused { why } if why.contains("in time")));
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_refused() {
+        let (mut source, theirs) = source();
+        let flood = thread::spawn({
+            let theirs = theirs.try_clone().unwrap();
+            move || while (&theirs).write_all(&[b' '; 1 << 16]).is_ok() {}
+        });
+        let why = source.hear(LONG).unwrap().unwrap().unwrap_err();
+        assert!(why.contains("more than 4 MiB"), "{why}");
+        drop((source, theirs));
+        flood.join().unwrap();
+    }
+
+    #[test]
+    fn an_answer_that_is_not_read_is_not_waited_for() {
+        let (mut source, theirs) = source();
+        source.patience.answer = SHORT;
+        assert!(!source.say(&Answer::Refused { why: "x".repeat(LONGEST) }));
+        drop(theirs);
+        assert!(!source.say(&Answer::Refused { why: "x".into() }));
     }
 }

@@ -11,6 +11,8 @@ use rekindle_protect::moving::target;
 use rekindle_protect::moving::{Event, Far, Moved};
 use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
@@ -72,6 +74,9 @@ fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
 pub fn receive() -> Result<ExitCode> {
     let host = Host::open()?;
     let running = |name: &str| super::reboot::start_helpers(&host, name);
-    target::receive(&host, std::io::stdin().lock(), std::io::stdout().lock(), &running)?;
+    // Unbuffered: what is waited for is what the descriptor has.
+    let from = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let to = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    target::receive(&host, from, to, &running)?;
     Ok(ExitCode::SUCCESS)
 }
