@@ -4,6 +4,7 @@
 //! was.
 
 use crate::resource::Resource;
+use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_vm::attach::protector;
@@ -21,6 +22,8 @@ use std::time::{Duration, Instant};
 /// Between two looks whether a child has ended.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// Lines at the end of its log that are looked at.
+const LAST: usize = 100;
 /// So much is told of what it has said, in characters.
 const WORDS: usize = 500;
 
@@ -76,7 +79,7 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
 /// What the one that was started last has said last, in short.
 #[must_use]
 pub fn last_words(rundir: &RunDir) -> String {
-    let text = fs::read_to_string(rundir.file("protect.log")).unwrap_or_default();
+    let text = last_lines(&rundir.file("protect.log"), LAST);
     let last = text.lines().rev().find(|line| !line.trim().is_empty() && !line.starts_with('{')).unwrap_or("nothing");
     last.chars().take(WORDS).collect()
 }
@@ -87,8 +90,8 @@ pub fn last_words(rundir: &RunDir) -> String {
 /// Its last words, if it has ended. Who is neither there by `deadline` may be yet.
 pub fn attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
     loop {
-        let told = fs::read_to_string(rundir.file("protect.log")).unwrap_or_default();
-        if told.contains("\"event\":") || Instant::now() > deadline {
+        // It reports one for each checkpoint, so the end of its log is enough.
+        if last_lines(&rundir.file("protect.log"), LAST).contains("\"event\":") || Instant::now() > deadline {
             return Ok(());
         }
         if running(rundir).is_none() {

@@ -3,7 +3,9 @@
 use crate::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ioctl_fionbio};
-use std::io::{self, Read};
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -100,6 +102,27 @@ pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Ve
     taken
 }
 
+/// Bytes at the end of a log that are looked at for its last lines.
+const TAIL: u64 = 16 << 10;
+
+/// The last lines of the log at `path`, at most `lines`, in its last 16 KiB: whatever its length is, no more of it is read. Empty if it
+/// cannot be read.
+#[must_use]
+pub fn last_lines(path: &Path, lines: usize) -> String {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut file = File::open(path)?;
+        let len = file.metadata()?.len();
+        file.seek(SeekFrom::Start(len.saturating_sub(TAIL)))?;
+        let mut end = Vec::new();
+        file.take(TAIL).read_to_end(&mut end)?;
+        Ok(end)
+    };
+    let end = read().unwrap_or_default();
+    let text = String::from_utf8_lossy(&end);
+    let all: Vec<_> = text.lines().collect();
+    all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,5 +162,21 @@ mod tests {
         assert_eq!(waiting_in(&mut reader, 3), b"som");
         assert_eq!(waiting_in(&mut reader, 3), b"e");
         drop(writer);
+    }
+
+    #[test]
+    fn of_a_long_log_only_the_end_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        assert_eq!(last_lines(&path, 2), "");
+        std::fs::write(&path, "one\ntwo\nthree\n").unwrap();
+        assert_eq!(last_lines(&path, 2), "two\nthree");
+        assert_eq!(last_lines(&path, 9), "one\ntwo\nthree");
+        // Longer than any memory.
+        let mut log = File::options().append(true).open(&path).unwrap();
+        log.set_len(1 << 40).unwrap();
+        io::Write::write_all(&mut log, b"\nfour\nfive\n").unwrap();
+        assert_eq!(last_lines(&path, 2), "four\nfive");
+        assert!(last_lines(&path, 9).len() <= 16 << 10);
     }
 }

@@ -6,10 +6,11 @@ use crate::monitor::Monitor;
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
 use rekindle_kernel::lockfile;
+use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -59,13 +60,10 @@ fn indented(log: &str) -> String {
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
 }
 
-/// What QEMU said last: the end of its log, at most `lines` lines.
+/// What QEMU said last: the end of its log, at most `lines` lines. A guest can make it write as much as the log may have.
 #[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
-    let text = fs::read(directory.log()).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text);
-    let all: Vec<_> = text.lines().collect();
-    all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+    last_lines(&directory.log(), lines)
 }
 
 /// One QEMU process, as it is written down.
@@ -219,5 +217,23 @@ impl Vmm {
         } else {
             Err(io::Error::other(format!("QEMU (process {}) was killed but does not end", self.pid)))
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn the_end_of_a_log_is_read_however_long_it_is() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = Directory(root.path().to_owned());
+        let mut log = OpenOptions::new().create(true).append(true).open(directory.log()).unwrap();
+        // Longer than any memory.
+        log.set_len(1 << 40).unwrap();
+        log.write_all(b"\nqemu: one\nqemu: two\n").unwrap();
+        assert_eq!(log_tail(&directory, 2), "qemu: one\nqemu: two");
     }
 }

@@ -16,6 +16,7 @@ use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::At;
 use rekindle_disk::redo::left::{self, MergeError};
 use rekindle_kernel::lockfile;
+use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_qemu::command::{Disk, Hardware, disk_queues};
@@ -374,9 +375,7 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
         if ended || Instant::now() > deadline {
             let _ = child.kill();
             let _ = child.wait();
-            let text = fs::read_to_string(log(rundir, &disk.id)).unwrap_or_default();
-            let lines: Vec<_> = text.lines().collect();
-            let said = lines.get(lines.len().saturating_sub(10)..).unwrap_or_default().join("\n");
+            let said = last_lines(&log(rundir, &disk.id), 10);
             return Err(DisksError::Start { id: disk.id.clone(), image: disk.path.clone(), said });
         }
         thread::sleep(Duration::from_millis(1));

@@ -7,6 +7,7 @@ use super::checkpoint::Ahead;
 use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
 use crate::pager::{Fill, PagerEvent, Source, lock};
 use rekindle_kernel::inject::Injector;
+use rekindle_kernel::output::last_lines;
 use rekindle_kernel::sched::{self, First, Rank};
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
@@ -455,7 +456,7 @@ fn wait_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
     let deadline = Instant::now() + EAGER;
     while rundir.fill().exists() {
         if !vmm.is_alive() || Instant::now() > deadline {
-            let said = std::fs::read_to_string(log(rundir)).unwrap_or_default();
+            let said = last_lines(&log(rundir), 10);
             return Err(RestoreError::NotFilled { name: rundir.name().into(), said });
         }
         thread::sleep(Duration::from_millis(5));
