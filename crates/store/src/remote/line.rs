@@ -8,6 +8,8 @@ use super::identity::{Identity, explain};
 use super::protocol::{Failure, Kind};
 use crate::error::{Result, StoreError};
 use crate::url::Remote;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConnection, ServerConfig, ServerConnection, StreamOwned};
 use serde::Serialize;
@@ -17,12 +19,21 @@ use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long the other side may stand still within something.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// How long a connection may take to come about.
+/// How long a connection may take to come about, with its handshake.
 const CONNECT: Duration = Duration::from_secs(10);
+/// Bytes of a frame that have to come in a second, or be taken, when [`PATIENCE`] is over: 1 Mbit/s. A line that is slower is of no use for
+/// checkpoints, and a peer cannot hold one for longer than its frames have bytes: 4 MiB of pages take at most a minute, the largest frame
+/// 18 minutes.
+const SLOWEST: u64 = 128 << 10;
+/// How long a server may report that it still works on a checkpoint: on what its disk has not yet written of it. A guest may be stopped
+/// meanwhile.
+const WORK: Duration = Duration::from_secs(3600);
+/// The same of work on a whole store (verify, compact): 8 TB at 100 MB/s.
+const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
 
 /// Why a line does not hold.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +81,12 @@ pub enum LineError {
         /// How long was waited.
         after: Duration,
     },
+    /// It moves, but too slowly.
+    #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
+    Slow {
+        /// How long it had.
+        after: Duration,
+    },
     /// It is gone.
     #[error("the other side has closed the line")]
     Closed,
@@ -85,12 +102,15 @@ pub enum LineError {
 }
 
 impl LineError {
-    fn of(e: io::Error, patience: Duration) -> Self {
+    fn of(e: io::Error) -> Self {
         if let Some(explained) = explain(&e) {
             return explained;
         }
+        let e = match e.downcast::<Self>() {
+            Ok(late) => return late,
+            Err(e) => e,
+        };
         match e.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent { after: patience },
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
             | io::ErrorKind::ConnectionAborted
@@ -104,20 +124,105 @@ impl LineError {
     }
 }
 
+/// A TCP connection, each wait on which is bounded: by how long the other side may stand still, and by a deadline that no byte moves.
+struct Timed {
+    tcp: TcpStream,
+    silence: Duration,
+    /// How long what is under way may take in all, and when that is over.
+    whole: Duration,
+    deadline: Instant,
+    /// The other side has moved since.
+    moved: bool,
+}
+
+impl Timed {
+    fn new(tcp: TcpStream) -> std::result::Result<Self, LineError> {
+        tcp.set_nodelay(true).and_then(|()| tcp.set_nonblocking(true)).map_err(LineError::Io)?;
+        Ok(Self { tcp, silence: CONNECT, whole: CONNECT, deadline: Instant::now() + CONNECT, moved: false })
+    }
+
+    /// From now on the other side may stand still for `silence`, and may take `whole` for all that it does.
+    fn begin(&mut self, silence: Duration, whole: Duration) {
+        (self.silence, self.whole, self.deadline) = (silence, whole, Instant::now() + whole);
+        self.moved = false;
+    }
+
+    /// Does `io` once the connection is ready for `events`.
+    fn timed(&mut self, events: PollFlags, mut io: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        let silent_at = Instant::now() + self.silence;
+        loop {
+            // First, since more has come as a rule.
+            let now = Instant::now();
+            if now >= self.deadline {
+                return Err(self.late(silent_at));
+            }
+            match io(&self.tcp) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                done => {
+                    self.moved = true;
+                    return done;
+                }
+            }
+            let left = silent_at.min(self.deadline).saturating_duration_since(now);
+            let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+            match poll(&mut [PollFd::new(&self.tcp, events)], Some(&limit)) {
+                Ok(0) => return Err(self.late(silent_at)),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+
+    fn late(&self, silent_at: Instant) -> io::Error {
+        let late = if self.moved && silent_at > self.deadline {
+            LineError::Slow { after: self.whole }
+        } else {
+            LineError::Silent { after: self.silence }
+        };
+        io::Error::new(io::ErrorKind::TimedOut, late)
+    }
+}
+
+impl Read for Timed {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.timed(PollFlags::IN, |mut tcp| tcp.read(into))
+    }
+}
+
+impl Write for Timed {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.timed(PollFlags::OUT, |mut tcp| tcp.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// What goes in both directions.
 trait Stream: Read + Write + Send {
+    /// What it goes over.
+    fn timed(&mut self) -> &mut Timed;
     /// Say that no more will come.
     fn close(&mut self);
 }
 
-impl Stream for StreamOwned<ClientConnection, TcpStream> {
+impl Stream for StreamOwned<ClientConnection, Timed> {
+    fn timed(&mut self) -> &mut Timed {
+        &mut self.sock
+    }
+
     fn close(&mut self) {
         self.conn.send_close_notify();
         let _ = self.conn.write_tls(&mut self.sock);
     }
 }
 
-impl Stream for StreamOwned<ServerConnection, TcpStream> {
+impl Stream for StreamOwned<ServerConnection, Timed> {
+    fn timed(&mut self) -> &mut Timed {
+        &mut self.sock
+    }
+
     fn close(&mut self) {
         self.conn.send_close_notify();
         let _ = self.conn.write_tls(&mut self.sock);
@@ -127,21 +232,26 @@ impl Stream for StreamOwned<ServerConnection, TcpStream> {
 /// One end of a connection.
 pub(crate) struct Line {
     stream: Box<dyn Stream>,
-    tcp: TcpStream,
+    /// How long the other side may take until it begins a frame.
     patience: Duration,
+    /// How long it may stand still within one.
+    within: Duration,
+    /// Bytes a second that it has to move within one, after that.
+    slowest: u64,
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
         // So that the other side can tell an end from a break. It does not wait for a peer that takes nothing any more.
-        let _ = self.tcp.set_write_timeout(Some(Duration::from_millis(100)));
+        let a_moment = Duration::from_millis(100);
+        self.stream.timed().begin(a_moment, a_moment);
         self.stream.close();
     }
 }
 
 impl fmt::Debug for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Line({:?})", self.tcp.peer_addr().ok())
+        f.debug_struct("Line").field("patience", &self.patience).finish_non_exhaustive()
     }
 }
 
@@ -164,14 +274,11 @@ impl Line {
         });
         let Some(tcp) = connected else { return Err(failed(last)) };
         let connection = ClientConnection::new(config, name).map_err(|e| LineError::protocol(e.to_string()))?;
-        let own = Self::prepare(&tcp)?;
-        let mut stream = StreamOwned::new(connection, tcp);
+        let mut stream = StreamOwned::new(connection, Timed::new(tcp)?);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(|e| LineError::of(e, CONNECT))?;
+            stream.conn.complete_io(&mut stream.sock).map_err(LineError::of)?;
         }
-        let mut line = Self { stream: Box::new(stream), tcp: own, patience: CONNECT };
-        line.set_patience(PATIENCE)?;
-        Ok(line)
+        Ok(Self { stream: Box::new(stream), patience: PATIENCE, within: PATIENCE, slowest: SLOWEST })
     }
 
     /// Take a client in, with `patience` for the greeting and for each thing.
@@ -180,36 +287,30 @@ impl Line {
         config: Arc<ServerConfig>,
         patience: Duration,
     ) -> std::result::Result<Self, LineError> {
-        let own = Self::prepare(&tcp)?;
-        own.set_read_timeout(Some(patience.min(CONNECT))).map_err(LineError::Io)?;
-        own.set_write_timeout(Some(patience)).map_err(LineError::Io)?;
         let connection = ServerConnection::new(config).map_err(|e| LineError::protocol(e.to_string()))?;
-        let mut stream = StreamOwned::new(connection, tcp);
+        let mut stream = StreamOwned::new(connection, Timed::new(tcp)?);
+        let greeting = patience.min(CONNECT);
+        stream.sock.begin(greeting, greeting);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(|e| LineError::of(e, patience.min(CONNECT)))?;
+            stream.conn.complete_io(&mut stream.sock).map_err(LineError::of)?;
         }
-        let mut line = Self { stream: Box::new(stream), tcp: own, patience: Duration::ZERO };
-        line.set_patience(patience)?;
-        Ok(line)
+        Ok(Self { stream: Box::new(stream), patience, within: patience, slowest: SLOWEST })
     }
 
-    fn prepare(tcp: &TcpStream) -> std::result::Result<TcpStream, LineError> {
-        let set = || {
-            tcp.set_nodelay(true)?;
-            tcp.set_read_timeout(Some(CONNECT))?;
-            tcp.set_write_timeout(Some(PATIENCE))?;
-            tcp.try_clone()
-        };
-        set().map_err(LineError::Io)
+    /// How long the other side may take from now on until it begins a frame.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
-    /// How long the other side may stand still from now on.
-    pub fn set_patience(&mut self, patience: Duration) -> std::result::Result<(), LineError> {
-        if self.patience != patience {
-            self.tcp.set_read_timeout(Some(patience)).map_err(LineError::Io)?;
-            self.patience = patience;
-        }
-        Ok(())
+    /// The limits within a frame.
+    #[cfg(test)]
+    pub fn limit(&mut self, within: Duration, slowest: u64) {
+        (self.within, self.slowest) = (within, slowest);
+    }
+
+    /// How long a frame of `len` bytes may take.
+    fn whole(&self, len: usize) -> Duration {
+        self.within + Duration::from_secs(len as u64 / self.slowest.max(1))
     }
 
     /// Send a frame; its payload in parts.
@@ -225,18 +326,33 @@ impl Line {
             parts.iter().for_each(|part| front.extend_from_slice(part));
             rest = &[];
         }
+        let whole = self.whole(len as usize);
+        self.stream.timed().begin(self.within, whole);
         let sent = self.stream.write_all(&front).and_then(|()| {
             rest.iter().try_for_each(|part| self.stream.write_all(part))?;
             self.stream.flush()
         });
-        sent.map_err(|e| LineError::of(e, PATIENCE))
+        sent.map_err(LineError::of)
+    }
+
+    /// Send bytes as they are.
+    #[cfg(test)]
+    pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), LineError> {
+        self.stream.timed().begin(PATIENCE, PATIENCE);
+        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(LineError::of)
+    }
+
+    /// Receive at most so many bytes, as they are.
+    #[cfg(test)]
+    pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, LineError> {
+        self.stream.timed().begin(PATIENCE, PATIENCE);
+        self.stream.read(bytes).map_err(LineError::of)
     }
 
     /// Send only the beginning of a frame.
     #[cfg(test)]
     pub fn send_length(&mut self, len: u32, code: u8) -> std::result::Result<(), LineError> {
-        let front = [&len.to_le_bytes()[..], &[code]].concat();
-        self.stream.write_all(&front).and_then(|()| self.stream.flush()).map_err(LineError::Io)
+        self.send_raw(&[&len.to_le_bytes()[..], &[code]].concat())
     }
 
     /// Send a frame whose payload is JSON.
@@ -247,16 +363,28 @@ impl Line {
 
     /// The next frame. `None` when the line was closed in order, between two.
     pub fn receive(&mut self) -> std::result::Result<Option<(Kind, Vec<u8>)>, LineError> {
+        self.receive_within(Duration::ZERO)
+    }
+
+    /// The same from a server that may report for as long as `work` that it is still at work.
+    pub fn receive_within(&mut self, work: Duration) -> std::result::Result<Option<(Kind, Vec<u8>)>, LineError> {
+        let worked = Instant::now() + work;
         loop {
             let mut front = [0; 5];
             let mut there = 0;
+            self.stream.timed().begin(self.patience, self.patience);
             while let Some(room) = front.get_mut(there..).filter(|room| !room.is_empty()) {
                 match self.stream.read(room) {
                     Ok(0) if there == 0 => return Ok(None),
                     Ok(0) => return Err(LineError::Closed),
-                    Ok(n) => there += n,
+                    Ok(n) => {
+                        if there == 0 {
+                            self.stream.timed().begin(self.within, self.within);
+                        }
+                        there += n;
+                    }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    Err(e) => return Err(LineError::of(e, self.patience)),
+                    Err(e) => return Err(LineError::of(e)),
                 }
             }
             let [a, b, c, d, code] = front;
@@ -269,13 +397,18 @@ impl Line {
             }
             // As it comes, so that a length alone costs no memory.
             let mut payload = Vec::new();
+            let whole = self.whole(len);
+            self.stream.timed().begin(self.within, whole);
             let mut rest = (&mut self.stream).take(len as u64);
-            rest.read_to_end(&mut payload).map_err(|e| LineError::of(e, self.patience))?;
+            rest.read_to_end(&mut payload).map_err(LineError::of)?;
             if payload.len() != len {
                 return Err(LineError::Closed);
             }
             if kind != Kind::Busy {
                 return Ok(Some((kind, payload)));
+            }
+            if Instant::now() >= worked {
+                return Err(LineError::Slow { after: work });
             }
         }
     }
@@ -290,7 +423,8 @@ impl Line {
     /// Wait for the answer of type `wanted` to what was asked.
     pub fn answer(&mut self, store: &str, doing: &'static str, wanted: Kind) -> Result<Vec<u8>> {
         let failed = |source| StoreError::Line { store: store.to_owned(), doing, source };
-        match self.receive().map_err(failed)? {
+        let work = if matches!(wanted, Kind::Begun | Kind::Committed) { WORK } else { LONG_WORK };
+        match self.receive_within(work).map_err(failed)? {
             Some((kind, payload)) if kind == wanted => Ok(payload),
             Some((Kind::Failure, payload)) => {
                 let failure: Failure = serde_json::from_slice(&payload)

@@ -146,7 +146,7 @@ fn write(line: &mut Line, engine: Engine, vm: Vm, patience: Patience) -> Ended {
 impl Session<'_> {
     fn serve(mut self) -> Ended {
         loop {
-            self.line.set_patience(if self.in_hand { self.patience.within } else { self.patience.idle })?;
+            self.line.set_patience(if self.in_hand { self.patience.within } else { self.patience.idle });
             let Some((kind, payload)) = self.line.receive()? else { return Ok(()) };
             match kind {
                 Kind::Begin => self.begin(&payload)?,
@@ -279,7 +279,7 @@ fn read(line: &mut Line, image: &LocalImage, patience: Patience) -> Ended {
     let welcome =
         Welcome { id: home.id, vm: home.vm.clone(), epoch: info.epoch, newest: info.number, info: Some(info) };
     line.send_json(Kind::Welcome, &welcome)?;
-    line.set_patience(patience.idle)?;
+    line.set_patience(patience.idle);
     let mut hot = None;
     let mut position = 0u64;
     while let Some((kind, payload)) = line.receive()? {

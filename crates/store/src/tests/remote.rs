@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// An authority of our own, with what it signs.
@@ -469,10 +469,10 @@ fn whoever_says_nothing_is_dropped() {
     let epoch = writer.epoch();
     let mut checkpoint = writer.begin(&[block("ram", PAGES)]).unwrap();
     checkpoint.pages(0, [(1, &content(1))]).unwrap();
-    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(60);
     let store = directory.path().join("web/segments");
     let partial = |store: &Path| fs::read_dir(store).unwrap().count();
-    while partial(&store) > 1 && std::time::Instant::now() < deadline {
+    while partial(&store) > 1 && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(20));
     }
     thread::sleep(soon * 3);
@@ -492,6 +492,86 @@ fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Line
         line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap();
     }
     line
+}
+
+/// Both ends of a line: a server's, which has `within` for each thing, and a client's.
+fn ends(within: Duration) -> (Line, Line) {
+    let authority = Authority::new("ours");
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let config = server.server().unwrap();
+    let accepted = thread::spawn(move || Line::accept(listener.accept().unwrap().0, config, within).unwrap());
+    let client = raw(address, &client, None);
+    (accepted.join().unwrap(), client)
+}
+
+/// Does `step` each millisecond until it fails. One that never fails ends after 10 s.
+fn repeat(mut step: impl FnMut() -> bool + Send + 'static) -> JoinHandle<bool> {
+    thread::spawn(move || {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline {
+            if !step() {
+                return true;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        false
+    })
+}
+
+const SOON: Duration = Duration::from_millis(300);
+
+#[test]
+fn a_frame_that_comes_byte_by_byte_ends_the_line() {
+    for client_drips in [true, false] {
+        let (server, client) = ends(SOON);
+        let (mut dripping, mut line) = if client_drips { (client, server) } else { (server, client) };
+        line.limit(SOON, 1 << 20);
+        dripping.send_length(Kind::Pages.limit() as u32, Kind::Pages.code()).unwrap();
+        let drip = repeat(move || dripping.send_raw(&[0]).is_ok());
+        let e = line.receive().unwrap_err();
+        assert!(matches!(e, LineError::Slow { .. }), "{e}");
+        drop(line);
+        drip.join().unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_line() {
+    let (mut line, mut client) = ends(SOON);
+    line.limit(SOON, 1 << 30);
+    let drip = repeat(move || client.receive_raw(&mut [0; 512]).is_ok_and(|n| n > 0));
+    let e = line.send(Kind::Verified, &[&vec![0; Kind::Verified.limit()]]).unwrap_err();
+    assert!(matches!(e, LineError::Slow { .. }), "{e}");
+    drop(line);
+    drip.join().unwrap();
+}
+
+#[test]
+fn a_handshake_that_comes_byte_by_byte_is_dropped() {
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let patience = Patience { within: SOON, idle: SOON };
+    let running = Running::new(directory.path(), &authority.sign("127.0.0.1", 2100), patience);
+    let mut client = TcpStream::connect(running.address).unwrap();
+    // The head of a record of 16 KiB.
+    client.write_all(&[22, 3, 1, 0x40, 0]).unwrap();
+    assert!(repeat(move || client.write_all(&[0]).is_ok()).join().unwrap(), "the server still listens to it");
+}
+
+#[test]
+fn a_peer_that_is_at_work_for_ever_is_given_up() {
+    for server_works in [true, false] {
+        let (server, client) = ends(SOON);
+        let (mut busy, mut line) = if server_works { (server, client) } else { (client, server) };
+        let work = repeat(move || busy.send(Kind::Busy, &[]).is_ok());
+        // A client has nothing to work on.
+        let e = if server_works { line.receive_within(SOON) } else { line.receive() }.unwrap_err();
+        assert!(matches!(e, LineError::Slow { .. }), "{e}");
+        drop(line);
+        work.join().unwrap();
+    }
 }
 
 #[test]
