@@ -68,10 +68,19 @@ impl Response {
                 Stage::UntilClose => return Ok(false),
                 Stage::Head => {
                     self.keep_partial(bytes)?;
-                    let Some((length, stage)) = self.parse_head()? else { return Ok(false) };
-                    self.stage = stage;
-                    let rest = self.partial.split_off(length);
+                    let mut end = 0;
+                    // A server may send any number of interim responses before the real one.
+                    while self.stage == Stage::Head {
+                        let Some((length, stage)) = self.parse_head(end)? else {
+                            self.partial.drain(..end);
+                            return Ok(false);
+                        };
+                        end += length;
+                        self.stage = stage;
+                    }
+                    let rest = self.partial.split_off(end);
                     self.partial.clear();
+                    // Not a head any more.
                     return self.push(&rest);
                 }
                 Stage::Sized(left) => {
@@ -109,13 +118,14 @@ impl Response {
         if open { Ok(()) } else { Err(Malformed::HeadTooLong) }
     }
 
-    /// Parses the head, if it is whole: its length, and what follows it.
-    fn parse_head(&mut self) -> Result<Option<(usize, Stage)>, Malformed> {
+    /// Parses the head that begins at `from` in `partial`, if it is whole: its length, and what follows it.
+    fn parse_head(&mut self, from: usize) -> Result<Option<(usize, Stage)>, Malformed> {
+        let unread = self.partial.get(from..).unwrap_or_default();
         let mut headers = [EMPTY_HEADER; MAX_HEADERS];
         let mut head = httparse::Response::new(&mut headers);
-        let length = match head.parse(&self.partial).map_err(Malformed::Head)? {
+        let length = match head.parse(unread).map_err(Malformed::Head)? {
             Status::Complete(length) => length,
-            Status::Partial if self.partial.len() > MAX_HEAD => return Err(Malformed::HeadTooLong),
+            Status::Partial if unread.len() > MAX_HEAD => return Err(Malformed::HeadTooLong),
             Status::Partial => return Ok(None),
         };
         let status = head.code.unwrap_or(0);
@@ -229,6 +239,14 @@ mod tests {
         assert_eq!(whole("HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx"), (200, true));
         let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n";
         assert_eq!(whole(&format!("{chunked}5\r\nhello\r\nA;x=y\r\n0123456789\r\n0\r\nT: 1\r\n\r\n")), (200, true));
+    }
+
+    #[test]
+    fn interim_responses_without_end_are_passed_over() {
+        let mut response = Response::default();
+        assert_eq!(response.push("HTTP/1.1 100 \r\n\r\n".repeat(100_000).as_bytes()), Ok(false));
+        assert_eq!(response.push(b"HTTP/1.1 204 No Content\r\n\r\n"), Ok(true));
+        assert_eq!(response.status(), 204);
     }
 
     #[test]
