@@ -12,6 +12,10 @@ const VNET_HDR: usize = 10;
 const LARGEST: usize = 65536 + 64 + VNET_HDR;
 /// Room for frames between two looks.
 const BUFFER: libc::c_int = 8 << 20;
+/// What a frame takes of that at least.
+const SMALLEST: usize = 768;
+/// What the buffer can hold: the kernel doubles what it is asked for.
+const MOST: usize = 2 * BUFFER as usize;
 
 /// One frame with its header.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,12 +87,23 @@ impl Capture {
     /// The frames that the host has sent into the interface since the last call, in order. Frames that came out of it
     /// are left out.
     ///
+    /// As many as there was room for, and no more: a network that sends frames as fast as they are read keeps nobody here.
+    ///
     /// # Errors
     /// When the interface has gone.
     pub fn frames(&self) -> io::Result<Vec<Frame>> {
+        self.some_frames(MOST)
+    }
+
+    /// Those that take `most` bytes of the buffer.
+    fn some_frames(&self, most: usize) -> io::Result<Vec<Frame>> {
         let mut frames = Vec::new();
         let mut buffer = vec![0u8; LARGEST];
-        while let Some((outgoing, at, len)) = self.receive(&mut buffer)? {
+        let mut taken = 0;
+        while taken < most
+            && let Some((outgoing, at, len)) = self.receive(&mut buffer)?
+        {
+            taken += len.max(SMALLEST);
             if outgoing && len > VNET_HDR {
                 let bytes = buffer.get(..len.min(LARGEST)).unwrap_or_default().to_vec();
                 frames.push(Frame { host_us: u64::try_from(at.as_micros()).unwrap_or(u64::MAX), bytes });
@@ -176,5 +191,12 @@ mod tests {
             seen += usize::from(has_mark(&buffer[..n]));
         }
         assert_eq!(seen, 2);
+        // More than are taken in one look.
+        let socket = std::net::UdpSocket::bind("198.51.100.1:0").unwrap();
+        (0..20).for_each(|_| assert!(socket.send_to(mark, "198.51.100.2:9").is_ok()));
+        let few = capture.some_frames(5 * SMALLEST).unwrap();
+        assert!(few.len() <= 5, "{} frames", few.len());
+        let marked = |frames: &[Frame]| frames.iter().filter(|frame| has_mark(&frame.bytes)).count();
+        assert_eq!(marked(&few) + marked(&capture.frames().unwrap()), 20);
     }
 }
