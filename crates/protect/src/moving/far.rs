@@ -147,7 +147,7 @@ impl Line {
         LineError::Broken { host: self.host.clone(), command: self.command.clone() }
     }
 
-    /// Writes `line` by the end of `patience`. One of which a part only was written is the last.
+    /// Writes `line` within `patience`. After an error the line may have been written in part, so nothing is written any more.
     fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), LineError> {
         let Some(to) = &mut self.to else { return Err(self.broken()) };
         write_by(to, line, Instant::now() + patience).map_err(|e| {
@@ -192,7 +192,7 @@ impl Line {
         })
     }
 
-    /// Say something, and give what it answers. `patience` is for each of both.
+    /// Say something, and give what it answers. `patience` applies to each of the two.
     pub(super) fn ask(&mut self, say: &Say, patience: Duration) -> Result<Answer, LineError> {
         let broken = match self.say(say, patience) {
             Ok(()) => return self.answer(patience),
@@ -218,7 +218,7 @@ impl Drop for Line {
                 let _ = self.child.kill();
                 break;
             }
-            // What it still prints is not to keep it from its end.
+            // A full pipe would block it before its end.
             let _ = waiting_in(&mut self.answers.stream(), LONGEST);
             thread::sleep(Duration::from_millis(5));
         }

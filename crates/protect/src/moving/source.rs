@@ -40,7 +40,7 @@ const HELLO: Duration = Duration::from_secs(120);
 const PREPARE: Duration = Duration::from_secs(300);
 /// How long it may take to let the guest go on. After that the store is asked who has it.
 const GO: Duration = Duration::from_secs(60);
-/// How long it may take to read the word to do that: a short line, for which there is room. The guest is stopped meanwhile.
+/// How long it may take to read [`Say::Go`]: a short line, for which there is room. The guest is stopped meanwhile.
 const WORD: Duration = Duration::from_secs(10);
 /// How long who takes checkpoints may take to end.
 const PROTECTOR: Duration = Duration::from_secs(60);

@@ -30,8 +30,8 @@ const BUSY: Duration = Duration::from_secs(60);
 /// Why a VM cannot be had here, in words for the other host.
 type Refusal = String;
 
-/// How long the other host may take for each step. When a time is over, what was prepared here is taken back; the guest is the other
-/// host's still, or it finds in the store whose it is.
+/// How long the other host may take for each step. After that, what was prepared here is removed. The guest still runs on the other host,
+/// or that host claims it in the store.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
     /// From the start to the first line, which the other host sends as soon as it is connected.
@@ -39,7 +39,7 @@ struct Patience {
     /// Between two lines while the guest runs there: it takes checkpoints of it, the first of them of all its memory. A guest of 1 TiB takes
     /// a day at 12 MB/s.
     checkpoints: Duration,
-    /// From the state of the stopped guest to the word: a commit of what the last pass has left. No guest should be stopped for longer.
+    /// From the state of the stopped guest to [`Say::Go`]: a commit of what the last pass has left. No guest should be stopped for longer.
     go: Duration,
     /// From a line's first byte to its last one: 4 MiB at 70 kB/s.
     line: Duration,
@@ -63,7 +63,7 @@ struct Source<R, W> {
 }
 
 impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
-    /// What it says, if it begins to within `begin`; none if it has ended.
+    /// Reads its next line, whose first byte has to come within `begin`. `None` at the end of the stream.
     fn hear(&mut self, begin: Duration) -> io::Result<Option<Result<Say, Refusal>>> {
         match self.lines.next_begun_by(Instant::now() + begin, self.patience.line) {
             Ok(line) => Ok(Some(serde_json::from_slice(&line).map_err(|e| {
@@ -82,7 +82,7 @@ impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
         }
     }
 
-    /// Answers. Gives whether the other host has read it in time; if not, it learns it in another way.
+    /// Answers. `false` if the other host does not read it in time; it then finds the result in the store.
     fn say(&mut self, answer: &Answer) -> bool {
         let mut line = serde_json::to_vec(answer).unwrap_or_default();
         line.push(b'\n');
@@ -128,7 +128,7 @@ pub fn receive(host: &Host, from: impl Read + AsFd, to: impl Write + AsFd, runni
     };
     let this = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mut heard = source.say(&Answer::Ready { version: VERSION, host: this });
-    // One that has not read an answer has broken off.
+    // A host that does not read an answer has given up the move.
     while heard {
         heard = match source.hear(patience.checkpoints)? {
             // It has thought better of it, or is gone.
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_says_nothing_is_told_so() {
+    fn a_host_that_sends_nothing_gets_the_reason() {
         let (mut source, theirs) = source();
         source.patience.hello = SHORT;
         assert_eq!(source.hear(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);

@@ -25,9 +25,8 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// How long a connection may take to come about, with its handshake.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Bytes of a frame that have to come in a second, or be taken, when [`PATIENCE`] is over: 1 Mbit/s. A line that is slower is of no use for
-/// checkpoints, and a peer cannot hold one for longer than its frames have bytes: 4 MiB of pages take at most a minute, the largest frame
-/// 18 minutes.
+/// Bytes of a frame that have to come in a second, or be taken, when [`PATIENCE`] is over: 1 Mbit/s. A slower line is of no use for
+/// checkpoints. So 4 MiB of pages may take a minute, and the largest frame 18 minutes.
 const SLOWEST: u64 = 128 << 10;
 /// How long a server may report that it still works on a checkpoint: on what its disk has not yet written of it. A guest may be stopped
 /// meanwhile.
