@@ -22,7 +22,7 @@ use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_store::StoreUrl;
 use rekindle_store::remote::Identity;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::place::{Made, Place};
+use rekindle_vm::place::{Made, VmSlot};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{fault, network};
@@ -229,7 +229,7 @@ pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError
 
 /// [`go`] for a VM that had none before.
 pub(super) fn go_in(
-    place: &Place<'_>,
+    place: &VmSlot<'_>,
     waiting: Waiting,
     ahead: &Ahead,
     fence: Option<Fence<'_>>,
