@@ -226,7 +226,7 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
         if policy != "cow" {
             assert!(!remote::existing(plain.process).unwrap().is_empty(), "nothing was left that could be taken away");
         }
-        guest.rekindle(&["detach"]).ok().says(&["runs on"]);
+        guest.rekindle(&["detach"]).ok().says(&["continues to run"]);
         no_trace(plain.process, &before);
         lab.assert_empty();
         let tick = guest.tick();
