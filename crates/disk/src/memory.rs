@@ -7,7 +7,7 @@ use crate::beside::beside;
 use crate::map::Frame;
 use crate::missing::{Missing, Twice};
 use rekindle_kernel::file::punch_hole;
-use rekindle_kernel::mapping::let_go;
+use rekindle_kernel::mapping::drop_pages;
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_kernel::process::Process;
 use serde::{Deserialize, Serialize};
@@ -311,7 +311,7 @@ impl Memory {
         beside("unmap", memory, |memory| {
             // Nothing is to be let go of where a page that goes is told to somebody: with the mapping all do.
             if memory.missing.is_none()
-                && let Err(e) = memory.map.iter().try_for_each(|region| let_go(region))
+                && let Err(e) = memory.map.iter().try_for_each(|region| drop_pages(region))
             {
                 tracing::debug!("the memory of a guest before goes in one piece: {e}");
             }

@@ -22,8 +22,8 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
 /// the process. See [`crate::inject`] for what that does to it.
 ///
 /// # Errors
-/// `PermissionDenied` without the right to trace the process or while another tracer has it; the process goes on as
-/// it was, up to the pair that failed.
+/// `PermissionDenied` without the right to trace the process or while another tracer has it; pairs before the
+/// failed one are replaced, and the process continues.
 pub fn replace(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
     if pairs.is_empty() {
         return Ok(());

@@ -28,8 +28,8 @@ pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
 }
 
-/// The process that has taken the `flock` of a file, as `/proc/locks` says: looking is in nobody's way, where an attempt to take it
-/// would be. `None` if nobody has, or a process that cannot be seen from here.
+/// Returns the process that holds the `flock` of a file, from `/proc/locks`: unlike an attempt to take the lock, this disturbs no other
+/// process. `None` if it is not held, or held by a process that is not visible here.
 ///
 /// # Errors
 /// The system's; of a file that is not there, too.
@@ -55,7 +55,7 @@ fn holder_in(locks: &str, (major, minor): (u32, u32), inode: u64) -> Option<u32>
 pub enum Lock {
     /// Others may have it too.
     Shared,
-    /// Nobody else may.
+    /// No other open file may have it.
     Exclusive,
 }
 
@@ -64,8 +64,8 @@ pub(crate) fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock>
     Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
 }
 
-/// Lock one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: somebody else
-/// has it.
+/// Lock one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: another
+/// open file has it locked.
 ///
 /// # Errors
 /// The system's.
@@ -84,7 +84,7 @@ pub fn lock_byte(file: impl AsFd, byte: u64, lock: Lock) -> io::Result<bool> {
     }
 }
 
-/// Whether anybody else has locked one byte of an open file, in either way.
+/// Whether another open file has locked one byte of this one, in either way.
 ///
 /// # Errors
 /// The system's.
@@ -113,18 +113,18 @@ pub fn device_bytes(file: impl AsFd) -> io::Result<u64> {
     Ok(bytes as u64)
 }
 
-/// What offset, length and memory of an operation with `O_DIRECT` have to be multiples of (`STATX_DIOALIGN`, Linux 6.1). `None` where
-/// it is not told.
+/// Returns the alignment that offset, length and memory of an operation with `O_DIRECT` need (`STATX_DIOALIGN`, Linux 6.1). `None` if the
+/// kernel does not report it.
 #[must_use]
 pub fn direct_alignment(file: impl AsFd) -> Option<u32> {
     // SAFETY: all zeroes are a value of this structure of numbers.
-    let mut told: libc::statx = unsafe { std::mem::zeroed() };
+    let mut status: libc::statx = unsafe { std::mem::zeroed() };
     let fd = file.as_fd().as_raw_fd();
     // SAFETY: the descriptor is open, because it is borrowed; the path is an empty string; the structure is ours.
-    let done = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut told) };
-    let is_told = done == 0 && told.stx_mask & libc::STATX_DIOALIGN != 0;
-    let alignment = told.stx_dio_mem_align.max(told.stx_dio_offset_align);
-    (is_told && alignment.is_power_of_two()).then_some(alignment)
+    let done = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut status) };
+    let is_reported = done == 0 && status.stx_mask & libc::STATX_DIOALIGN != 0;
+    let alignment = status.stx_dio_mem_align.max(status.stx_dio_offset_align);
+    (is_reported && alignment.is_power_of_two()).then_some(alignment)
 }
 
 #[cfg(test)]
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_holder_of_a_flock_is_found_and_who_waits_for_it_is_not() {
+    fn the_holder_of_a_flock_is_found_and_a_process_that_waits_for_it_is_not() {
         let locks = "1: FLOCK  ADVISORY  WRITE 4711 00:1b:99 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 4712 00:1b:98 0 EOF\n\
                      2: POSIX  ADVISORY  WRITE 4713 00:1b:98 0 EOF\n3: FLOCK  ADVISORY  READ  4714 08:1b:98 0 EOF\n\
                      4: FLOCK  ADVISORY  READ  4715 00:1b:98 0 EOF\n";

@@ -25,7 +25,7 @@ pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Res
     let text = CString::new(command_line)?;
     let flags = if ramdisk.is_some() { 0 } else { KEXEC_FILE_NO_INITRAMFS };
     let ramdisk_fd = ramdisk.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-    // SAFETY: the descriptors live through the call, and `text` is as long as is said, with its zero byte.
+    // SAFETY: the descriptors live through the call, and `text` has the given length, with its zero byte.
     let done = unsafe { call(image.as_raw_fd(), ramdisk_fd, text.as_bytes_with_nul(), flags) };
     if done == 0 { Ok(()) } else { Err(named(kernel, io::Error::last_os_error())) }
 }
@@ -35,7 +35,7 @@ pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Res
 /// # Errors
 /// `PermissionDenied` without `CAP_SYS_BOOT`.
 pub fn unload() -> io::Result<()> {
-    // SAFETY: with this flag the kernel looks at no other argument.
+    // SAFETY: with this flag the kernel ignores the other arguments.
     let done = unsafe { call(-1, -1, &[], KEXEC_FILE_UNLOAD) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

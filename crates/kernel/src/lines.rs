@@ -89,7 +89,7 @@ impl<S: Read + AsFd> Lines<S> {
     ///
     /// # Errors
     /// [`LineError`].
-    pub fn next_begun_by(&mut self, begin: Instant, rest: Duration) -> Result<Vec<u8>, LineError> {
+    pub fn next_started_by(&mut self, begin: Instant, rest: Duration) -> Result<Vec<u8>, LineError> {
         let mut end = None;
         loop {
             if let Some(line) = self.whole()? {
@@ -263,13 +263,13 @@ mod tests {
         (&theirs).write_all(b"one\ntwo\nth").unwrap();
         let none = Duration::ZERO;
         for line in [&b"one\n"[..], b"two\n"] {
-            assert_eq!(lines.next_begun_by(soon(), Duration::from_secs(20)).unwrap(), line);
+            assert_eq!(lines.next_started_by(soon(), Duration::from_secs(20)).unwrap(), line);
         }
         // Its first bytes are there, and no time is left for the rest.
-        assert!(matches!(lines.next_begun_by(soon() + Duration::from_secs(1000), none), Err(LineError::Late)));
+        assert!(matches!(lines.next_started_by(soon() + Duration::from_secs(1000), none), Err(LineError::Late)));
         (&theirs).write_all(b"ree\n").unwrap();
-        assert_eq!(lines.next_begun_by(Instant::now(), Duration::from_secs(20)).unwrap(), b"three\n");
-        assert!(matches!(lines.next_begun_by(Instant::now(), Duration::from_secs(20)), Err(LineError::Late)));
+        assert_eq!(lines.next_started_by(Instant::now(), Duration::from_secs(20)).unwrap(), b"three\n");
+        assert!(matches!(lines.next_started_by(Instant::now(), Duration::from_secs(20)), Err(LineError::Late)));
     }
 
     #[test]

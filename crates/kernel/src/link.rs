@@ -16,7 +16,7 @@ mod ioctl {
     nix::ioctl_write_ptr_bad!(bridge_add, super::SIOCBRADDIF, libc::ifreq);
 }
 
-/// Bring the interface `name` up, in the network namespace of the calling thread.
+/// Sets the interface `name` up, in the network namespace of the calling thread.
 ///
 /// # Errors
 /// When there is no such interface, or without `CAP_NET_ADMIN`. The error names the interface.
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn a_missing_interface_is_named() {
         for name in ["sixteen-letters-", "rk-none"] {
             assert!(up(name).unwrap_err().to_string().contains(name), "{name}");
             assert!(join(name, "rk-no-bridge").unwrap_err().to_string().contains("rk-no-bridge"), "{name}");

@@ -143,7 +143,7 @@ impl Wanted<'_> {
         descriptors.into_iter().any(|entry| self.is_held_by(table, &entry.path()))
     }
 
-    /// The name first: to look at any other file may block, e.g. on a share that is gone.
+    /// Compares the name first: to stat any other file may block, e.g. on a share that does not answer.
     fn is_held_by(&self, table: &Path, descriptor: &Path) -> bool {
         let named = |link: &Path| {
             let link = link.as_os_str().as_bytes();

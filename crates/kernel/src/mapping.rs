@@ -4,15 +4,15 @@ use std::io;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::mmap::MmapRegion;
 
-/// So much is let go of at a time: less than a millisecond's work.
+/// Bytes to unmap at a time: less than a millisecond's work.
 const PIECE: usize = 4 << 20;
 
-/// Take what is mapped of a shared file out of this process, piece by piece, before it is unmapped: whoever maps something meanwhile waits for
-/// one piece only. The file keeps what it has, and the mapping can be used on.
+/// Drops the pages of a shared file's mapping from this process, piece by piece. Done before unmapping, it makes a thread that maps something
+/// concurrently wait for one piece only. The file keeps its content, and the mapping stays usable.
 ///
 /// # Errors
 /// `InvalidInput` for a private mapping, which would lose what it has; the system's.
-pub fn let_go<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
+pub fn drop_pages<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
     if region.flags() & libc::MAP_SHARED == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a private mapping would lose its pages"));
     }
@@ -51,7 +51,7 @@ mod tests {
             runs.iter().map(|run| run.end - run.start).sum::<u64>()
         };
         assert_eq!(populated(), bytes as u64);
-        let_go(&region).unwrap();
+        drop_pages(&region).unwrap();
         assert_eq!(populated(), 0);
         let mut found = [0; 8];
         file.read_exact_at(&mut found, (bytes - PAGE_SIZE) as u64).unwrap();
@@ -67,7 +67,7 @@ mod tests {
             .build()
             .unwrap();
         region.as_volatile_slice().write_obj(7u8, 0).unwrap();
-        assert_eq!(let_go(&region).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(drop_pages(&region).unwrap_err().kind(), io::ErrorKind::InvalidInput);
         assert_eq!(region.as_volatile_slice().read_obj::<u8>(0).unwrap(), 7);
     }
 }

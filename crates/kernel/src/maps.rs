@@ -16,7 +16,7 @@ pub struct Mapping {
     pub writable: bool,
     /// Its code may be run.
     pub executable: bool,
-    /// What is written to it is seen by others who map the same file.
+    /// Writes are visible to other processes that map the same file.
     pub shared: bool,
     /// Where in the file it begins.
     pub offset: u64,

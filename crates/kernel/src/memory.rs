@@ -63,7 +63,7 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
             Err(e) => return Err(failed(process, e)),
         };
         if done < wanted {
-            // Piece by piece: tells which one it was, unless it was only a pause.
+            // One address at a time, to find the one that failed, unless the failure was temporary.
             let mut rest = now;
             for &(address, length) in batch {
                 let (one, others) = std::mem::take(&mut rest).split_at_mut(length);
@@ -117,8 +117,8 @@ pub fn populate_heap(injector: Injector) -> io::Result<()> {
 
 /// Set aside, for ever, every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can come to have.
 ///
-/// The kernel reserves them when a file is first mapped shared, and leaves them to the file until it is cut short or
-/// removed, mapped or not: so one who maps it later, and touches a page, finds it there.
+/// The kernel reserves them when a file is first mapped shared, and leaves them to the file until it is truncated or
+/// removed, mapped or not: so a process that maps it later and touches a page gets it.
 ///
 /// # Errors
 /// `OutOfMemory` when the pool, the mount or the control group (`hugetlb.SIZE.rsvd.max`) has not so many; none is
@@ -131,7 +131,7 @@ pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: exactly what was mapped above, and nobody was told of it.
+    // SAFETY: exactly what was mapped above, and no reference to it was given out.
     if unsafe { libc::munmap(start, length) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -287,7 +287,7 @@ mod tests {
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start = unsafe { libc::mmap(null, 2 * PAGE_SIZE, protection, libc::MAP_SHARED, fd, 0) } as u64;
         assert_eq!(mapping_of(me, &path).unwrap(), Some(start..start + 2 * PAGE_SIZE as u64));
-        // SAFETY: what was mapped above, in which nobody has a reference.
+        // SAFETY: what was mapped above, to which there is no reference.
         unsafe { libc::munmap(start as *mut _, 2 * PAGE_SIZE) };
     }
 

@@ -102,7 +102,7 @@ pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Ve
     taken
 }
 
-/// Bytes at the end of a log that are looked at for its last lines.
+/// Bytes at the end of a log in which its last lines are searched.
 const TAIL: u64 = 16 << 10;
 
 /// The last lines of the log at `path`, at most `lines`, in its last 16 KiB: whatever its length is, no more of it is read. Empty if it

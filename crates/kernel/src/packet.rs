@@ -10,11 +10,11 @@ use std::time::Duration;
 const VNET_HDR: usize = 10;
 /// Bytes that one frame can have with segmentation left to the interface.
 const LARGEST: usize = 65536 + 64 + VNET_HDR;
-/// Room for frames between two looks.
+/// Room for frames between two reads.
 const BUFFER: libc::c_int = 8 << 20;
 /// What a frame takes of that at least.
 const SMALLEST: usize = 768;
-/// What the buffer can hold: the kernel doubles what it is asked for.
+/// What the buffer can hold: the kernel doubles the requested size.
 const MOST: usize = 2 * BUFFER as usize;
 
 /// One frame with its header.
@@ -25,17 +25,17 @@ pub struct Frame {
     bytes: Vec<u8>,
 }
 
-/// A look at what the host sends into an interface. Frames are kept from its opening on.
+/// A capture of what the host sends into an interface. Frames are kept from its opening on.
 #[derive(Debug)]
 pub struct Capture {
     socket: OwnedFd,
 }
 
 impl Capture {
-    /// Look at the interface `name` in the network namespace of the calling thread. Needs `CAP_NET_RAW`.
+    /// Starts to capture on the interface `name` in the network namespace of the calling thread. Needs `CAP_NET_RAW`.
     ///
     /// # Errors
-    /// When there is no such interface, or it may not be looked at.
+    /// When there is no such interface, or capturing is not permitted.
     pub fn open(name: &str) -> io::Result<Self> {
         let named = |e: io::Error| io::Error::new(e.kind(), format!("frames into {name}: {e}"));
         let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
@@ -45,7 +45,7 @@ impl Capture {
         if fd < 0 {
             return Err(named(io::Error::last_os_error()));
         }
-        // SAFETY: `fd` was just made by socket() and nobody else has it.
+        // SAFETY: `fd` was just made by socket() and nothing else has it.
         let socket = unsafe { OwnedFd::from_raw_fd(fd) };
         let capture = Self { socket };
         capture.set(libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1).map_err(named)?;
@@ -84,8 +84,8 @@ impl Capture {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// The frames that the host has sent into the interface since the last call, in order. Frames that came out of it
-    /// are left out.
+    /// The frames that the host has sent into the interface since the last call, in order. Frames from the
+    /// interface are left out.
     ///
     /// As many as there was room for, and no more: a network that sends frames as fast as they are read does not hold the caller here.
     ///
@@ -133,7 +133,7 @@ impl Capture {
             return if e.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(e) };
         }
         let mut at = Duration::ZERO;
-        // SAFETY: the CMSG functions walk `control`, which the kernel has filled as `msg_controllen` says; a timestamp
+        // SAFETY: the CMSG functions walk `control`, which the kernel has filled up to `msg_controllen`; a timestamp
         // message holds a timespec, read unaligned.
         unsafe {
             let mut header = libc::CMSG_FIRSTHDR(&raw const message);
@@ -191,7 +191,7 @@ mod tests {
             seen += usize::from(has_mark(&buffer[..n]));
         }
         assert_eq!(seen, 2);
-        // More than are taken in one look.
+        // More than are taken in one read.
         let socket = std::net::UdpSocket::bind("198.51.100.1:0").unwrap();
         (0..20).for_each(|_| assert!(socket.send_to(mark, "198.51.100.2:9").is_ok()));
         let few = capture.some_frames(5 * SMALLEST).unwrap();

@@ -2,8 +2,8 @@
 //! `Documentation/admin-guide/mm/pagemap.rst`).
 //!
 //! A page counts as written when it is not write-protected by a userfaultfd: so the kernel's page tables are the record
-//! of what was written, and no list need be kept. Looking at them is possible for any userfaultfd that protects against
-//! writes; protecting again what is found, in the same pass, only for an asynchronous one.
+//! of what was written, and no list need be kept. Reading them is possible for any userfaultfd that protects against
+//! writes; protecting the found pages again in the same pass only for an asynchronous one.
 
 use crate::ioctl;
 use crate::process::Process;
@@ -114,7 +114,7 @@ pub enum ScanError {
     },
 }
 
-/// What to look for. All that is asked for must be true of a page.
+/// The pages to find: all conditions must be true of a page.
 #[derive(Debug, Clone, Copy)]
 pub struct Query {
     /// True of the page.
@@ -123,26 +123,26 @@ pub struct Query {
     pub none: Categories,
     /// At least one is true of the page, if any is named.
     pub any: Categories,
-    /// What to tell of a page; runs of pages are told apart by it.
-    pub tell: Categories,
+    /// What to report of a page; pages that differ in it are in different runs.
+    pub report: Categories,
 }
 
 impl Query {
     /// Pages of which all of these are true.
     #[must_use]
     pub const fn all(all: Categories) -> Self {
-        Self { all, none: Categories::empty(), any: Categories::empty(), tell: all }
+        Self { all, none: Categories::empty(), any: Categories::empty(), report: all }
     }
 }
 
 /// How a scan of written pages treats protection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rearm {
-    /// Look only. The range must be under asynchronous protection.
+    /// Only read. The range must be under asynchronous protection.
     No,
     /// Protect again what is found, page by page in the same moment. The range must be under asynchronous protection.
     Yes,
-    /// Look only, and do not ask how the range is protected. Whoever asks this knows.
+    /// Only read, and do not check how the range is protected: the caller knows.
     Unchecked,
 }
 
@@ -176,7 +176,7 @@ impl Scanner {
         let pid = process.pid;
         let file = File::open(format!("/proc/{pid}/pagemap")).map_err(|source| ScanError::Open { pid, source })?;
         let mut scanner = Self { pid, file, regions: vec![Region::default(); RUNS] };
-        // An empty range: tells whether the kernel knows the call.
+        // An empty range, to check whether the kernel has the call.
         scanner.scan(0..0, 0, Query::all(Categories::PRESENT), |_, _| {})?;
         Ok(scanner)
     }
@@ -231,7 +231,7 @@ impl Scanner {
         Ok(first)
     }
 
-    /// Each run of pages of `range` for which `query` holds, with what it asks to be told.
+    /// Each run of pages of `range` for which `query` holds, with the categories that it reports.
     ///
     /// # Errors
     /// [`ScanError::Scan`].
@@ -275,7 +275,7 @@ impl Scanner {
                 category_inverted: query.none.bits(),
                 category_mask: (query.all | query.none).bits(),
                 category_anyof_mask: query.any.bits(),
-                return_mask: query.tell.bits(),
+                return_mask: query.report.bits(),
                 max_pages: limit,
                 ..Argument::default()
             };
@@ -293,7 +293,7 @@ impl Scanner {
             let mut reached = argument.walk_end;
             for region in self.regions.iter().take(found) {
                 each(region.start..region.end, Categories::from_bits_truncate(region.categories));
-                // When the buffer is full just at the end, Linux 6.18 says that it came less far than it told.
+                // When the buffer is full just at the end, Linux 6.18 returns an end before the last run that it reports.
                 reached = reached.max(region.end);
             }
             if reached <= at || reached >= range.end || (limit > 0 && found > 0) {
@@ -304,12 +304,12 @@ impl Scanner {
     }
 }
 
-/// Whether this kernel tells pages of private memory that were given back a whole page table at a time (2 MiB) as
-/// written. Linux 6.7 tells nothing of them, 6.18.44 does: found out by trying. Where it does not, they must be looked for.
+/// Whether this kernel reports pages of private memory as written that were given back a whole page table at a time (2 MiB).
+/// Linux 6.7 does not, 6.18.44 does: found by trying. If it does not, the caller must search for them.
 #[must_use]
-pub fn tells_given_back() -> bool {
-    static TELLS: OnceLock<bool> = OnceLock::new();
-    *TELLS.get_or_init(|| try_given_back().unwrap_or(false))
+pub fn reports_given_back() -> bool {
+    static REPORTS: OnceLock<bool> = OnceLock::new();
+    *REPORTS.get_or_init(|| try_given_back().unwrap_or(false))
 }
 
 /// Try it on memory of our own.
@@ -324,7 +324,7 @@ fn try_given_back() -> Option<bool> {
         mman::mmap_anonymous(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
     }
     .ok()?;
-    let told = (|| {
+    let reported = (|| {
         let whole = area.addr().get() as u64..(area.addr().get() + 4 * TABLE) as u64;
         // SAFETY: our own mapping; huge pages have no page table to give back.
         unsafe { mman::madvise(area, 4 * TABLE, MmapAdvise::MADV_NOHUGEPAGE) }.ok()?;
@@ -342,7 +342,7 @@ fn try_given_back() -> Option<bool> {
     })();
     // SAFETY: our own mapping, whose last use was above.
     let _ = unsafe { mman::munmap(area, 4 * TABLE) };
-    told
+    reported
 }
 
 /// Add a run to ascending ones.

@@ -11,7 +11,7 @@ use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// One process of this machine, told apart from every later process of the same number.
+/// One process of this machine, distinct from every later process of the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Process {
     /// The process number.
@@ -62,7 +62,7 @@ impl Process {
     /// Send `SIGTERM`. A process that has ended already is no error.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process is somebody else's.
+    /// When the kernel refuses, e.g. because the process belongs to another user.
     pub fn terminate(&self) -> io::Result<()> {
         self.signal(Signal::TERM)
     }
@@ -70,15 +70,15 @@ impl Process {
     /// Send `SIGKILL`. A process that has ended already is no error.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process is somebody else's.
+    /// When the kernel refuses, e.g. because the process belongs to another user.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }
 
-    /// Send `SIGSTOP`: it goes on at a `SIGCONT`.
+    /// Sends `SIGSTOP`: the process continues at a `SIGCONT`.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process is somebody else's.
+    /// When the kernel refuses, e.g. because the process belongs to another user.
     pub fn stop(&self) -> io::Result<()> {
         self.signal(Signal::STOP)
     }
@@ -86,7 +86,7 @@ impl Process {
     /// Send `SIGCONT`.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process is somebody else's.
+    /// When the kernel refuses, e.g. because the process belongs to another user.
     pub fn resume(&self) -> io::Result<()> {
         self.signal(Signal::CONT)
     }
@@ -141,7 +141,7 @@ impl Process {
     }
 
     /// Wait until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on it holds
-    /// nothing any more; [`Process::is_alive`] says of its first thread only that it has ended.
+    /// no resources; [`Process::is_alive`] only shows whether its first thread has ended.
     ///
     /// On success: `true` if it has ended. The process need not be a child.
     ///

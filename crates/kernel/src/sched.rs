@@ -18,7 +18,7 @@ pub enum Rank {
 /// Nice value of those that are third. Not -20, which an owner might choose.
 const THIRD: libc::c_int = -19;
 
-/// Name by which the main thread of a process is asked for.
+/// The name that stands for the main thread of a process.
 pub const MAIN: &str = "main";
 
 /// How a thread was scheduled.
@@ -29,16 +29,16 @@ struct Before {
     nice: libc::c_int,
 }
 
-/// Threads that go before others until this is dropped; then each is scheduled as before.
+/// Threads that are scheduled before all others until this is dropped.
 ///
 /// What a thread of another process creates meanwhile is scheduled normally (`SCHED_RESET_ON_FORK`). If this process is
-/// killed in between, the threads stay as they are: [`normal`] mends that.
+/// killed in between, the threads keep their priority: [`normal`] restores it.
 #[derive(Debug, Default)]
-pub struct First {
+pub struct PriorityBoost {
     before: Vec<Before>,
 }
 
-impl First {
+impl PriorityBoost {
     /// Put this thread first, and the threads that it creates meanwhile.
     ///
     /// # Errors
@@ -62,7 +62,7 @@ impl First {
 
     fn add(&mut self, thread: libc::pid_t, flag: libc::c_int, rank: Rank) -> io::Result<()> {
         let before = Before { thread, policy: policy(thread)?, nice: nice(thread)? };
-        // Somebody who runs it in real time knows why.
+        // A thread that already has real-time priority keeps it.
         if before.policy & !libc::SCHED_RESET_ON_FORK != libc::SCHED_OTHER {
             return Ok(());
         }
@@ -76,7 +76,7 @@ impl First {
     }
 }
 
-impl Drop for First {
+impl Drop for PriorityBoost {
     fn drop(&mut self) {
         for Before { thread, policy, nice } in self.before.drain(..) {
             // One that has ended needs nothing.
@@ -86,7 +86,7 @@ impl Drop for First {
     }
 }
 
-/// Schedule normally, with the nice value of its main thread, whatever threads of `process` a [`First`] has left behind that was never
+/// Schedule normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has left behind that was never
 /// dropped.
 ///
 /// # Errors
@@ -125,7 +125,7 @@ fn policy(thread: libc::pid_t) -> io::Result<libc::c_int> {
 
 fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
     // SAFETY: `__errno_location` gives this thread's errno, which is always there; -1 is a nice value too, so that only
-    // errno tells an error.
+    // errno shows an error.
     unsafe { *libc::__errno_location() = 0 };
     // SAFETY: takes and returns numbers only.
     let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread.unsigned_abs()) };
@@ -161,7 +161,7 @@ mod tests {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
         let process = Process::of(child.id()).unwrap();
         let tid = child.id().try_into().unwrap();
-        let mut first = First::default();
+        let mut first = PriorityBoost::default();
         match first.threads_of(process, |name| (name == MAIN).then_some(Rank::First)) {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => eprintln!("needs CAP_SYS_NICE: not run"),
             result => {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     fn leave_behind(thread: libc::pid_t, rank: Rank) {
-        let mut first = First::default();
+        let mut first = PriorityBoost::default();
         first.add(thread, libc::SCHED_RESET_ON_FORK, rank).unwrap();
         std::mem::forget(first);
     }

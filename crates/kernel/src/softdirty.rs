@@ -1,8 +1,8 @@
 //! Soft-dirty bits: which pages of a process were written since they were last cleared
 //! (`Documentation/admin-guide/mm/soft-dirty.rst`).
 //!
-//! The oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process at once, and everybody who uses it for
-//! a process shares it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd does: which is why it can
+//! The oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process, and all users of a
+//! process share it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd does: which is why it can
 //! be used for DAX files, whose faults find such a marker in their way and are tried again for ever (Linux 6.12).
 
 use crate::process::Process;
@@ -21,7 +21,7 @@ const BIT: u64 = 1 << 55;
 
 /// From here on no page of `process` counts as written.
 ///
-/// A page that was pinned before for a device to write into is written without being told: call this with nothing of the kind under way.
+/// A page that was pinned before for a device to write into is written without a record: call this while no such operation is in progress.
 ///
 /// # Errors
 /// `NotFound` when it has ended; the system's. On a kernel without these bits it succeeds and does nothing: see [`works`].
@@ -63,7 +63,7 @@ mod tests {
     use crate::testing::{Area, Kind};
 
     #[test]
-    fn what_is_written_after_a_clear_is_told_and_nothing_else() {
+    fn what_is_written_after_a_clear_is_reported_and_nothing_else() {
         if !works() {
             eprintln!("this kernel keeps no soft-dirty bits: not run");
             return;
@@ -75,9 +75,10 @@ mod tests {
             clear(me).unwrap();
             area.set(3, 2);
             area.set(12, 2);
-            let told = Scanner::open(me).unwrap().matching(area.range(), Query::all(Categories::SOFT_DIRTY)).unwrap();
+            let reported =
+                Scanner::open(me).unwrap().matching(area.range(), Query::all(Categories::SOFT_DIRTY)).unwrap();
             let pages = [3, 12].map(|page| area.address(page)..area.address(page + 1));
-            assert_eq!(told, pages, "{kind:?}");
+            assert_eq!(reported, pages, "{kind:?}");
         }
     }
 

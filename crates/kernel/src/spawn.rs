@@ -23,8 +23,8 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Disown a child that runs on by itself. Who starts many and goes on, as one that reboots a guest for months, would keep each that has
-/// ended as a zombie: those are reaped when the next one is disowned.
+/// Disowns a child that keeps running by itself. Children that have ended are reaped when the next one is disowned, so that a process that
+/// starts many over months keeps no zombies.
 pub fn disown(child: Child) {
     let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
     left.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
@@ -72,8 +72,8 @@ mod tests {
             assert!(process.wait_end(Duration::from_secs(10)).unwrap());
             Path::new("/proc").join(process.pid.to_string())
         };
-        let (former, latter) = (start(), start());
-        assert!(!former.exists() && latter.exists(), "{former:?} is reaped, {latter:?} is a zombie");
+        let (first, second) = (start(), start());
+        assert!(!first.exists() && second.exists(), "{first:?} is reaped, {second:?} is a zombie");
     }
 
     #[test]

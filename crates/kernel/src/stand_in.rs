@@ -25,7 +25,7 @@ const FRAME: [u8; 60] = {
     frame
 };
 
-/// A tap interface that goes away with its last descriptor.
+/// A tap interface that is removed with its last descriptor.
 #[derive(Debug)]
 pub struct StandIn {
     name: String,

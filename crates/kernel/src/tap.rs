@@ -34,7 +34,7 @@ pub fn open(name: &str) -> io::Result<OwnedFd> {
     attach(name, Some(true))
 }
 
-/// Make a tap interface `name` that goes away with its last descriptor: a stand-in for one that is still in use.
+/// Makes a tap interface `name` that is removed with its last descriptor: a stand-in for one that is still in use.
 ///
 /// # Errors
 /// As for [`open`].

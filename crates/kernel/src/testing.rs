@@ -32,7 +32,7 @@ impl Area {
         Self::try_new(kind, pages).unwrap()
     }
 
-    /// As [`Area::new`]; `None` when there are no huge pages to be had.
+    /// As [`Area::new`]; `None` when no huge pages are available.
     pub fn try_new(kind: Kind, pages: usize) -> Option<Self> {
         let (flags, page) = match kind {
             Kind::Private => (libc::MAP_PRIVATE, PAGE_SIZE),
@@ -91,7 +91,7 @@ impl Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, and nobody has a reference into it any more.
+        // SAFETY: our own mapping, and there is no reference into it any more.
         unsafe { libc::munmap(self.start.cast(), self.pages * self.page) };
     }
 }

@@ -1,7 +1,7 @@
-//! Reads and writes of files, many under way at a time (`io_uring`), with buffers that nobody else can touch meanwhile.
+//! Reads and writes of files, many at a time (`io_uring`), with buffers that only the kernel can access meanwhile.
 //!
 //! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring safe: there is
-//! no way to look at, change or free memory that the kernel or a device is still writing.
+//! no way to read, change or free memory that the kernel or a device is still writing.
 
 use crate::large::{HUGE, Large};
 use io_uring::{IoUring, opcode, squeue, types};
@@ -177,7 +177,7 @@ impl Ring {
     /// A ring for at most `most` operations at a time.
     ///
     /// # Errors
-    /// The system's: `ENOSYS` or `EPERM` where `io_uring` is not to be had.
+    /// The system's: `ENOSYS` or `EPERM` where `io_uring` is unavailable.
     pub fn new(most: u32) -> io::Result<Self> {
         let most = most.next_power_of_two();
         let build = |modern: bool| {
@@ -230,7 +230,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Tell by `token`, once, when `descriptor` can be read.
+    /// Reports `token`, once, when `descriptor` can be read.
     ///
     /// # Errors
     /// The token, if there is no room.
@@ -242,7 +242,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Do not wait any longer for what was begun as `token`: it ends soon, as it may.
+    /// Cancels the operation `token`, if it still runs; its completion follows in either case.
     pub fn cancel(&mut self, token: u64) {
         let same = |flight: &Option<Flight>| flight.as_ref().is_some_and(|flight| flight.token == token);
         let Some(slot) = self.flights.iter().position(same) else { return };
@@ -266,7 +266,7 @@ impl Ring {
         }
     }
 
-    /// Submit what was begun, and wait until something has ended or `limit` has passed.
+    /// Submits what was started, and waits until something has ended or `limit` has passed.
     ///
     /// # Errors
     /// The system's.
@@ -288,7 +288,7 @@ impl Ring {
         }
     }
 
-    /// Submit what was begun, without waiting.
+    /// Submits what was started, without waiting.
     ///
     /// # Errors
     /// The system's.
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_is_punched_and_what_fails_says_so() {
+    fn a_hole_is_punched_and_a_failure_is_reported() {
         let file = Arc::new(tempfile::tempfile().unwrap());
         file.set_len(1 << 20).unwrap();
         let mut ring = Ring::new(4).unwrap();

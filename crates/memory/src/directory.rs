@@ -7,7 +7,7 @@
 
 mod replace;
 
-pub use replace::Former;
+pub use replace::PreviousRam;
 
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
@@ -315,7 +315,7 @@ impl RamDirectory {
     ///
     /// # Errors
     /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the file that was there is the new one.
-    pub fn renew_beside(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
+    pub fn renew_keeping_cache(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let path = self.file(name);
         if huge_page_size(&self.path).map_err(failed)?.is_some() {
@@ -517,14 +517,14 @@ mod tests {
         ram.create("x", 6 << 20).unwrap();
         let former = File::options().read(true).write(true).open(ram.file("x")).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&former, &[1; 5 << 20], 0).unwrap();
-        let next = ram.renew_beside("x", 6 << 20).unwrap();
+        let next = ram.renew_keeping_cache("x", 6 << 20).unwrap();
         assert_eq!(fs::metadata(&next).unwrap().blocks(), 0, "it is another file");
         assert_eq!(former.metadata().unwrap().blocks() * 512, 5 << 20);
         // Somebody else's has no claim to that room.
         assert!(matches!(ram.create("y", 3 << 20), Err(RamError::TooSmall { .. })));
         // Without the former one's there would not be enough.
         fs::remove_file(&next).unwrap();
-        assert!(matches!(ram.renew_beside("x", 6 << 20), Err(RamError::TooSmall { .. })));
+        assert!(matches!(ram.renew_keeping_cache("x", 6 << 20), Err(RamError::TooSmall { .. })));
         drop(former);
         RamDirectory::release_own_tmpfs(&path);
     }

@@ -2,7 +2,7 @@
 
 use crate::event::Steps;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::sched::{self, First, Rank};
+use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -267,8 +267,8 @@ fn remove(mark: &Path) -> Result<(), PauseError> {
 }
 
 /// Let those threads go before all others that the stopped guest waits for. As in a warm reboot: `docs/vmm-restart.md`.
-fn go_first(process: Process) -> First {
-    let mut first = First::default();
+fn go_first(process: Process) -> PriorityBoost {
+    let mut first = PriorityBoost::default();
     let rank = |name: &str| match name {
         sched::MAIN | "IO mon_iothread" => Some(Rank::First),
         _ => name.starts_with("CPU ").then_some(Rank::Third),

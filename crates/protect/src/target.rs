@@ -69,7 +69,7 @@ impl Target {
         let state = read(&rundir)?.ok_or_else(unknown)?;
         let ended = || LifeError::Ended {
             name: name.into(),
-            said: rekindle_qemu::vmm::log_tail(&rundir.vmm(state.generation), 10),
+            log: rekindle_qemu::vmm::log_tail(&rundir.vmm(state.generation), 10),
         };
         state.refuse_prepared()?;
         let vmm = state.vmm.clone().filter(Vmm::is_alive).ok_or_else(ended)?;

@@ -42,7 +42,7 @@ const FIRST_WAITING_FD: RawFd = 60;
 pub struct Hardware {
     /// Name, also in the process list.
     pub name: String,
-    /// What tells this VM from every other one, its guest too (SMBIOS). None for one that was started before there was any.
+    /// The identity of this VM, which its guest sees too (SMBIOS). None for one that was started by a version without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<Uuid>,
     /// Versioned machine type.
@@ -67,8 +67,8 @@ pub struct Hardware {
     pub agent: bool,
     /// A source of randomness.
     pub rng: bool,
-    /// The VM generation ID (UAPI.14) that a device tells the guest. Another one says that the guest was set back to an
-    /// earlier moment or was doubled: so it stays over every reboot. None: there is no such device.
+    /// The VM generation ID (UAPI.14) that a device shows the guest. A changed one means that the guest was set back to an
+    /// earlier moment or was cloned: so it stays the same over every reboot. None: there is no such device.
     #[serde(default)]
     pub vm_generation: Option<Uuid>,
     /// Ports that the agent's bus has room for. Each is two queues, which cost time with each save and load: [`AGENT_PORTS`] are
@@ -78,12 +78,12 @@ pub struct Hardware {
     /// A port by which the guest announces phases of its boot, on the agent's bus.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub phase: bool,
-    /// A device by which the guest's kernel tells of its panic.
+    /// A device by which the guest's kernel reports its panic.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub panic: bool,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
-    /// Somebody else's command line, of which the machine is made instead of all this. Here are then its memory, networks,
+    /// The command line of a QEMU that Rekindle did not start: the machine is built from it instead of all this. Here are then its memory, networks,
     /// accelerator, name and identity only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
@@ -129,7 +129,7 @@ pub struct Disk {
     /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
-    /// The directory of its redo log, which its server makes; none: beside the image.
+    /// The directory of its redo log, which its server makes; none: next to the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redo: Option<PathBuf>,
     /// How long its server keeps what the guest before had cached, in ms.
@@ -203,7 +203,7 @@ impl Directory {
     pub fn qmp(&self) -> PathBuf {
         self.0.join("qmp.sock")
     }
-    /// QMP, for a watcher beside an operation.
+    /// QMP, for a watcher that runs during an operation.
     #[must_use]
     pub fn watch(&self) -> PathBuf {
         self.0.join("watch.sock")
@@ -218,7 +218,7 @@ impl Directory {
     pub fn save(&self) -> PathBuf {
         self.0.join("save.sock")
     }
-    /// QMP, for who waits for the guest's reboot or panic. Only where a disk has a server: without, nothing is done about it.
+    /// QMP, for the process that waits for the guest's reboot or panic. Only where a disk has a server: without, nothing is done about it.
     #[must_use]
     pub fn events(&self) -> PathBuf {
         self.0.join("events.sock")
@@ -253,7 +253,7 @@ impl Directory {
     pub fn lock(&self) -> PathBuf {
         self.0.join("qemu.lock")
     }
-    /// What QEMU says.
+    /// QEMU's messages.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.0.join("qemu.log")
@@ -265,7 +265,7 @@ impl Directory {
 pub enum Start {
     /// Boot the guest.
     Boot,
-    /// As [`Start::Boot`], but paused until told to continue.
+    /// As [`Start::Boot`], but paused until `cont`.
     Paused,
     /// Wait for a state that is handed over, and stay paused then. Ports are not forwarded yet: the QEMU before still
     /// holds them.
@@ -285,7 +285,7 @@ impl Hardware {
     /// How many disks and network cards fit.
     ///
     /// # Errors
-    /// A text that says what is too many.
+    /// A text that names what is too many.
     pub fn check_slots(&self) -> Result<(), String> {
         let fits = |what: &str, have: usize, limit: usize| {
             if have > limit { Err(format!("{have} {what}, but a VM has room for {limit}")) } else { Ok(()) }
@@ -398,7 +398,7 @@ impl Hardware {
         }
     }
 
-    /// The RAM blocks that are files in the RAM directory, which are brought on demand: their names.
+    /// The RAM blocks that are files in the RAM directory, which are loaded on demand: their names.
     #[must_use]
     pub fn ram_ids(&self) -> Vec<String> {
         match &self.foreign {

@@ -1,6 +1,6 @@
 //! What a guest sees of its processors.
 //!
-//! The device state does not hold it: a guest that goes on in another QEMU would have features that it was never told of or,
+//! The device state does not hold it: a guest that continues in another QEMU would have features that it has never seen or,
 //! worse, be without some that it uses.
 
 use crate::qmp::{Qmp, QmpError};
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// Feature words by name of the CPUID leaf and register.
 pub type Features = BTreeMap<String, u64>;
 
-/// Bits that say only that there is more than one core: QEMU 7.2 sets them in what the guest reads, 10.0 already in
+/// Bits that only mean that there is more than one core: QEMU 7.2 sets them in what the guest reads, 10.0 already in
 /// its feature words. The guest sees the same.
 const TOPOLOGY: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
 
@@ -36,7 +36,7 @@ pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
 }
 
 /// The words of `before` that are not the same: name, before, now. One that is missing counts as zero. What only a newer
-/// QEMU knows of is not looked at: an older one never told the guest.
+/// QEMU knows of is ignored: an older one never showed it to the guest.
 #[must_use]
 pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
     let value = |words: &Features, name: &str| words.get(name).copied().unwrap_or(0);
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_differs_is_told() {
+    fn only_differences_are_reported() {
         let before = words(&[("a", 1), ("b", 2), ("c", 0), ("d", 4)]);
         assert_eq!(
             differences(&before, &words(&[("a", 1), ("b", 3), ("e", 0)])),

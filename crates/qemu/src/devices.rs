@@ -20,7 +20,7 @@ use std::os::unix::fs::FileExt;
 /// Why there is no device state.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceStateError {
-    /// QEMU lacks the command.
+    /// QEMU does not have the command.
     #[error(
         "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
     )]
@@ -56,7 +56,7 @@ const FIRST_SET: u64 = 0x7265_0000;
 
 /// Take back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
 ///
-/// QEMU forgets it by itself only when nobody is connected to any of its monitors.
+/// QEMU drops it by itself only when no client is connected to any of its monitors.
 ///
 /// # Errors
 /// When QEMU does not answer.

@@ -10,10 +10,10 @@
 //! - [`cpu`]: what a guest sees of its processors;
 //! - [`vmm`]: a running QEMU: started or adopted, its sockets, its end;
 //! - [`options`]: the values of its command line's options;
-//! - [`foreign`]: a command line of somebody else's, made into one of ours;
-//! - [`monitor`], [`libvirt`]: how one that somebody else started is talked to;
-//! - [`adopt`]: a running QEMU that somebody else started;
-//! - [`hold`]: what its guest sends, held until it is let out;
+//! - [`foreign`]: another program's command line, made into one of ours;
+//! - [`monitor`], [`libvirt`]: connections to a QEMU that Rekindle did not start;
+//! - [`adopt`]: a running QEMU that Rekindle did not start;
+//! - [`hold`]: its guest's network output, held until it is released;
 //! - [`userfaultfd`]: the right to make one, handed to a QEMU of another user;
 //! - [`ramblock`]: where its RAM blocks are;
 //! - [`rings`]: where the rings of its virtio devices are;
@@ -23,7 +23,7 @@
 //! - [`transfer`]: a stream out of one QEMU and into another.
 //!
 //! QEMU is stock: everything here is done through what any QEMU since 7.2 offers, and what differs between versions
-//! is asked for at run time, never derived from a version number.
+//! is detected at run time, never derived from a version number.
 
 pub mod adopt;
 pub mod agent;

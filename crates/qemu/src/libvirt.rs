@@ -5,7 +5,7 @@
 //! sockets a thread makes a monitor of it that [`Qmp`] can speak to. A command that hands a descriptor over needs a `virsh`
 //! of its own, which inherits it (`--pass-fds`, libvirt 8.2).
 //!
-//! Events do not come this way. Only two are needed, and the thread tells them: `STOP` with the time at which `stop` was sent,
+//! Events do not come this way. Only two are needed, and the thread creates them: `STOP` with the time at which `stop` was sent,
 //! `RESUME` with that at which `cont` was answered. So a pause that is measured here is never too short.
 
 use crate::qmp::{Qmp, QmpError};
@@ -37,44 +37,44 @@ const FD: i32 = 9;
 /// Speak QMP to the QEMU of a libvirt domain.
 ///
 /// # Errors
-/// [`QmpError::Libvirt`] with virsh's words.
+/// [`QmpError::Libvirt`] with virsh's message.
 pub fn connect(domain: &str, uri: Option<&str>, timeout: Duration) -> Result<Qmp, QmpError> {
-    let failed = |said: String| QmpError::Libvirt { domain: domain.into(), said };
-    let mut session = Session::start(domain, uri).map_err(|said| failed(said.0))?;
-    let asked = session.execute(r#"{"execute":"query-version"}"#).map_err(|said| failed(said.0))?;
+    let failed = |message: String| QmpError::Libvirt { domain: domain.into(), message };
+    let mut virsh = Virsh::start(domain, uri).map_err(|e| failed(e.0))?;
+    let asked = virsh.execute(r#"{"execute":"query-version"}"#).map_err(|e| failed(e.0))?;
     let version: Value = serde_json::from_str(&asked).map_err(|_| failed(asked.clone()))?;
     let version = version.get("return").cloned().ok_or_else(|| failed(asked))?;
     let (ours, theirs) = UnixStream::pair().map_err(|e| failed(e.to_string()))?;
     let named = thread::Builder::new().name("virsh".into());
-    named.spawn(move || session.serve(&theirs, &version)).map_err(|e| failed(e.to_string()))?;
+    named.spawn(move || virsh.serve(&theirs, &version)).map_err(|e| failed(e.to_string()))?;
     Qmp::over(ours, timeout)
 }
 
-/// What virsh said instead of a reply.
-struct Said(String);
+/// virsh's error message instead of a reply.
+struct VirshError(String);
 
-impl From<io::Error> for Said {
+impl From<io::Error> for VirshError {
     fn from(e: io::Error) -> Self {
         Self(format!("{VIRSH}: {e}; install libvirt-clients"))
     }
 }
 
 /// A `virsh` that takes commands.
-struct Session {
+struct Virsh {
     domain: String,
     uri: Option<String>,
     child: Child,
     input: ChildStdin,
     output: ChildStdout,
-    /// What it wrote, from the beginning of a line, as far as it was not looked at.
+    /// What it wrote, from the beginning of a line, as far as it has not been read.
     unread: Vec<u8>,
     /// Commands so far.
     count: u64,
-    /// What it prints next may be about a command that was given up.
+    /// What it prints next may belong to a command that timed out.
     spoilt: bool,
 }
 
-impl Drop for Session {
+impl Drop for Virsh {
     fn drop(&mut self) {
         // Killed, it writes no history.
         let _ = self.child.kill();
@@ -102,22 +102,22 @@ fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-impl Session {
-    fn start(domain: &str, uri: Option<&str>) -> Result<Self, Said> {
+impl Virsh {
+    fn start(domain: &str, uri: Option<&str>) -> Result<Self, VirshError> {
         let mut command = virsh(uri);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(Said(format!("{VIRSH} has no standard input")));
+            return Err(VirshError(format!("{VIRSH} has no standard input")));
         };
         let (domain, uri) = (domain.to_owned(), uri.map(str::to_owned));
         Ok(Self { domain, uri, child, input, output, unread: Vec::new(), count: 0, spoilt: false })
     }
 
     /// QEMU's reply to a command, one line of JSON.
-    fn execute(&mut self, command: &str) -> Result<String, Said> {
+    fn execute(&mut self, command: &str) -> Result<String, VirshError> {
         if self.spoilt {
-            return Err(Said(format!("{VIRSH} has not answered a command before this one; try again")));
+            return Err(VirshError(format!("{VIRSH} has not answered a command before this one; try again")));
         }
         self.count += 1;
         // Comes behind the reply, so that it is known when there is none.
@@ -125,7 +125,7 @@ impl Session {
         let line =
             format!("qemu-monitor-command --domain {} --cmd {}\necho {end}\n", quoted(&self.domain), quoted(command));
         if let Err(e) = self.input.write_all(line.as_bytes()) {
-            return Err(self.said().unwrap_or_else(|| e.into()));
+            return Err(self.complaint().unwrap_or_else(|| e.into()));
         }
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -137,11 +137,13 @@ impl Session {
                 }
             }
             if self.unread.starts_with(end.as_bytes()) {
-                return Err(self.said().unwrap_or_else(|| Said(format!("{VIRSH} gave no reply, and did not say why"))));
+                return Err(self
+                    .complaint()
+                    .unwrap_or_else(|| VirshError(format!("{VIRSH} printed neither a reply nor an error"))));
             }
             if self.unread.len() > LONGEST {
                 self.spoilt = true;
-                return Err(Said(format!("{VIRSH} has printed more than {} MiB", LONGEST >> 20)));
+                return Err(VirshError(format!("{VIRSH} has printed more than {} MiB", LONGEST >> 20)));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
@@ -150,7 +152,7 @@ impl Session {
                 // It may always print something more.
                 Ok(_) if left.is_zero() => {
                     self.spoilt = true;
-                    return Err(Said(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs())));
+                    return Err(VirshError(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs())));
                 }
                 Ok(0) => continue,
                 Ok(_) => {}
@@ -159,30 +161,30 @@ impl Session {
             }
             let mut chunk = [0; 8192];
             match self.output.read(&mut chunk)? {
-                0 => return Err(self.said().unwrap_or_else(|| Said(format!("{VIRSH} has ended")))),
+                0 => return Err(self.complaint().unwrap_or_else(|| VirshError(format!("{VIRSH} has ended")))),
                 n => self.unread.extend_from_slice(chunk.get(..n).unwrap_or_default()),
             }
         }
     }
 
-    /// What it has said on its standard error.
-    fn said(&mut self) -> Option<Said> {
+    /// What it has written to its standard error.
+    fn complaint(&mut self) -> Option<VirshError> {
         words(&waiting_in(self.child.stderr.as_mut()?, COMPLAINT))
     }
 
     /// The same with a descriptor.
-    fn execute_with_fd(&self, command: &str, fd: OwnedFd) -> Result<String, Said> {
+    fn execute_with_fd(&self, command: &str, fd: OwnedFd) -> Result<String, VirshError> {
         let mut one = virsh(self.uri.as_deref());
         one.args(["qemu-monitor-command", "--pass-fds", &FD.to_string()]);
         one.args(["--domain", &self.domain, "--cmd", command]).stdin(Stdio::null());
         let mapped = one.fd_mappings(vec![FdMapping { parent_fd: fd, child_fd: FD }]);
-        mapped.map_err(|e| Said(e.to_string()))?;
+        mapped.map_err(|e| VirshError(e.to_string()))?;
         let output = within(&mut one, LONGEST, Instant::now() + PATIENCE)?;
         let reply = String::from_utf8_lossy(&output.out).trim().to_owned();
         if output.status.success() && reply.starts_with('{') {
             return Ok(reply);
         }
-        Err(words(&output.err).unwrap_or(Said(format!("{VIRSH} ended with {}", output.status))))
+        Err(words(&output.err).unwrap_or(VirshError(format!("{VIRSH} ended with {}", output.status))))
     }
 
     /// Be the monitor at the other end of `socket`, until that is closed.
@@ -208,10 +210,10 @@ impl Session {
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
-        // Nobody would tell that another client of libvirt has let the guest go on while we kept it stopped.
+        // Without this check we would not notice that another client of libvirt has resumed the guest while we kept it stopped.
         if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| runs(&status)) {
-            let said = "the guest runs already: another client of libvirt has let it go on while it was kept stopped";
-            return vec![json!({"error": {"class": "libvirt", "desc": said}}).to_string()];
+            let why = "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
+            return vec![json!({"error": {"class": "libvirt", "desc": why}}).to_string()];
         }
         let sent = SystemTime::now();
         let reply = match fd {
@@ -220,7 +222,7 @@ impl Session {
         };
         let reply = match reply {
             Ok(reply) => reply,
-            Err(Said(said)) => return vec![json!({"error": {"class": "libvirt", "desc": said}}).to_string()],
+            Err(VirshError(text)) => return vec![json!({"error": {"class": "libvirt", "desc": text}}).to_string()],
         };
         let event = match name {
             "stop" => Some(("STOP", sent)),
@@ -245,12 +247,12 @@ fn runs(status: &str) -> bool {
     status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
 }
 
-/// The last of what it said, without `error: `.
-fn words(text: &[u8]) -> Option<Said> {
+/// The lines of its error output, without `error: `.
+fn words(text: &[u8]) -> Option<VirshError> {
     let text = String::from_utf8_lossy(text);
     let lines: Vec<_> = text.lines().map(|line| line.trim_start_matches("error: ").trim()).collect();
-    let said = lines.into_iter().filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
-    (!said.is_empty()).then_some(Said(said))
+    let text = lines.into_iter().filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
+    (!text.is_empty()).then_some(VirshError(text))
 }
 
 /// Commands out of a socket, each from its first brace to its last, with the descriptor that came with it.
@@ -314,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_quoted_for_virsh_and_its_own_are_told() {
+    fn words_are_quoted_for_virsh_and_its_errors_are_read() {
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(words(b"error: one\n\nerror: two\n").unwrap().0, "one; two");
         assert!(words(b"\n").is_none());
@@ -323,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_that_cannot_be_had_is_told_with_virshs_words() {
+    fn an_inaccessible_domain_is_reported_with_virshs_error() {
         // libvirt's built-in test driver has a domain of this name, and no monitor.
         let e = connect("test", Some("test:///default"), Duration::from_secs(5)).unwrap_err();
         assert!(e.to_string().contains("not supported by the connection driver"), "{e}");

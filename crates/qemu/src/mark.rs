@@ -1,4 +1,4 @@
-//! What a file was when a QEMU read it, so that it can be told later whether it is still that.
+//! What a file was when a QEMU read it, so that a later change is noticed.
 
 use serde::{Deserialize, Serialize};
 use std::fs::{self, Metadata};
@@ -23,7 +23,7 @@ impl Mark {
     /// The file at `path` as it is now; a symbolic link is followed.
     ///
     /// # Errors
-    /// When it is not there, or may not be looked at.
+    /// When it does not exist, or may not be read.
     pub fn of(path: &Path) -> io::Result<Self> {
         let found: Metadata = fs::metadata(path)?;
         let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);

@@ -1,4 +1,4 @@
-//! How a QEMU that somebody else started is talked to.
+//! The monitor of a QEMU that Rekindle did not start.
 
 use crate::adopt::{AdoptError, Adopted, adopt_over};
 use crate::libvirt;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How a QEMU that somebody else started is talked to.
+/// The monitor of a QEMU that Rekindle did not start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Monitor {
@@ -50,7 +50,7 @@ impl Monitor {
     /// Find out about the QEMU behind it. The guest is not touched.
     ///
     /// # Errors
-    /// [`AdoptError`]; also when it cannot be told for certain which process it is.
+    /// [`AdoptError`]; also when the process cannot be identified for certain.
     pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
         let qmp = self.connect(timeout)?;
         let socket = match self {

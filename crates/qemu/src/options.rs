@@ -1,8 +1,8 @@
 //! The values of QEMU's command line options: `type,key=value,...` and JSON.
 //!
-//! Read so that a value can be looked into and changed, and written so that QEMU reads the same. In `key=value` form a
-//! comma in a value is doubled; the first item may lack its key (`-device VGA`), then the option has one in mind, which is
-//! written out here. A later item without `=` is a switch (`server`, `nowait`), and kept as it is.
+//! Parsed so that a value can be read and changed, and written so that QEMU reads the same. In `key=value` form a
+//! comma in a value is doubled; the first item may be without a key (`-device VGA`); the option's implied key is
+//! then written out here. A later item without `=` is a switch (`server`, `nowait`), and kept as it is.
 
 use serde_json::{Map, Value};
 use std::fmt;

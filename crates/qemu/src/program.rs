@@ -1,6 +1,6 @@
 //! Which program a process runs, whether that is a QEMU, and how to start another one like it.
 //!
-//! `/proc/PID/exe` alone does not say: a QEMU that brings its own C library is often started by that library's dynamic loader
+//! `/proc/PID/exe` alone does not show it: a QEMU with its own C library is often started by that library's dynamic loader
 //! (`ld.so --library-path DIR QEMU ARGUMENTS`), and the loader is then what the kernel calls the program.
 
 use crate::qmp::Version;
@@ -68,7 +68,7 @@ impl Program {
     }
 
     /// Whether it is a QEMU of `version`, which the process has given for its own: the program contains the text that it prints
-    /// when asked for its version. Its name says nothing.
+    /// for `-version`. Its name proves nothing.
     ///
     /// # Errors
     /// When the program cannot be read.

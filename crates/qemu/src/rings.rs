@@ -1,4 +1,4 @@
-//! Where the rings of a guest's virtio devices are: memory that QEMU itself looks at when it loads them.
+//! Where the rings of a guest's virtio devices are: memory that QEMU itself reads when it loads them.
 
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::host_address;
@@ -16,20 +16,20 @@ const PAGE: u64 = 4096;
 /// The answer is as of now: a guest that resets a device may put its rings elsewhere.
 ///
 /// # Errors
-/// [`QmpError::Refused`] by a QEMU that does not tell (`x-query-virtio`, QEMU 7.2); when QEMU does not answer.
+/// [`QmpError::Refused`] by a QEMU that does not report it (`x-query-virtio`, QEMU 7.2); when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     let devices: Vec<Value> = qmp.execute("x-query-virtio", ())?;
     let mut pages = BTreeSet::new();
     for path in devices.iter().filter_map(|device| device.get("path")) {
-        // The number of queues is not asked for: at `x-query-virtio-status` QEMU 11.1 ends with a failed assertion.
+        // The number of queues is not queried: at `x-query-virtio-status` QEMU 11.1 ends with a failed assertion.
         for queue in 0..MOST_QUEUES {
             let asked = json!({ "path": path, "queue": queue });
-            let told: Value = match qmp.execute("x-query-virtio-queue-status", asked) {
+            let reply: Value = match qmp.execute("x-query-virtio-queue-status", asked) {
                 // It has no queue of this number, or is not started.
                 Err(QmpError::Refused { .. }) => break,
                 other => other?,
             };
-            for ring in parts(&told) {
+            for ring in parts(&reply) {
                 pages.extend((ring.start / PAGE..ring.end.div_ceil(PAGE)).map(|page| page * PAGE));
             }
         }

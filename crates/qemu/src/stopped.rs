@@ -1,6 +1,6 @@
 //! Proof that a guest is stopped.
 //!
-//! QEMU writes guest RAM not only when the guest runs: a disk request that was begun earlier lands whenever the disk is
+//! QEMU writes guest RAM not only when the guest runs: a disk request that was started earlier completes whenever the disk is
 //! ready, and a page that was pinned for it (`O_DIRECT`) is written past every protection that came later. When QEMU
 //! stops a guest it first waits for all of them. So what must see every write asks for a [`Stopped`].
 
@@ -24,15 +24,15 @@ pub enum NotStopped {
 }
 
 /// The guest is stopped and its I/O has ended, for as long as this lives: it holds the connection over which the guest
-/// would be told to go on.
+/// would be resumed.
 ///
-/// Nobody else may let the guest go on meanwhile (over a second monitor).
+/// No other client may resume the guest meanwhile (over a second monitor).
 #[derive(Debug)]
 pub struct Stopped<'q> {
     qmp: Option<&'q mut Qmp>,
 }
 
-/// Run states that are reached through QEMU's `vm_stop`, which waits for I/O, or in which no I/O has begun yet.
+/// Run states that are reached through QEMU's `vm_stop`, which waits for I/O, or in which no I/O has started yet.
 const STOPPED: [&str; 10] = [
     "paused",
     "prelaunch",
@@ -85,7 +85,7 @@ impl<'q> Stopped<'q> {
         Stopped { qmp: None }
     }
 
-    /// The connection, for commands that do not let the guest go on.
+    /// The connection, for commands that do not resume the guest.
     pub fn qmp(&mut self) -> Option<&mut Qmp> {
         self.qmp.as_deref_mut()
     }

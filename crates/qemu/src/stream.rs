@@ -6,7 +6,7 @@
 //! "QEVM" version=3 | section (FULL) per device ... | EOF
 //! ```
 //!
-//! A guest that goes on with it alone would find its firmware, ACPI tables and video memory empty. So the blocks that
+//! A guest that resumes with it alone would find its firmware, ACPI tables and video memory empty. So the blocks that
 //! are not shared (all but the main RAM) are put in front as QEMU's own `ram` section, in the form it writes itself
 //! with the capability `x-ignore-shared`:
 //!
@@ -18,7 +18,7 @@
 //! ```
 //!
 //! All numbers are big-endian (`docs/devel/migration/main.rst` and `migration/{savevm,ram}.c` of QEMU). The address is
-//! only looked at for shared blocks, of which we list none. Since QEMU reads a stream as it comes, the `ram` section
+//! only used for shared blocks, of which we list none. Since QEMU reads a stream as it comes, the `ram` section
 //! can be sent while the guest still runs, with later versions of pages following before its end.
 
 use std::collections::BTreeMap;
@@ -300,7 +300,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_cut_state_is_told_from_a_whole_one() {
+    fn a_truncated_state_is_recognized() {
         let mut stream = HEADER.to_vec();
         stream.extend([4, 1, 2, 3, 0]);
         assert_eq!(check(&stream).unwrap(), [4, 1, 2, 3, 0]);

@@ -35,7 +35,7 @@ pub enum TransferError {
     /// QEMU refused something.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The pipe failed; a broken one means that the QEMU at its other end has gone or given up.
+    /// The pipe failed; a broken one means that the QEMU at its other end has ended or cancelled.
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
     /// The QEMU at the other end does not move.
@@ -44,7 +44,7 @@ pub enum TransferError {
     /// It is longer than any state is.
     #[error("QEMU has sent more than {} MiB as the state of its devices", MOST_STATE >> 20)]
     TooLong,
-    /// QEMU says that the transfer failed.
+    /// QEMU reports that the transfer failed.
     #[error("QEMU could not {what} the state: {reason}")]
     Failed {
         /// `save` or `load`.
@@ -81,10 +81,10 @@ fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpErro
         return qmp.execute::<Value>(command, json!({ "uri": format!("fd:{FD_NAME}") })).map(drop);
     }
     let Added { set } = qmp.execute_with_fd("add-fd", json!({}), file.as_fd())?;
-    let begun = qmp.execute::<Value>(command, json!({ "uri": format!("file:/dev/fdset/{set}") }));
+    let started = qmp.execute::<Value>(command, json!({ "uri": format!("file:/dev/fdset/{set}") }));
     // QEMU has opened it by now, or has failed to.
     qmp.execute::<Value>("remove-fd", json!({ "fdset-id": set }))?;
-    begun.map(drop)
+    started.map(drop)
 }
 
 /// Saves all of a stopped guest, RAM and devices, to `file`, which must be open for writing only, and waits until that is done.
@@ -215,7 +215,7 @@ pub struct Fifo {
 
 impl Fifo {
     fn make(path: PathBuf) -> io::Result<Self> {
-        // One from an attempt that was cut off may still be there.
+        // One from an interrupted attempt may still be there.
         let _ = fs::remove_file(&path);
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let reader = open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?;
@@ -272,8 +272,8 @@ impl Tap {
     /// When QEMU has gone, or refuses.
     pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), TransferError> {
         match self {
-            // `live` is true by default: of a guest that was stopped before, QEMU also lets go of its disk images, so
-            // that another may have them.
+            // `live` is true by default: if the guest was stopped before, QEMU also unlocks its disk images, so
+            // that another QEMU can lock them.
             Self::Devices(_) if staged => qmp.fire(SAVE_DEVICES)?,
             Self::Devices(fifo) => qmp.send(SAVE_DEVICES, json!({"filename": fifo.path}), &[])?,
             Self::Migration(_) => {
@@ -284,7 +284,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Take the state as it comes, giving each part to `take`, until QEMU says that it is whole.
+    /// Take the state as it comes, giving each part to `take`, until QEMU reports that it is complete.
     ///
     /// # Errors
     /// When QEMU has gone or failed, or `take` did.

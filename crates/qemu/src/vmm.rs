@@ -35,7 +35,7 @@ pub enum VmmError {
         source: io::Error,
     },
     /// It ended before it greeted.
-    #[error("{} ended while starting; it said:\n{}", path.display(), indented(log))]
+    #[error("{} ended while starting; its output:\n{}", path.display(), indented(log))]
     Ended {
         /// The binary.
         path: PathBuf,
@@ -60,7 +60,7 @@ fn indented(log: &str) -> String {
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
 }
 
-/// What QEMU said last: the end of its log, at most `lines` lines. A guest can make it write as much as the log may have.
+/// QEMU's last messages: the end of its log, at most `lines` lines. A guest can make it write as much as the log may have.
 #[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
     last_lines(&directory.log(), lines)
@@ -77,7 +77,7 @@ pub struct Vmm {
     pub started: u64,
     /// Its sockets and log.
     pub directory: PathBuf,
-    /// How it is talked to, if somebody else has started it: it has none of the sockets then.
+    /// Its monitor, if Rekindle did not start it: it has none of the sockets then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub monitor: Option<Monitor>,
 }
@@ -118,7 +118,7 @@ impl Vmm {
     /// Wait until the QEMU greets on its QMP socket, at most for `timeout`.
     ///
     /// # Errors
-    /// [`VmmError::Ended`] with what it said, when it ends instead; [`VmmError::Silent`].
+    /// [`VmmError::Ended`] with its output, when it ends instead; [`VmmError::Silent`].
     pub fn connect(&self, timeout: Duration) -> Result<Qmp, VmmError> {
         if let Some(monitor) = &self.monitor {
             return Ok(monitor.connect(timeout)?);
@@ -142,7 +142,7 @@ impl Vmm {
         }
     }
 
-    /// A connection for a look, beside an operation. One of somebody else's may have one socket only.
+    /// A connection to query it during an operation. A QEMU that Rekindle did not start may have one socket only.
     ///
     /// # Errors
     /// [`QmpError::NoGreeting`] when another client holds it.
@@ -153,7 +153,7 @@ impl Vmm {
         }
     }
 
-    /// The connection for who takes checkpoints, with what is to be known of it.
+    /// The connection for the protector, with what is to be known of it.
     ///
     /// # Errors
     /// [`AdoptError`].
@@ -164,7 +164,7 @@ impl Vmm {
         }
     }
 
-    /// A second connection for who takes checkpoints, if it has one.
+    /// A second connection for the protector, if it has one.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -193,8 +193,8 @@ impl Vmm {
         self.process().is_alive()
     }
 
-    /// If it has ended, wait until it has also let go of its taps, its images and its RAM: the last of its threads may be
-    /// on the way out when its first one is gone. One that runs is not waited for.
+    /// If it has ended, wait until it has also released its taps, its images and its RAM: its last thread may still be
+    /// ending when its first one has ended. One that runs is not waited for.
     ///
     /// # Errors
     /// When it cannot be watched, or still holds them 10 s later (a thread stuck in the kernel).

@@ -226,7 +226,7 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
         if policy != "cow" {
             assert!(!remote::existing(plain.process).unwrap().is_empty(), "nothing was left that could be taken away");
         }
-        guest.rekindle(&["detach"]).ok().says(&["runs on"]);
+        guest.rekindle(&["detach"]).ok().says(&["continues to run"]);
         no_trace(plain.process, &before);
         lab.assert_empty();
         let tick = guest.tick();
@@ -305,7 +305,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
 
     // What is not Rekindle's to do.
     attach_to(name, &plain.socket()).status(1).says(&["runs already"]);
-    vm(&["stop", "--now"]).status(1).says(&["attached to", "who started it", "rekindle detach"]);
+    vm(&["stop", "--now"]).status(1).says(&["attached to", "the program that started it", "rekindle detach"]);
     vm(&["reboot", "vmm"]).status(1).says(&["attached to", "rekindle detach"]);
     vm(&["console"]).status(1).says(&["attached to"]);
     vm(&["show"]).ok().says(&["attached to", "monitor:"]);

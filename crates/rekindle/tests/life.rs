@@ -49,7 +49,7 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
     assert_eq!(shown["vmm"]["pid"], guest.only_qemu().process.pid);
     let really: Vec<_> = shown["running_command_line"].as_array().unwrap().iter().skip(1).cloned().collect();
     assert_eq!(&really, shown["command_line"].as_array().unwrap(), "what is shown is what it was started with");
-    guest.rekindle(&["show", "--timeline"]).ok().says(&["nothing has been done"]);
+    guest.rekindle(&["show", "--timeline"]).ok().says(&["no operation has been done"]);
     // A QEMU does not depend on who started it.
     let session = fs::read_to_string(format!("/proc/{}/stat", guest.only_qemu().process.pid)).unwrap();
     let fields: Vec<_> = session.rsplit(") ").next().unwrap().split(' ').collect();

@@ -1,8 +1,8 @@
-//! VMs whose QEMU somebody else has started: attach and detach.
+//! VMs whose QEMU Rekindle did not start: attach and detach.
 //!
-//! Attaching writes a run directory and nothing else: neither QEMU nor its guest is changed. Whoever takes checkpoints
-//! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching takes away what was left of that,
-//! also by one that was killed.
+//! Attaching writes a run directory and nothing else: neither QEMU nor its guest is changed. A protector
+//! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching removes what is left of that,
+//! also if the protector was killed.
 
 use crate::definition::{
     Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
@@ -35,10 +35,10 @@ use uuid::Uuid;
 
 /// How long a QEMU may take to greet.
 const GREETING: Duration = Duration::from_secs(5);
-/// How long a checkpoint may be in the way.
+/// How long to wait for the end of a checkpoint.
 const PAUSE: Duration = Duration::from_secs(30);
 
-/// Why a QEMU was not attached to, or not let go of.
+/// Why a QEMU was not attached to, or not detached.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// The VM.
@@ -47,12 +47,12 @@ pub enum AttachError {
     /// Its QEMU.
     #[error(transparent)]
     Adopt(#[from] AdoptError),
-    /// Its QEMU does not do as it is told.
+    /// Its QEMU rejects a command.
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// Another VM is this QEMU.
     #[error("process {pid} is VM {other} already: {}", if *.attached {
-        format!("rekindle detach {other} lets go of it")
+        format!("rekindle detach {other} releases it")
     } else {
         "Rekindle has started it itself, and it needs no attaching".to_owned()
     })]
@@ -69,7 +69,7 @@ pub enum AttachError {
     Obstacles {
         /// The process.
         pid: u32,
-        /// What stands in the way.
+        /// What prevents it.
         obstacles: Vec<Obstacle>,
     },
     /// No call can be made in it.
@@ -84,7 +84,7 @@ pub enum AttachError {
         /// Its name.
         name: String,
     },
-    /// Somebody takes checkpoints of it.
+    /// A protector takes checkpoints of it.
     #[error("{} takes checkpoints of VM {name}: end it first", .by.map_or("a process".to_owned(), |pid| format!("process {pid}")))]
     Protected {
         /// Its name.
@@ -107,8 +107,8 @@ fn listed(obstacles: &[Obstacle]) -> String {
     obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
 }
 
-/// Held by who takes checkpoints of an attached VM: its monitor serves one client, and what is put into its QEMU is one
-/// protector's.
+/// Held by the protector of an attached VM: its monitor serves one client, and the changes in its QEMU belong to one
+/// protector.
 #[derive(Debug)]
 pub struct Protection {
     _file: File,
@@ -118,7 +118,7 @@ impl Protection {
     /// Take it.
     ///
     /// # Errors
-    /// [`AttachError::Protected`] when somebody else has it.
+    /// [`AttachError::Protected`] when another protector holds it.
     pub fn take(rundir: &RunDir) -> Result<Self, AttachError> {
         let path = lock_path(rundir);
         let failed = |source| AttachError::File { path: path.clone(), source };
@@ -141,7 +141,7 @@ fn lock_path(rundir: &RunDir) -> PathBuf {
     rundir.file("protection.lock")
 }
 
-/// Who takes checkpoints of a VM.
+/// Returns the process that takes checkpoints of a VM.
 #[must_use]
 pub fn protector(rundir: &RunDir) -> Option<Process> {
     flock_holder(&lock_path(rundir)).ok().flatten().and_then(|pid| Process::of(pid).ok())
@@ -158,8 +158,8 @@ pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, Attac
     let rundir = RunDir::new(&host.root, name.as_str());
     let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
     // Another attach may be making a VM of the same QEMU under another name.
-    let everybody = File::open(&host.root).map_err(failed)?;
-    flock(&everybody, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
+    let all_vms = File::open(&host.root).map_err(failed)?;
+    flock(&all_vms, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
     let was_there = rundir.exists();
     host.create_run_dir(&rundir).map_err(failed)?;
     let made = Lock::acquire(&rundir, "attach").map_err(LifeError::from).map_err(AttachError::from).and_then(|lock| {
@@ -213,7 +213,7 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
     Ok(state)
 }
 
-/// That the rights suffice, before anybody relies on it: a userfaultfd is opened in QEMU and closed again.
+/// Checks that the rights suffice: a userfaultfd is opened in QEMU and closed again.
 fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     let injector = Injector::new(adopted.process())?;
     let device = userfaultfd::hand(qmp, adopted.process())?;
@@ -335,7 +335,7 @@ fn own_uuid(adopted: &Adopted) -> Uuid {
     Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(life.as_bytes()))
 }
 
-/// Who started it, as far as that is to be seen.
+/// Describes the program that started it, as far as that is visible.
 fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
     if let Monitor::Libvirt { .. } = monitor {
         return monitor.to_string();
@@ -349,19 +349,19 @@ fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
     }
 }
 
-/// What was found when a QEMU was let go of.
+/// The state of a QEMU when it was detached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Detached {
-    /// It runs on.
+    /// It continues to run.
     Running,
     /// It had ended.
     Ended,
 }
 
-/// Let go of an attached VM, whatever a protector has left in its QEMU.
+/// Detaches an attached VM and removes what a protector has left in its QEMU.
 ///
-/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the guest runs
-/// on. *On failure:* what could not be taken away is named; the same command again goes on.
+/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the guest continues
+/// to run. *On failure:* the error names what could not be removed; the same command continues.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -387,7 +387,7 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
 }
 
 fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
-    // First whoever waits to write goes on.
+    // First resume threads that wait to write.
     tracker::sweep(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
     let mut qmp = vmm.connect(GREETING).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),

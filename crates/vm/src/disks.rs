@@ -6,7 +6,7 @@
 mod kept;
 mod since;
 
-pub use kept::{Kept, let_go, reuse};
+pub use kept::{Kept, release_memory, reuse};
 
 use crate::helpers::served_now;
 use crate::lock::Servers;
@@ -47,14 +47,14 @@ const MERGE: Duration = Duration::from_secs(600);
 #[derive(Debug, thiserror::Error)]
 pub enum DisksError {
     /// It does not start.
-    #[error("disk {id}: the server of {} does not start; it said:\n{said}", image.display())]
+    #[error("disk {id}: the server of {} does not start; its log ends with:\n{log}", image.display())]
     Start {
         /// The disk.
         id: String,
         /// Its image.
         image: PathBuf,
         /// The end of its log.
-        said: String,
+        log: String,
     },
     /// It does not end.
     #[error("disk {id}: its server (process {pid}) was killed but does not end")]
@@ -120,7 +120,7 @@ pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
     hardware.disks.iter().filter(|disk| disk.server)
 }
 
-/// Where a server is asked for something beside its guest.
+/// The socket of a server for commands of ours.
 #[must_use]
 pub fn control(rundir: &RunDir, id: &str) -> PathBuf {
     rundir.file(&format!("disk-{id}.control"))
@@ -156,7 +156,7 @@ pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
 
 /// Rejects a disk whose server runs and does not answer. One that is just ending is waited for.
 fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
-    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding its server", source };
     for server in servers(rundir, &disk.id).map_err(failed)? {
         if !server.wait_end(END).map_err(failed)? {
             return Err(DisksError::Silent { id: disk.id.clone(), pid: server.pid });
@@ -190,16 +190,16 @@ pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> 
     start_with(rundir, hardware, &Begin::Newest)
 }
 
-/// The same, with the disks of a checkpoint, whose memory still comes: they wait for pages that are missing, until [`filled`]. None of
-/// them may have a server.
+/// As [`start`], with the disks of a checkpoint whose memory is still being loaded: the servers wait for missing pages until [`filled`].
+/// None of the disks may have a server.
 ///
 /// # Errors
-/// [`DisksError`]; a disk that is newer than its epoch, or another one, has no server, which says so.
+/// [`DisksError`]; no server starts for a disk that is newer than its epoch, or another one, and the error names it.
 pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
     start_with(rundir, hardware, &Begin::At(epochs))
 }
 
-/// The same for a QEMU that waits for a checkpoint: the images are looked at, and nobody is kept from them until [`have`].
+/// As [`start`], for a QEMU that waits for a checkpoint: the images are checked, but not locked until [`have`].
 ///
 /// # Errors
 /// [`DisksError`].
@@ -207,7 +207,7 @@ pub fn start_waiting(rundir: &RunDir, hardware: &Hardware) -> Result<usize, Disk
     start_with(rundir, hardware, &Begin::Waiting)
 }
 
-/// What speaks against a restore with the servers that wait, in words.
+/// Describes what prevents a restore with the servers that wait.
 #[must_use]
 pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
     served(hardware).find_map(|disk| {
@@ -220,13 +220,13 @@ pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
     })
 }
 
-/// Have servers that wait serve the disks of a checkpoint, whose memory still comes.
+/// Makes servers that wait serve the disks of a checkpoint, whose memory is still being loaded.
 ///
-/// *On success:* nobody else has the images; queues may run.
-/// *On failure:* all wait as before. One that had its disk already was ended for that, and another one waits in its place.
+/// *On success:* the images are locked; queues may run.
+/// *On failure:* all wait as before. One that had its disk already was ended, and another one waits in its place.
 ///
 /// # Errors
-/// [`DisksError`]: somebody else has an image, it is newer than the checkpoint, or another one.
+/// [`DisksError`]: another process has an image open, it is newer than the checkpoint, or another one.
 pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     let had = served(hardware).try_for_each(|disk| {
         let ask = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
@@ -240,7 +240,7 @@ pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(),
     had
 }
 
-/// Nothing comes of a restore: servers wait in the place of those that have their disks already, and nobody is kept from the images.
+/// Undoes [`have`] when a restore fails: servers that have their disks already are replaced by ones that wait, and the images are unlocked.
 pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
     let waits = |disk: &Disk| {
         let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
@@ -251,17 +251,17 @@ pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
         .map_err(failed)
         .and_then(|_lock| served(hardware).filter(|disk| !waits(disk)).try_for_each(|disk| end_server(rundir, disk)));
     if let Err(e) = ended.and_then(|()| start_waiting(rundir, hardware)) {
-        tracing::warn!("what was prepared is of no use any more: {e}");
+        tracing::warn!("the prepared QEMU can no longer be used: {e}");
     }
 }
 
-/// What a server begins with.
+/// The disk that a server starts with.
 enum Begin<'a> {
     /// The newest disk.
     Newest,
     /// Those of a checkpoint.
     At(&'a Epochs),
-    /// None: it is told later.
+    /// None yet: [`have`] names them.
     Waiting,
 }
 
@@ -274,7 +274,7 @@ enum Begin<'a> {
 pub fn restart(rundir: &RunDir) -> Result<usize, DisksError> {
     let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
     let Some(_lock) = Servers::acquire(rundir, BUSY).map_err(failed)? else { return Ok(0) };
-    // Looked at with the lock held: whoever ends them ends QEMU, or notes the move, before that.
+    // Checked with the lock held: a process that ends the servers has ended QEMU, or noted the move, before that.
     match served_now(rundir).map_err(failed)? {
         Some(hardware) => start_locked(rundir, &hardware, &Begin::Newest),
         None => Ok(0),
@@ -305,7 +305,7 @@ fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Resu
                 }
             }
             Begin::Newest => {
-                // Its guest may not have written since it went on: then the log still has what is not that guest's.
+                // Its guest may not have written since it resumed: then the log still has later epochs of another run.
                 if let Some(Since { at: At { disk, epoch }, first }) = since::read(rundir, disk)? {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                     command.arg(format!("--since={first}"));
@@ -331,7 +331,7 @@ fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksErr
     let mut command = Command::new(binary);
     command.args(["disk", "serve"]).arg(&disk.path);
     command.arg(format!("--control={}", control(rundir, &disk.id).display()));
-    // Where QEMU looks for it, whichever of the VM's it is.
+    // The path at which every QEMU of the VM connects.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
     if disk.readonly {
         command.arg("--readonly");
@@ -375,8 +375,8 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
         if ended || Instant::now() > deadline {
             let _ = child.kill();
             let _ = child.wait();
-            let said = last_lines(&log(rundir, &disk.id), 10);
-            return Err(DisksError::Start { id: disk.id.clone(), image: disk.path.clone(), said });
+            let log = last_lines(&log(rundir, &disk.id), 10);
+            return Err(DisksError::Start { id: disk.id.clone(), image: disk.path.clone(), log });
         }
         thread::sleep(Duration::from_millis(1));
     }
@@ -386,7 +386,7 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
 
 /// End the servers of a VM whose QEMUs have ended. Those that are gone already are no error.
 ///
-/// *On success:* nobody has the images open.
+/// *On success:* no server has the images open.
 ///
 /// # Errors
 /// [`DisksError`].
@@ -397,7 +397,7 @@ pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
 }
 
 fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
-    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "looking for its server", source };
+    let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding its server", source };
     let found = servers(rundir, &disk.id).map_err(failed)?;
     if found.is_empty() {
         return Ok(());
@@ -427,8 +427,8 @@ fn redo(disk: &Disk) -> PathBuf {
     disk.redo.clone().unwrap_or_else(|| left::beside(&disk.path))
 }
 
-/// What speaks against giving a VM its disks, in words: a disk with a redo log that QEMU itself would not see. With `choose` also one
-/// whose log a failure has left, since there are two disks then, and the owner has to say which.
+/// Describes what prevents giving a VM its disks: a disk with a redo log that QEMU itself would not see. With `choose` also one
+/// whose log a failure has left, since there are two disks then, and the user must choose.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
@@ -440,8 +440,8 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
                 disk.id, left.writes
             )),
             Ok(Some(_)) if choose => Some(format!(
-                "disk {}: {image} was left in use, with a redo log: go on from the last checkpoint (rekindle restore), or \
-                 start from the newest disk, which gives the checkpoint's up (rekindle run --newest-disk)",
+                "disk {}: {image} was left in use, with a redo log: resume from the last checkpoint (rekindle restore), or \
+                 boot from the newest disk and discard the checkpoint's (rekindle run --newest-disk)",
                 disk.id
             )),
             Ok(_) => None,
@@ -451,7 +451,7 @@ pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     hardware.disks.iter().filter_map(problem).collect()
 }
 
-/// What speaks against these images being those of a guest whose disks have such identities, in words. They may be in use.
+/// Describes which images are not those of a guest whose disks have these identities. They may be in use.
 #[must_use]
 pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     let problem = |disk: &Disk| {
@@ -481,7 +481,7 @@ pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     })
 }
 
-/// Merge the redo logs of a VM whose guest has shut down: its disks are what they are. What cannot be merged stays, and is told.
+/// Merge the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is kept, and a warning logged.
 pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     for disk in served(hardware).filter(|disk| !disk.readonly) {
         let ended = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.end_epochs(MERGE));
@@ -492,7 +492,8 @@ pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     }
 }
 
-/// A restore has brought all of the guest's memory: the servers need wait for nothing any more. If one is not told, it is slower.
+/// Notifies the servers that a restore has loaded all of the guest's memory: they no longer check for missing pages. One that does not get
+/// this is only slower.
 pub fn filled(rundir: &RunDir) {
     let entries = fs::read_dir(rundir.path()).into_iter().flatten().flatten();
     let of_server = |name: &std::ffi::OsStr| {
@@ -500,9 +501,10 @@ pub fn filled(rundir: &RunDir) {
         Some(name.to_owned())
     };
     for id in entries.filter_map(|entry| of_server(&entry.file_name())) {
-        let told = Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
-        if let Err(e) = told {
-            tracing::debug!("disk {id}: it looks for missing pages still: {e}");
+        let notified =
+            Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
+        if let Err(e) = notified {
+            tracing::debug!("disk {id}: its server still checks for missing pages: {e}");
         }
     }
 }

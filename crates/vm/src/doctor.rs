@@ -1,4 +1,4 @@
-//! What this host lacks, and the hint.
+//! Checks this host for problems, with hints.
 
 use crate::hardware::has_kvm;
 use crate::host::Host;
@@ -16,16 +16,16 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Entries of the ring that is tried.
 const SERVER_RING: u32 = 8;
 
-/// One thing looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was checked.
     pub what: String,
     /// Whether it is as it should be.
     pub level: Level,
     /// What was found.
     pub found: String,
-    /// What to do about it; empty when nothing is.
+    /// What to do about it; empty if nothing.
     #[serde(rename = "mend")]
     pub hint: String,
 }
@@ -42,7 +42,7 @@ pub enum Level {
     Bad,
 }
 
-/// Look at everything.
+/// Runs all checks.
 #[must_use]
 pub fn examine(qemu: &Path) -> Vec<Finding> {
     vec![binary(qemu), accel(), run_directory(), memory(), disk_servers(), taps(), ip(), tracing_rights()]
@@ -106,7 +106,7 @@ fn memory() -> Finding {
     }
 }
 
-/// Servers of disks read and write by `io_uring`: made as a server makes it, since a limit of its caller's tells nothing of itself.
+/// Disk servers read and write by `io_uring`: create a ring as they do, since limits of this process may be other than theirs.
 fn disk_servers() -> Finding {
     const WHAT: &str = "io_uring";
     const ELSE: &str = "disks need `server = false` until then";
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_keeps_a_server_from_its_ring_is_named_with_the_mend() {
+    fn the_reason_for_no_io_uring_is_named_with_a_hint() {
         let refused = |errno: Errno, disabled| io_uring_refused(&errno.into(), disabled);
         assert_eq!(refused(Errno::PERM, Some("2")).1, "sysctl kernel.io_uring_disabled=0");
         assert!(refused(Errno::PERM, Some("1")).1.contains("kernel.io_uring_group"));
@@ -195,9 +195,9 @@ mod tests {
     }
 
     #[test]
-    fn what_doctor_says_of_io_uring_is_what_a_server_would_find() {
-        let said = disk_servers();
-        assert_eq!(said.level == Level::Good, Ring::new(256).is_ok(), "{said:?}");
-        assert_eq!(said.hint.is_empty(), said.level == Level::Good, "{said:?}");
+    fn the_finding_about_io_uring_is_what_a_server_would_find() {
+        let finding = disk_servers();
+        assert_eq!(finding.level == Level::Good, Ring::new(256).is_ok(), "{finding:?}");
+        assert_eq!(finding.hint.is_empty(), finding.level == Level::Good, "{finding:?}");
     }
 }

@@ -1,8 +1,8 @@
 //! Numbered points at which a test can make something die.
 //!
 //! `REKINDLE_FAULT=POINT:ACTION` in the environment, e.g. `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test walks
-//! through [`POINTS`], so a new point is tested without anybody thinking of it. Without the variable a point costs one
-//! look at a flag.
+//! through [`POINTS`], so a new point is tested automatically. Without the variable a point costs one
+//! check of a flag.
 
 use rekindle_qemu::vmm::Vmm;
 use std::env;

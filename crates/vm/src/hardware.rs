@@ -27,7 +27,7 @@ pub fn kvm_module(cpuinfo: &str) -> Option<&'static str> {
 /// The accelerator for a definition on this host.
 ///
 /// # Errors
-/// A text that says what is missing when KVM is asked for and not there.
+/// A text that names what is missing when KVM is configured and unavailable.
 pub fn accelerator(accel: Accel) -> Result<&'static str, String> {
     match accel {
         Accel::Tcg => Ok("tcg"),
@@ -116,29 +116,29 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
     Ok(hardware)
 }
 
-/// What of `hardware` the QEMU `binary` lacks: a text for each.
+/// Lists what of `hardware` the QEMU `binary` does not support.
 #[must_use]
 pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
     let mut missing = Vec::new();
-    let who = || format!("{} (QEMU {})", binary.path.display(), binary.version);
+    let qemu = || format!("{} (QEMU {})", binary.path.display(), binary.version);
     if !binary.machines.contains(&hardware.machine) {
-        missing.push(format!("{} does not know the machine type {}", who(), hardware.machine));
+        missing.push(format!("{} does not know the machine type {}", qemu(), hardware.machine));
     }
     let model = hardware.cpu.split(',').next().unwrap_or_default();
     if !binary.cpus.contains(model) && !["host", ""].contains(&model) {
-        missing.push(format!("{} does not know the CPU model {model}", who()));
+        missing.push(format!("{} does not know the CPU model {model}", qemu()));
     }
     for device in hardware.device_types() {
         // QEMU's own short forms, e.g. `virtio-net`, are aliases of the PCI ones and not listed as types.
         let known = binary.devices.contains(&device) || binary.devices.contains(&format!("{device}-pci"));
         if !known {
-            missing.push(format!("{} has no device {device}", who()));
+            missing.push(format!("{} has no device {device}", qemu()));
         }
     }
     missing
 }
 
-/// The same QEMU; if what was kept of its answers speaks against `hardware`, with the answers that it gives now.
+/// The same QEMU; if its cached answers do not support `hardware`, with the answers that it gives now.
 ///
 /// # Errors
 /// [`BinaryError`], when it does not answer.
@@ -148,7 +148,7 @@ pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<
 
 /// Where the redo log of a disk is, in a folder that VMs may share.
 ///
-/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them tells `a` with disk `b-c` from `a-b` with disk `c`.
+/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them distinguishes `a` with disk `b-c` from `a-b` with disk `c`.
 /// Earlier versions put a dash there; a log that one has left is used where it is.
 fn redo_folder(folder: &Path, name: &str, id: &str) -> PathBuf {
     let old = folder.join(format!("{name}-{id}.redo"));

@@ -175,7 +175,7 @@ pub fn list(rundir: &RunDir) -> io::Result<Vec<Running>> {
     Ok(needed(rundir)?.into_iter().map(running).collect())
 }
 
-/// Why the guest of a VM lacks something, in words; none if all of its helpers run.
+/// Describes which helpers of a VM are missing; none if all run.
 ///
 /// # Errors
 /// When the run directory cannot be read.

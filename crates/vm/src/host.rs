@@ -61,7 +61,7 @@ struct Config {
 pub struct Host {
     /// Under which each VM has a run directory of its name.
     pub root: PathBuf,
-    /// Where a `saved` reboot writes RAM unless the definition says otherwise.
+    /// Where a `saved` reboot writes RAM unless the definition names another directory.
     pub save_dir: PathBuf,
     /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is lost are known too.
     pub suspend_dir: PathBuf,
@@ -212,7 +212,7 @@ fn user_state_dir(fallback: &Path) -> PathBuf {
 /// A directory that only this user enters, made with its parents where it is missing.
 ///
 /// # Errors
-/// When it cannot be made, or is somebody else's.
+/// When it cannot be made, or belongs to another user.
 pub fn make_private(path: &Path) -> io::Result<()> {
     let denied = |what: String, by: &str| {
         let text = format!("{what}; run this command as {by}, or use a directory of your own");

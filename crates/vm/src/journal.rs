@@ -1,8 +1,8 @@
 //! The operation in hand.
 //!
 //! `operation.json` is there from before an operation's first step until after its last; each step is written and
-//! synced before it is taken. Whoever finds one while the lock is free knows that the operation's process died, at
-//! which step, and which QEMUs take part.
+//! synced before it is taken. If one exists while the lock is free, the operation's process died; the file names
+//! the step and the QEMUs that take part.
 
 use crate::rundir::{RunDir, sync_directory, write_json};
 use rekindle_qemu::vmm::Vmm;
@@ -108,7 +108,7 @@ pub struct SavedState {
     pub bytes: u64,
     /// Its XXH3 digest.
     pub digest: u64,
-    /// Whether the stream was written with `x-ignore-shared`, so that it needs the RAM file beside it.
+    /// Whether the stream was written with `x-ignore-shared`, so that it needs the RAM file, too.
     pub without_ram: bool,
 }
 
@@ -133,13 +133,13 @@ pub struct Operation {
     pub running: bool,
     /// The guest's memory is lost, and it is being booted from its disks.
     pub lost: bool,
-    /// The modification times of the writable disk images just before a new QEMU was let go whose RAM came from a disk:
-    /// while they are the same, the saved state and the disks belong together. `None` where that cannot be told.
+    /// The modification times of the writable disk images just before a new QEMU was resumed whose RAM came from a disk:
+    /// while they are the same, the saved state and the disks belong together. `None` if that is unknown.
     pub disks_at_resume: Option<Vec<(PathBuf, i128)>>,
-    /// The RAM file's modification time just before the new QEMU was let go, in ns since 1970: while it is the same
+    /// The RAM file's modification time just before the new QEMU was resumed, in ns since 1970: while it is the same
     /// the guest has not run in the new one.
     pub untouched_since_ns: Option<i128>,
-    /// By kexec: the number of the boot that is to end, as the guest's kernel tells it.
+    /// By kexec: the number of the boot that is to end, as the guest's kernel reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
 }
@@ -148,7 +148,7 @@ pub struct Operation {
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
-    /// What it says now.
+    /// Its current content.
     pub operation: Operation,
 }
 
@@ -217,7 +217,7 @@ impl Journal {
         self.write()
     }
 
-    /// Write what [`Journal::operation`] says now.
+    /// Writes [`Journal::operation`].
     ///
     /// # Errors
     /// When it cannot be written.

@@ -5,7 +5,7 @@
 //! | [`definition`] | the TOML file |
 //! | [`host`] | where this user keeps VMs on this host |
 //! | [`rundir`] | the run directory of one VM: paths, listing, writing files so that a crash leaves old or new |
-//! | [`lock`] | one operation at a time, and who has it |
+//! | [`lock`] | one operation at a time, and which process holds the lock |
 //! | [`journal`] | the operation in hand, so that a crash can be finished or undone |
 //! | [`state`] | what runs |
 //! | [`timeline`] | what happened when |
@@ -18,11 +18,11 @@
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | a definition made into what QEMU is given, pinned |
 //! | [`place`] | what a VM has before it has a QEMU |
-//! | [`ram`] | its RAM, where its guest begins anew |
-//! | [`life`] | start, look, stop, clean up |
-//! | [`shutdown`] | bringing a guest to its end |
-//! | [`attach`] | VMs whose QEMU somebody else has started |
-//! | [`doctor`] | what this host lacks, and the hint |
+//! | [`ram`] | its RAM, for a new boot |
+//! | [`life`] | start, status, stop, clean up |
+//! | [`shutdown`] | shutting a guest down, or powering it off |
+//! | [`attach`] | VMs whose QEMU Rekindle did not start |
+//! | [`doctor`] | checks of this host, with hints |
 
 pub mod attach;
 pub mod definition;

@@ -1,4 +1,4 @@
-//! The life of a VM outside a reboot: start, look, shut down, clean up.
+//! The life of a VM outside a reboot: start, status, shutdown, clean-up.
 
 use crate::attach;
 use crate::definition::Definition;
@@ -9,7 +9,7 @@ use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
 use crate::phases;
-use crate::place::{Made, Place};
+use crate::place::{Made, VmSlot};
 use crate::ram;
 use crate::rundir::RunDir;
 use crate::state::State;
@@ -33,12 +33,12 @@ use uuid::Uuid;
 pub use crate::shutdown::{End, Ended, OFF, PANICKED, SHUT_DOWN, end, shut_down};
 use crate::shutdown::{end_qemus, has_shut_down};
 
-/// How long saving a phase may be in the way of an operation: all of the guest's memory that is in use is written.
+/// How long an operation waits while a phase is saved: all of the guest's memory that is in use is written.
 const SAVED: Duration = Duration::from_secs(120);
-/// How long who works on a VM may take to say what it does.
-const SAID: Duration = Duration::from_secs(1);
-/// Between two looks.
-const LOOK: Duration = Duration::from_millis(5);
+/// How long to wait for the lock holder to name its operation.
+const NAMED: Duration = Duration::from_secs(1);
+/// Time between two attempts to take the lock.
+const RETRY: Duration = Duration::from_millis(5);
 
 /// Why something could not be done with a VM.
 #[derive(Debug, thiserror::Error)]
@@ -59,7 +59,7 @@ pub enum LifeError {
     },
     /// A VM of that name was there, and may be wanted again.
     #[error(
-        "there is a VM {name} already, whose QEMU has ended; choose another name, or give that up: rekindle stop {name}"
+        "there is a VM {name} already, whose QEMU has ended; choose another name, or remove that VM: rekindle stop {name}"
     )]
     NameTaken {
         /// Its name.
@@ -67,8 +67,8 @@ pub enum LifeError {
     },
     /// Its QEMU waits for a checkpoint.
     #[error(
-        "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); go on with `rekindle restore {name} \
-         --store URL`, or give it up: rekindle stop {name}"
+        "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); continue with `rekindle restore {name} \
+         --store URL`, or remove it: rekindle stop {name}"
     )]
     Prepared {
         /// Its name.
@@ -77,14 +77,14 @@ pub enum LifeError {
         pid: u32,
     },
     /// Its QEMU has ended.
-    #[error("VM {name} does not run: its QEMU has ended; it said last:\n{said}\nstart it again: rekindle run FILE")]
+    #[error("VM {name} does not run: its QEMU has ended; its log ends with:\n{log}\nstart it again: rekindle run FILE")]
     Ended {
         /// Its name.
         name: String,
         /// The end of the log.
-        said: String,
+        log: String,
     },
-    /// An operation was cut off.
+    /// An operation was interrupted.
     #[error("VM {name}: `rekindle {kind}` was interrupted {step}; finish or undo it first: rekindle recover {name}")]
     NeedsRecovery {
         /// Its name.
@@ -96,15 +96,15 @@ pub enum LifeError {
     },
     /// Rekindle has not started its QEMU.
     #[error(
-        "VM {name} was attached to, and not started by Rekindle ({starter}): {what} is for who started it; rekindle detach {name} \
-         lets go of it"
+        "VM {name} was attached to, and not started by Rekindle ({starter}): use the program that started it for {what}; \
+         rekindle detach {name} releases it"
     )]
     Attached {
         /// Its name.
         name: String,
-        /// Who started it.
+        /// The program that started it.
         starter: String,
-        /// What was asked for.
+        /// What was requested.
         what: &'static str,
     },
     /// It was restored from one that Rekindle had not started.
@@ -125,7 +125,7 @@ pub enum LifeError {
         /// What is missing.
         problems: Vec<String>,
     },
-    /// A process of it was killed, and does not end: what it does goes on, or waits in the kernel.
+    /// A process of it was killed, and does not end: it may still run, or wait in the kernel.
     #[error(
         "VM {name}: {what} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
     )]
@@ -137,13 +137,13 @@ pub enum LifeError {
         /// Which process.
         pid: u32,
     },
-    /// Somebody else is at work.
+    /// Another operation runs.
     #[error(transparent)]
     Lock(#[from] LockError),
     /// The QEMU binary is not usable.
     #[error(transparent)]
     Binary(#[from] BinaryError),
-    /// The RAM is not to be had.
+    /// The RAM is unavailable.
     #[error(transparent)]
     Ram(#[from] RamError),
     /// The network cannot be set up.
@@ -155,7 +155,7 @@ pub enum LifeError {
     /// QEMU does not start.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// QEMU does not do as it is told.
+    /// QEMU rejects a command.
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// The run directory fails.
@@ -173,7 +173,7 @@ fn list(problems: &[String]) -> String {
     problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
 }
 
-/// What is to be seen of a VM.
+/// The state of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
@@ -195,7 +195,7 @@ pub enum Status {
     Busy(String),
     /// It was suspended for a reboot of the host, and waits to be resumed.
     Suspended,
-    /// An operation was cut off.
+    /// An operation was interrupted.
     NeedsRecovery,
 }
 
@@ -225,13 +225,13 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
 }
 
-/// Look at a VM, without disturbing an operation on it.
+/// Returns the state of a VM, without disturbing an operation on it.
 ///
 /// # Errors
 /// When its run directory cannot be read.
 pub fn status(rundir: &RunDir) -> io::Result<Status> {
     loop {
-        // The journal first: an operation that ends in between takes its journal away before it lets go of the lock.
+        // The journal first: an operation that ends in between removes its journal before it releases the lock.
         let left_behind = Journal::left_behind(rundir)?.is_some();
         if left_behind
             && lock::holder(rundir).is_none()
@@ -247,8 +247,8 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
             return Ok(lock::holder(rundir).map_or(Status::Prepared, Status::Busy));
         }
         let recorded = state.and_then(|state| state.vmm);
-        let status = look(rundir, recorded.as_ref());
-        // A QEMU that is gone may be the one before, if an operation came to its end while this one looked.
+        let status = observe(rundir, recorded.as_ref());
+        // A QEMU that has ended may be the previous one, if an operation ended meanwhile.
         let gone = matches!(status, Status::Ended | Status::Silent);
         if !gone || State::read(rundir)?.and_then(|state| state.vmm) == recorded {
             return with_helpers(rundir, status);
@@ -268,7 +268,7 @@ fn with_helpers(rundir: &RunDir, status: Status) -> io::Result<Status> {
     })
 }
 
-fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
+fn observe(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
     let Some(vmm) = recorded.filter(|vmm| vmm.is_alive()) else {
         // Between the end of an old QEMU and the record of the new one there is none.
         return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
@@ -284,12 +284,12 @@ fn look(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
     }
 }
 
-/// A VM that nobody else works on, for an operation.
+/// A VM that is locked for an operation.
 #[derive(Debug)]
 pub struct Held {
     /// Its run directory.
     pub rundir: RunDir,
-    /// What it says.
+    /// Its state file.
     pub state: State,
     _lock: Lock,
 }
@@ -298,7 +298,7 @@ impl Held {
     /// Lock VM `name` for `operation` and read its state.
     ///
     /// # Errors
-    /// No such VM; busy; an operation was cut off.
+    /// No such VM; busy; an operation was interrupted.
     pub fn take(host: &Host, name: &str, operation: &str) -> Result<Self, LifeError> {
         let (held, left_behind) = Self::take_anyhow(host, name, operation)?;
         match left_behind {
@@ -309,7 +309,7 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], once a phase of the guest's boot is saved, if one is being saved: nobody asked for that at just this moment.
+    /// As [`Held::take`], but waits while a phase of the guest's boot is being saved, which no user has requested at that moment.
     ///
     /// # Errors
     /// As for [`Held::take`]; [`LockError::Late`] when that takes too long.
@@ -318,7 +318,7 @@ impl Held {
     }
 
     fn take_patiently(host: &Host, name: &str, operation: &str, saved: Duration) -> Result<Self, LifeError> {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let (name, holder, theirs) = match Self::take(host, name, operation) {
                 Err(LifeError::Lock(LockError::Held { name, holder, operation })) => (name, holder, operation),
@@ -326,14 +326,14 @@ impl Held {
             };
             let patience = match theirs.as_deref() {
                 Some(phases::SAVING) => saved,
-                // It has not said yet what it does.
-                None => SAID,
+                // The holder has not named its operation yet.
+                None => NAMED,
                 Some(_) => return Err(LockError::Held { name, holder, operation: theirs }.into()),
             };
-            if begun.elapsed() > patience {
+            if started.elapsed() > patience {
                 return Err(LockError::Late { name, holder, patience }.into());
             }
-            thread::sleep(LOOK);
+            thread::sleep(RETRY);
         }
     }
 
@@ -375,11 +375,11 @@ impl Held {
     /// The QEMU that runs the guest, alive.
     ///
     /// # Errors
-    /// [`LifeError::Ended`] with what it said last; [`LifeError::Prepared`].
+    /// [`LifeError::Ended`] with the end of its log; [`LifeError::Prepared`].
     pub fn vmm(&self) -> Result<&Vmm, LifeError> {
         self.state.refuse_prepared()?;
         let directory = self.rundir.vmm(self.state.generation);
-        let ended = || LifeError::Ended { name: self.rundir.name().into(), said: vmm::log_tail(&directory, 10) };
+        let ended = || LifeError::Ended { name: self.rundir.name().into(), log: vmm::log_tail(&directory, 10) };
         self.state.vmm.as_ref().filter(|vmm| vmm.is_alive()).ok_or_else(ended)
     }
 }
@@ -387,7 +387,7 @@ impl Held {
 /// Start a VM from its definition.
 ///
 /// *Needs:* what the definition names; room for its RAM; root for taps. A disk whose redo log a failure has left: `newest_disk`, which
-/// merges the log, so that no checkpoint's disk is to be had any more.
+/// merges the log, so that no checkpoint's disk is available any more.
 /// *On success:* the guest boots in a QEMU of its own session; its state is written down.
 /// *On failure:* nothing is left behind.
 ///
@@ -397,7 +397,7 @@ pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>, newest_disk
     run_as(host, definition, qemu, newest_disk, None, |_, _| Ok(()))
 }
 
-/// As [`run`], as the VM of this UUID. `own` is called when all that may be refused has been looked at, before anything of its disks
+/// As [`run`], as the VM of this UUID. `own` is called after all checks, before anything of its disks
 /// is merged and before the guest runs: it may forbid both.
 ///
 /// # Errors
@@ -415,7 +415,7 @@ pub fn run_as<E: From<LifeError>>(
         let left = disks::left_behind(hardware, !newest_disk);
         if left.is_empty() { Ok(()) } else { Err(left) }
     };
-    let place = Place::take(host, definition, qemu, "run", choose)?;
+    let place = VmSlot::take(host, definition, qemu, "run", choose)?;
     let started = own(&place.rundir, &place.state.hardware).and_then(|()| {
         let merged = disks::merge_left(&place.state.hardware).map_err(LifeError::from);
         Ok(merged.and_then(|()| boot(&place))?)
@@ -426,9 +426,9 @@ pub fn run_as<E: From<LifeError>>(
     started
 }
 
-fn boot(place: &Place<'_>) -> Result<State, LifeError> {
+fn boot(place: &VmSlot<'_>) -> Result<State, LifeError> {
     let Made { journal, directory, fds } = place.make(Kind::Run)?;
-    let Place { state, binary, rundir, .. } = place;
+    let VmSlot { state, binary, rundir, .. } = place;
     let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, binary.syntax);
     let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
     let mut qmp = vmm.connect(vmm::START)?;
@@ -437,7 +437,7 @@ fn boot(place: &Place<'_>) -> Result<State, LifeError> {
 }
 
 /// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both
-/// have a VM `web`: so it says which run directory it belongs to.
+/// have a VM `web`: so the name identifies the run directory.
 #[must_use]
 pub fn unique_name(rundir: &RunDir) -> String {
     let digest = xxhash_rust::xxh3::xxh3_64(rundir.path().as_os_str().as_bytes());
@@ -451,10 +451,10 @@ pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> Path
     directory.join(format!("{}.state", unique_name(rundir)))
 }
 
-/// Shut a VM down and remove all that Rekindle keeps of it. `patience` zero: at once.
+/// Shuts a VM down and removes all that Rekindle keeps of it. `patience` zero: powers it off immediately.
 ///
-/// *Needs:* nothing else at work on the VM. *On success:* nothing of it is left but its disks.
-/// *On failure:* what could not be removed is named; the same command again goes on.
+/// *Needs:* no other operation on the VM. *On success:* nothing of it is left but its disks.
+/// *On failure:* the error names what could not be removed; the same command continues.
 ///
 /// # Errors
 /// [`LifeError`].
@@ -477,19 +477,19 @@ pub fn stop_with(
         .map_err(|source| LifeError::RunDir { name: name.into(), source })?;
     let _run_state = RunState::acquire(&held.rundir, Duration::from_secs(30))?;
     let patience = patience.unwrap_or_else(|| held.state.definition.shutdown_timeout.as_duration());
-    let mut in_order = false;
+    let mut is_clean = false;
     let ended = match held.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
         Some(vmm) => {
-            in_order = !patience.is_zero() && has_shut_down(vmm);
+            is_clean = !patience.is_zero() && has_shut_down(vmm);
             shut_down(vmm, patience)?
         }
         None if held.vmm().is_err_and(|e| matches!(e, LifeError::Prepared { .. })) => Ended::Prepared,
         None => Ended::Before,
     };
     drop(journal);
-    // It has come to its end in order: its disks are what they are. Otherwise the last checkpoint's may be wanted.
-    in_order |= matches!(ended, Ended::ByAgent | Ended::ByAcpi);
-    if in_order && may_merge(&held.rundir, &held.state) {
+    // After a clean shutdown the newest disks count. Otherwise the last checkpoint's may be wanted.
+    is_clean |= matches!(ended, Ended::ByAgent | Ended::ByAcpi);
+    if is_clean && may_merge(&held.rundir, &held.state) {
         disks::end_epochs(&held.rundir, &held.state.hardware);
     }
     clean_up(host, &held.rundir, &held.state)?;
@@ -507,7 +507,7 @@ pub enum Stoppable {
     Files,
 }
 
-/// Looks at what [`stop`] would stop. Nothing is changed.
+/// Returns what [`stop`] would stop. Nothing is changed.
 ///
 /// # Errors
 /// As [`stop`], before it has stopped anything.
@@ -545,8 +545,8 @@ pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
     Ok(found)
 }
 
-/// Remove all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is gone already is no error, so that
-/// it can be done again after it was cut off.
+/// Remove all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
+/// it can be repeated after an interruption.
 ///
 /// # Errors
 /// What cannot be removed.
@@ -605,7 +605,7 @@ mod tests {
         thread::scope(|scope| {
             let next = scope.spawn(|| Held::take_once_saved(&host, "web", "reboot os").map(drop));
             drop(lock);
-            // It is nobody's turn any more; that there is no VM is the next thing that speaks against it.
+            // The lock is free; the next error is that there is no VM.
             assert!(matches!(next.join().unwrap(), Err(LifeError::Unknown { .. })));
         });
     }

@@ -1,4 +1,4 @@
-//! One operation on a VM at a time, and who has it.
+//! One operation on a VM at a time, and which process it is.
 
 use crate::rundir::RunDir;
 use rekindle_kernel::file::flock_holder;
@@ -12,25 +12,25 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Why the lock of a VM cannot be had.
+/// Why the lock of a VM could not be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Somebody else is at work.
+    /// Another process holds it.
     #[error("VM {name} is busy: {holder}; wait for it to end, or end it")]
     Held {
         /// The VM.
         name: String,
-        /// Who, in words.
+        /// A description of that process.
         holder: String,
-        /// What it does, if it has said so.
+        /// Its operation, if it has written that.
         operation: Option<String>,
     },
-    /// Somebody else is at work, and was waited for.
+    /// Another process holds it, and did not release it in time.
     #[error("VM {name} is busy: {holder}, and was not done within {} s; wait for it to end, or end it", patience.as_secs())]
     Late {
         /// The VM.
         name: String,
-        /// Who, in words.
+        /// A description of that process.
         holder: String,
         /// How long it was waited for.
         patience: Duration,
@@ -53,7 +53,7 @@ struct Holder {
     operation: String,
 }
 
-/// Who is at work on the VM, as far as can be seen without taking the lock: looking must not be in anybody's way.
+/// Returns the operation that runs on the VM, without taking the lock, so that no operation is disturbed.
 #[must_use]
 pub fn holder(rundir: &RunDir) -> Option<String> {
     let holder: Holder = serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()?;
@@ -75,7 +75,7 @@ pub fn is_ours(rundir: &RunDir) -> bool {
     holder.is_some_and(|Holder { pid, started, .. }| me == Some(Process { pid, started }))
 }
 
-/// Held until dropped, or until the process ends: the kernel lets go of it then.
+/// Held until dropped, or until the process ends: the kernel releases it then.
 #[derive(Debug)]
 pub struct Lock {
     file: File,
@@ -83,7 +83,7 @@ pub struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // So that nobody takes a process that lives on for one that is at work.
+        // So that a process that lives on does not look like one that works on the VM.
         let _ = self.file.set_len(0);
     }
 }
@@ -92,7 +92,7 @@ impl Lock {
     /// Lock the VM of `rundir` for `operation`. The run directory must exist.
     ///
     /// # Errors
-    /// [`LockError::Held`] at once, saying by whom.
+    /// [`LockError::Held`] immediately, with the holder.
     pub fn acquire(rundir: &RunDir, operation: &str) -> Result<Self, LockError> {
         let path = rundir.file("lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -113,8 +113,8 @@ impl Lock {
                 }
                 Err(e) => return Err(failed(e.into())),
             }
-            // The run directory may have been removed and made anew between the open and the lock: then the lock is
-            // on a file that nobody else sees.
+            // The run directory may have been removed and recreated between the open and the lock: then the lock is
+            // on a file that no other process sees.
             if is_at(&file, &path).map_err(failed)? {
                 let Process { pid, started } = Process::current().map_err(failed)?;
                 let holder = Holder { pid, started, operation: operation.into() };
@@ -173,10 +173,10 @@ impl Servers {
     }
 }
 
-/// Held by whoever stops a guest or lets it go on, for as long as somebody else's `cont` or `stop` in between would do harm.
+/// Held by a process that stops or resumes a guest, for as long as another one's `cont` or `stop` in between would do harm.
 ///
-/// The operations on a VM exclude one another by [`Lock`]; a loop that takes checkpoints is no operation, runs beside
-/// them, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it let the old one go on that a
+/// The operations on a VM exclude one another by [`Lock`]; a protector is no operation, runs
+/// concurrently, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it resumed the old one that a
 /// reboot has stopped.
 #[derive(Debug)]
 pub struct RunState {
@@ -187,7 +187,7 @@ impl RunState {
     /// Wait for it, at most for `patience`.
     ///
     /// # Errors
-    /// [`LockError::Held`] when somebody has it for so long.
+    /// [`LockError::Held`] when another process holds it for so long.
     pub fn acquire(rundir: &RunDir, patience: Duration) -> Result<Self, LockError> {
         let path = rundir.file("run-state.lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -201,7 +201,7 @@ impl RunState {
                     thread::sleep(Duration::from_micros(200));
                 }
                 Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
-                    let holder = "somebody keeps its guest stopped, or a checkpoint of it does not end".into();
+                    let holder = "another process keeps its guest stopped, or a checkpoint of it does not end".into();
                     return Err(LockError::Held { name: rundir.name().into(), holder, operation: None });
                 }
                 Err(e) => return Err(failed(e.into())),
@@ -210,7 +210,7 @@ impl RunState {
     }
 }
 
-/// Who holds it, in words, and what it does, if that has been written.
+/// Describes the holder, and its operation if that has been written.
 fn describe(file: &mut File) -> (String, Option<String>) {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);
@@ -218,7 +218,7 @@ fn describe(file: &mut File) -> (String, Option<String>) {
         Ok(holder) => {
             (format!("`{}` (process {}) is at work on it", holder.operation, holder.pid), Some(holder.operation))
         }
-        Err(_) => ("another rekindle has just begun to work on it".into(), None),
+        Err(_) => ("another rekindle has just started to work on it".into(), None),
     }
 }
 
@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_second_is_told_who_holds_it() {
+    fn the_second_gets_an_error_that_names_the_holder() {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`). Nothing stands between
-//! a writer and its file, so nothing can block a guest. `rekindle watch` looks at the lengths a few times a second ([`bound`]). A log
+//! a writer and its file, so nothing can block a guest. `rekindle watch` checks the lengths a few times a second ([`bound`]). A log
 //! that is too long is copied to `.1` and truncated: its writer continues at the beginning of the same file. What is written between
 //! the end of the copy and the truncation, some microseconds, is lost.
 
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// The link to the directory of the logs, in the run directory.
 const DIRECTORY: &str = "logs";
-/// Bytes of one log, unless the host's configuration says otherwise. With its older parts a log may have three times as many.
+/// Bytes of one log, unless the host's configuration sets another limit. With its older parts a log may have three times as many.
 pub const LIMIT: u64 = 8 << 20;
 /// The smallest limit that makes sense.
 pub const SMALLEST: u64 = 4 << 10;
@@ -75,7 +75,7 @@ pub(crate) fn link_log(rundir: &RunDir, name: &str) {
 /// Have the log of the `generation`-th QEMU there. Those of the last few QEMUs stay.
 pub(crate) fn link_qemu(rundir: &RunDir, generation: u32) {
     let name = |generation: u32| format!("qemu-{generation}.log");
-    // It may have been removed by whoever made room there.
+    // The user may have removed it to free space.
     let _ = DirBuilder::new().recursive(true).mode(0o700).create(directory(rundir));
     // What a VM of the same name had left.
     let path = rundir.file(DIRECTORY).join(name(generation));

@@ -1,6 +1,6 @@
 //! Taps, namespaces, bridges.
 //!
-//! What the kernel can be asked for in one call is asked for; the rest is done with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
+//! What takes one system call is done with it; the rest with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
 //! and removed with the last VM that uses it; one that was there before stays.
 
 use crate::definition::{Definition, NetBackend, TapPlace};
@@ -44,14 +44,14 @@ pub enum NetworkError {
         exists: bool,
     },
     /// `ip` failed.
-    #[error("`ip {command}` failed: {said}")]
+    #[error("`ip {command}` failed: {message}")]
     Ip {
         /// Its arguments.
         command: String,
-        /// Its words.
-        said: String,
+        /// Its error message.
+        message: String,
     },
-    /// A tap cannot be had.
+    /// A tap cannot be opened.
     #[error("cannot open tap {ifname}; if another VM or program uses it, name another `ifname`")]
     Tap {
         /// The interface.
@@ -61,7 +61,7 @@ pub enum NetworkError {
         source: io::Error,
     },
     /// A tap cannot be connected.
-    #[error("cannot connect tap {ifname}; look whether its bridge or namespace is still there: ip link, ip netns")]
+    #[error("cannot connect tap {ifname}; check whether its bridge or namespace still exists: ip link, ip netns")]
     Connect {
         /// The interface.
         ifname: String,
@@ -85,13 +85,13 @@ fn no_bridge(bridge: &str, exists: bool) -> String {
 fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
     let command = arguments.join(" ");
     let output = Command::new("ip").args(arguments).output().map_err(|e| {
-        let said = format!("{e}; install iproute2 (apt-get install iproute2)");
-        NetworkError::Ip { command: command.clone(), said }
+        let message = format!("{e}; install iproute2 (apt-get install iproute2)");
+        NetworkError::Ip { command: command.clone(), message }
     })?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    Err(NetworkError::Ip { command, said: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
+    Err(NetworkError::Ip { command, message: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
 }
 
 /// Do something with an interface in the namespace of the tap.
@@ -109,7 +109,7 @@ fn in_namespace<T: Send + 'static>(
 }
 
 /// Send the frames once more that a stopped QEMU may have taken out of its tap: QEMU takes one after its guest has
-/// stopped, which nobody would get, and a TCP client would wait 200 ms before it sends it again.
+/// stopped, which would be lost, and a TCP client would wait 200 ms before it sends it again.
 ///
 /// Which one it took cannot be seen. The first after the stop is sent again, and those shortly before it, which a
 /// busy QEMU may not have read yet; one that did arrive arrives twice, as frames may. `true` if there was one.
@@ -130,7 +130,7 @@ pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
     !after.is_empty()
 }
 
-/// Look whether the networks of a definition can be had, before anything is made.
+/// Checks whether the networks of a definition are possible, before anything is made.
 ///
 /// # Errors
 /// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`]; `ip` cannot be run.
@@ -227,7 +227,7 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
 pub struct Duplicates {
     /// Stand-ins to use at first, and the real ones to wait, at the numbers that its command line names.
     pub fds: Vec<(OwnedFd, RawFd)>,
-    /// The stand-ins once more. To be held until the guest runs: an interface goes away with its last descriptor, and
+    /// The stand-ins once more. To be held until the guest runs: an interface is removed with its last descriptor, and
     /// the kernel takes some 15 ms for that.
     pub stand_ins: Vec<StandIn>,
 }
@@ -241,7 +241,7 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
         let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
-        // Many VMs may be at it at once: the name must be this process's and this tap's own.
+        // Several VMs may do this at the same time: the name must be this process's and this tap's own.
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
         let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), StandIn::open)?;
@@ -252,7 +252,7 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
     Ok(duplicates)
 }
 
-/// Gives a QEMU whose guest's former QEMU is stopped or gone the real taps in the place of `stand_ins`.
+/// Gives the destination QEMU, once the source is stopped or gone, the real taps in the place of `stand_ins`.
 ///
 /// # Errors
 /// When the QEMU cannot be traced, or does not notice: it has some of them then.
@@ -262,7 +262,7 @@ pub fn replace_stand_ins(injector: Injector, hardware: &Hardware, stand_ins: &[S
     stand_ins.iter().try_for_each(StandIn::wake)
 }
 
-/// What the host sends into the taps of a VM from now on. To let go of one takes the kernel some 10 ms.
+/// What the host sends into the taps of a VM from now on. Closing one takes the kernel some 10 ms.
 ///
 /// # Errors
 /// [`NetworkError::Tap`].
@@ -279,7 +279,7 @@ pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError
 }
 
 /// Forward the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once. One
-/// that cannot be had is told, and no more.
+/// that is unavailable only causes a warning.
 pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     for (id, rule) in hardware.forwards() {
         match qmp.human(&format!("hostfwd_add {id} {rule}")) {
@@ -293,7 +293,7 @@ pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
 /// Remove the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
 ///
 /// # Errors
-/// [`NetworkError::Tap`] when a tap is in use by somebody.
+/// [`NetworkError::Tap`] when a tap is in use.
 pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
         let gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
@@ -312,7 +312,7 @@ fn marker(host: &Host, namespace: &str) -> PathBuf {
 }
 
 fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
-    let failed = |e: io::Error| NetworkError::Ip { command: format!("netns add {namespace}"), said: e.to_string() };
+    let failed = |e: io::Error| NetworkError::Ip { command: format!("netns add {namespace}"), message: e.to_string() };
     if netns::path(namespace).exists() {
         return Ok(());
     }

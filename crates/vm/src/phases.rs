@@ -1,7 +1,7 @@
 //! The disks of a VM whose boot's phases are kept: whether they are still what the guest of a phase knew.
 //!
-//! A disk that has a server is watched by it ([`rekindle_disk::ledger`]); of one that is only read, the file is the same as long as nobody
-//! has written it.
+//! A disk that has a server is watched by it ([`rekindle_disk::ledger`]); of one that is only read, the file is the same as long as it
+//! has not been written.
 
 use crate::definition::Definition;
 use crate::disks;
@@ -17,9 +17,9 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// A file of the run directory, there if it is to be seen when the guest is healthy.
+/// A file of the run directory that exists while the guest is expected to become healthy.
 const EXPECTED: &str = "phase.expected";
-/// The operation of whoever saves a phase, as [`crate::lock::holder`] tells it.
+/// The operation of the process that saves a phase, as [`crate::lock::holder`] returns it.
 pub const SAVING: &str = "saving a phase";
 
 /// One disk at the moment of a candidate.
@@ -38,7 +38,7 @@ pub struct DiskThen {
 pub enum Known {
     /// By its server.
     Moment(Moment),
-    /// As a file that nobody writes.
+    /// As a file that is not written.
     File(Mark),
 }
 
@@ -65,17 +65,15 @@ pub enum PhaseError {
         #[source]
         source: io::Error,
     },
-    /// Nobody watches it.
-    #[error(
-        "disk {id}: nobody knows what is written to it; let Rekindle serve it, or make it a raw image that is `readonly`"
-    )]
+    /// Its writes are not recorded.
+    #[error("disk {id}: its writes are not recorded; let Rekindle serve it, or make it a raw image that is `readonly`")]
     Unwatched {
         /// The disk.
         id: String,
     },
 }
 
-/// Where the candidates of a VM are: beside what a saved reboot writes.
+/// Where the candidates of a VM are: next to what a saved reboot writes.
 #[must_use]
 pub fn directory(host: &Host, rundir: &RunDir, definition: &Definition) -> PathBuf {
     let directory = definition.save_dir.as_ref().unwrap_or(&host.save_dir);
@@ -87,7 +85,7 @@ fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> 
     asked.map_err(|source| PhaseError::Server { id: id.into(), source })
 }
 
-/// A guest is about to boot: its disks' servers note what it touches. One that is not told has no candidates.
+/// A guest is about to boot: its disks' servers note what it touches. One that does not get this has no candidates.
 ///
 /// *Needs:* that no QEMU is connected.
 pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
@@ -99,7 +97,7 @@ pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     }
 }
 
-/// Who saves phases is to wait, once, until the guest that boots now is healthy. Asked for at each boot, and when a guest goes on from an
+/// Requests that a phase is saved, once, when the guest that boots now is healthy. Done at each boot, and when a guest continues from an
 /// earlier phase; not for one that has been up for long, which has more in its memory than its boot has put there.
 pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     if definition.phase.healthy.is_some()
@@ -109,8 +107,7 @@ pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     }
 }
 
-/// Whether that was asked for; from now on it is not any more, so that whoever is killed while it waits is followed by nobody who waits
-/// for a guest of unknown age.
+/// Returns whether that was requested, and withdraws the request, so that after a kill no process waits for a guest of unknown age.
 #[must_use]
 pub fn take_expected(rundir: &RunDir) -> bool {
     fs::remove_file(rundir.file(EXPECTED)).is_ok()
@@ -136,7 +133,7 @@ pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, Phase
     marked.collect()
 }
 
-/// Why a guest of that moment may not go on with the disks as they are, in words; none if it may.
+/// Describes why a guest of that moment may not continue with the disks as they are; none if it may.
 #[must_use]
 pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<String> {
     let named = |disks: &mut dyn Iterator<Item = &String>| {
@@ -152,7 +149,7 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
             Known::Moment(moment) => {
                 match ask::<Option<Void>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
                     Ok(void) => void.map(|void| void.to_string()),
-                    Err(e) => Some(format!("its server does not say what was written: {e}")),
+                    Err(e) => Some(format!("its server does not report what was written: {e}")),
                 }
             }
             Known::File(mark) => (!mark.holds()).then(|| format!("{} has changed since", mark.path.display())),
@@ -161,13 +158,14 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
     })
 }
 
-/// The next guest is one of that moment, whose memory comes while it runs: the servers are told, if it may be. Otherwise why not.
+/// Notifies the servers that the next guest is one of that moment, whose memory is loaded while it runs, if that is possible. Otherwise
+/// returns why not.
 ///
 /// *Needs:* that no QEMU is connected.
 ///
 /// # Errors
-/// A text.
-pub fn go_on(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Result<(), String> {
+/// The reason.
+pub fn continue_from(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Result<(), String> {
     if let Some(why) = check(rundir, hardware, then) {
         return Err(why);
     }

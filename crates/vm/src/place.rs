@@ -1,8 +1,8 @@
 //! A VM's place on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
 //!
-//! `rekindle run` boots a guest in it, `rekindle restore` lets one go on from a checkpoint. First there is a [`Site`]: nobody
-//! else works on the VM, and nothing of it runs. With a [`Plan`], which holds all that could be refused, it becomes a
-//! [`Place`].
+//! `rekindle run` boots a guest in it, `rekindle restore` resumes one in it from a checkpoint. First there is a [`Site`]: the VM
+//! is locked, and nothing of it runs. With a [`Plan`], the result of all checks, it becomes a
+//! [`VmSlot`].
 
 use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::disks::{self, DisksError, Epochs};
@@ -24,7 +24,7 @@ use rekindle_qemu::vmm::Vmm;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// The name of a VM that nobody else works on, and that does not run; a QEMU may wait there for a checkpoint.
+/// The locked name of a VM that does not run; a QEMU may wait there for a checkpoint.
 #[derive(Debug)]
 pub struct Site<'a> {
     host: &'a Host,
@@ -36,10 +36,10 @@ pub struct Site<'a> {
     lock: Lock,
 }
 
-/// A VM that can be had on this host.
+/// A VM that is possible on this host.
 #[derive(Debug)]
 pub struct Plan {
-    /// What its run directory is going to say.
+    /// The future content of its state file.
     pub state: State,
     /// Its QEMU.
     binary: Binary,
@@ -47,8 +47,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Whether there is room for the guest's RAM now. Nothing is promised: that is done by [`Place::make`] and
-    /// [`Place::claim`].
+    /// Whether there is room for the guest's RAM now. Nothing is promised: that is done by [`VmSlot::make`] and
+    /// [`VmSlot::claim`].
     ///
     /// # Errors
     /// [`LifeError::Ram`].
@@ -99,13 +99,13 @@ impl<'a> Site<'a> {
         Ok(site)
     }
 
-    /// What says of the QEMU that waits here, if one does.
+    /// The record of the QEMU that waits here, if one does.
     #[must_use]
     pub fn prepared(&self) -> Option<(&State, &Prepared)> {
         self.state.as_ref().and_then(|state| Some((state, state.prepared.as_ref()?)))
     }
 
-    /// The QEMU that waited here until it ended by itself. What was said when it was prepared still holds.
+    /// The QEMU that waited here until it ended by itself. The options given when it was prepared still apply.
     #[must_use]
     pub fn lost(&self) -> Option<&Prepared> {
         self.lost.as_ref()
@@ -133,7 +133,7 @@ impl<'a> Site<'a> {
         }
     }
 
-    /// Find out how the VM of `definition` can be had here. `fit` may refuse the hardware that the definition came to, or
+    /// Plans the VM of `definition` on this host. `fit` may refuse the hardware that the definition came to, or
     /// change what a guest that exists already needs otherwise. Nothing is made.
     ///
     /// # Errors
@@ -151,7 +151,7 @@ impl<'a> Site<'a> {
     ///
     /// # Errors
     /// [`LifeError::RunDir`]; then nothing is left behind.
-    pub fn place(mut self, plan: Plan) -> Result<Place<'a>, LifeError> {
+    pub fn place(mut self, plan: Plan) -> Result<VmSlot<'a>, LifeError> {
         self.clear()?;
         if let Err(source) = plan.state.write(&self.rundir) {
             let name = self.rundir.name().to_owned();
@@ -163,19 +163,19 @@ impl<'a> Site<'a> {
 
     /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
     #[must_use]
-    pub fn place_of(self, plan: Plan) -> Place<'a> {
+    pub fn place_of(self, plan: Plan) -> VmSlot<'a> {
         let Plan { state, binary, ram } = plan;
-        Place { host: self.host, rundir: self.rundir, state, binary, ram, epochs: None, _lock: self.lock }
+        VmSlot { host: self.host, rundir: self.rundir, state, binary, ram, epochs: None, _lock: self.lock }
     }
 }
 
-/// A place that nobody else works on, for a VM that does not run yet.
+/// The locked run directory of a VM that does not run yet.
 #[derive(Debug)]
-pub struct Place<'a> {
+pub struct VmSlot<'a> {
     host: &'a Host,
     /// Its run directory.
     pub rundir: RunDir,
-    /// What its run directory says.
+    /// The content of its state file.
     pub state: State,
     /// The QEMU that it is to have.
     pub binary: Binary,
@@ -196,7 +196,7 @@ pub struct Made {
     pub fds: Vec<(OwnedFd, RawFd)>,
 }
 
-impl<'a> Place<'a> {
+impl<'a> VmSlot<'a> {
     /// Take the place of the VM of `definition`, for `operation`.
     ///
     /// On success: nothing exists but the run directory with the lock and `state.json`.
@@ -226,7 +226,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Its disks are wanted as they were at a checkpoint, whose memory comes while the guest runs.
+    /// Sets the epochs of its disks: those of a checkpoint whose memory is loaded while the guest runs.
     #[must_use]
     pub fn at_epochs(self, epochs: Epochs) -> Self {
         Self { epochs: Some(epochs), ..self }
@@ -235,7 +235,7 @@ impl<'a> Place<'a> {
     /// Make the network and the RAM file, and start the servers of disks, under a journal of `kind`.
     ///
     /// # Errors
-    /// [`LifeError`]; what was made is for [`Place::undo`].
+    /// [`LifeError`]; what was made is for [`VmSlot::undo`].
     pub fn make(&self, kind: Kind) -> Result<Made, LifeError> {
         self.make_with(kind, RamDirectory::create, || match &self.epochs {
             Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs),
@@ -244,10 +244,10 @@ impl<'a> Place<'a> {
     }
 
     /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`]. Its RAM
-    /// files have other names than those that the state says.
+    /// files have other names than in the state file.
     ///
     /// # Errors
-    /// As [`Place::make`].
+    /// As [`VmSlot::make`].
     pub fn make_waiting(&self) -> Result<(Made, Hardware), LifeError> {
         let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting, || {
             disks::start_waiting(&self.rundir, &self.state.hardware)
@@ -318,7 +318,7 @@ impl<'a> Place<'a> {
         Ok(state)
     }
 
-    /// The QEMU that may run the guest of a restore: it was told to resume the guest, and has not ended.
+    /// The QEMU that may run the guest of a restore: it was sent `cont`, and has not ended.
     #[must_use]
     pub fn may_run(&self) -> Option<Vmm> {
         let left = Journal::left_behind(&self.rundir).ok().flatten().map(|journal| journal.operation);

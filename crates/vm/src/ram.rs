@@ -1,9 +1,9 @@
-//! The RAM of a VM whose guest is to begin anew: emptied, beside what is kept of the former guest's, or that of a QEMU that waits.
+//! The RAM of a VM for a new boot: emptied, in addition to the retained cache, or that of a QEMU that waits.
 
 use crate::disks::{self, Kept};
 use crate::fault;
 use crate::rundir::RunDir;
-use rekindle_memory::directory::{Former, RamDirectory, RamError};
+use rekindle_memory::directory::{PreviousRam, RamDirectory, RamError};
 use rekindle_qemu::command::Hardware;
 use std::fs;
 use std::io;
@@ -15,33 +15,33 @@ use std::path::Path;
 /// [`RamError`].
 pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     forget_fill(rundir);
-    let _ = disks::let_go(rundir, hardware, false);
+    let _ = disks::release_memory(rundir, hardware, false);
     let ram = directory(hardware)?;
     hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&name(&path), bytes).map(drop))
 }
 
-/// The same beside what of the former RAM its disks' servers keep, which is given back as the guest takes the new one. Gives what that is:
-/// nothing where there is no room for both.
+/// As [`renew`], but its disks' servers retain their cache in the previous RAM, which is freed as the guest uses the new one. Returns what is
+/// retained: nothing if there is no room for both.
 ///
 /// # Errors
 /// [`RamError`].
-pub fn renew_beside(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
+pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
     forget_fill(rundir);
-    if let Some(kept) = disks::let_go(rundir, hardware, true) {
+    if let Some(kept) = disks::release_memory(rundir, hardware, true) {
         let ram = directory(hardware)?;
         let mut files = hardware.ram_files().into_iter();
-        match files.try_for_each(|(path, bytes)| ram.renew_beside(&name(&path), bytes).map(drop)) {
+        match files.try_for_each(|(path, bytes)| ram.renew_keeping_cache(&name(&path), bytes).map(drop)) {
             Ok(()) => {
                 fault::point("cache.renew.memory", None, None);
                 return Ok(Some(kept));
             }
-            Err(e) => tracing::warn!("nothing of what the guest had of its disks is kept: {e}"),
+            Err(e) => tracing::warn!("nothing of the guest's cache is retained: {e}"),
         }
     }
     renew(rundir, hardware).map(|()| None)
 }
 
-/// What a restore was still bringing into the former RAM is not wanted any more.
+/// Ends the fill of the previous RAM by a restore.
 fn forget_fill(rundir: &RunDir) {
     match fs::remove_file(rundir.fill()) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -75,7 +75,7 @@ pub fn waiting(hardware: &Hardware) -> Result<Hardware, RamError> {
     Ok(waits)
 }
 
-/// Whether there is room for all of it beside everything that is promised now.
+/// Whether there is room for all of it in addition to everything that is promised now.
 #[must_use]
 pub fn has_room(hardware: &Hardware) -> bool {
     let bytes = hardware.ram_files().iter().map(|(_, bytes)| bytes).sum();
@@ -91,14 +91,14 @@ pub fn forget_waiting(hardware: &Hardware) -> Result<(), RamError> {
     hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.forget_waiting(&name(&path)))
 }
 
-/// Give a VM whose former QEMU has ended the RAM that waits, in the place of what it has: see [`RamDirectory::replace`]. Gives what can be
-/// given back later.
+/// Gives a VM whose previous QEMU has ended the RAM that waits, in place of its own: see [`RamDirectory::replace`]. Returns what can be
+/// freed later.
 ///
 /// # Errors
 /// [`RamError`].
-pub fn replace(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<Former>, RamError> {
+pub fn replace(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<PreviousRam>, RamError> {
     forget_fill(rundir);
-    let _ = disks::let_go(rundir, hardware, false);
+    let _ = disks::release_memory(rundir, hardware, false);
     let ram = directory(hardware)?;
     let replaced = hardware.ram_files().into_iter().map(|(path, bytes)| ram.replace(&name(&path), bytes));
     replaced.filter_map(Result::transpose).collect()

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! /run/rekindle/NAME/
-//!   lock            held by the operation in hand; says who
+//!   lock            held by the operation in hand; names it
 //!   state.json      what runs            (docs/run-directory.md)
 //!   operation.json  the operation in hand
 //!   timeline.jsonl  what happened when
@@ -57,7 +57,7 @@ impl RunDir {
         Ok(names)
     }
 
-    /// What the QEMU at `path` knows, as it was kept for the VMs beside this one, or asked: see [`Binary::known`].
+    /// What the QEMU at `path` knows, from the answers kept for all VMs of this host, or asked now: see [`Binary::known`].
     ///
     /// # Errors
     /// As [`Binary::known`].
@@ -100,7 +100,7 @@ impl RunDir {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),
         };
-        // By a rename first: cut off half-way, a part of it would be taken for a VM whose operation nobody knows.
+        // Renamed first: a half-removed directory would look like a VM with an unknown operation.
         let aside = self.path.with_file_name(format!(".{}.removed", self.name));
         absent_is_fine(fs::remove_dir_all(&aside))?;
         absent_is_fine(fs::rename(&self.path, &aside))?;
@@ -113,19 +113,19 @@ impl RunDir {
         self.path.join(name)
     }
 
-    /// There while a checkpoint keeps the guest stopped: whoever finds it, and nobody in the pause, lets the guest go on.
+    /// Exists while a checkpoint keeps the guest stopped: if it exists and no process is in that pause, the guest is to be resumed.
     #[must_use]
     pub fn paused(&self) -> PathBuf {
         self.file("paused")
     }
 
-    /// Locked by who waits for the guest to reboot itself, to do that.
+    /// Locked by the process that waits for the guest to reboot itself, to boot it.
     #[must_use]
     pub fn watch_lock(&self) -> PathBuf {
         self.file("watch.lock")
     }
 
-    /// Locked by the pager, and by a restore until that has begun.
+    /// Locked by the pager, and by a restore until the pager has started.
     #[must_use]
     pub fn pager_lock(&self) -> PathBuf {
         self.file("pager.lock")
@@ -143,7 +143,7 @@ impl RunDir {
         self.file("helpers.json")
     }
 
-    /// What a restore that has not brought all of the guest's memory yet leaves to its pager.
+    /// What a restore leaves to its pager until all of the guest's memory is loaded.
     #[must_use]
     pub fn fill(&self) -> PathBuf {
         self.file("fill.json")

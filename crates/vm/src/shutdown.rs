@@ -1,5 +1,5 @@
-//! Bringing a guest to its end: through its agent, else by the power button, else by pulling the plug; or, if that is wanted, by freezing its
-//! file systems and pulling the plug then.
+//! Shutting a guest down: through its agent, else by the power button, else by powering it off; or, on request, by freezing its
+//! file systems before powering it off.
 
 use crate::disks;
 use crate::fault;
@@ -14,20 +14,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// How long an operation in hand may go on when the plug is pulled under it.
+/// How long an operation in hand may continue after its QEMU was killed.
 const BUSY: Duration = Duration::from_secs(10);
-/// How long until it is looked again whether it has ended.
-const LOOK: Duration = Duration::from_millis(50);
+/// Time between two attempts to take the lock.
+const RETRY: Duration = Duration::from_millis(50);
 /// How long a process may take to end.
 const END: Duration = Duration::from_secs(10);
 /// How long an agent may take to answer at all.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// How a guest is to be brought to its end.
+/// How to end a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum End {
-    /// It shuts itself down: its services end in order, its file systems are unmounted.
+    /// It shuts itself down: its services stop cleanly, its file systems are unmounted.
     #[default]
     Shutdown,
     /// Its agent writes its file systems out and freezes them, and it is powered off: whatever programs have written to files is there, but they are
@@ -35,7 +35,7 @@ pub enum End {
     Freeze,
 }
 
-/// How a guest came to its end.
+/// How a guest ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ended {
@@ -74,7 +74,7 @@ pub const OFF: &str = "shutdown";
 /// That of one whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
 
-/// Bring a guest to its end in the way that is wanted. One whose file systems cannot be frozen is shut down.
+/// Ends a guest in the given way. One whose file systems cannot be frozen is shut down.
 ///
 /// On success: its QEMU has ended.
 ///
@@ -98,9 +98,9 @@ pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> 
 }
 
 /// Shut a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
-/// of `patience`; after `patience` by pulling the plug, as a reset does. `patience` zero: at once.
+/// of `patience`; after `patience` by powering it off, as a reset does. `patience` zero: immediately.
 ///
-/// On success: its QEMU has ended. [`Ended`] says what was asked last.
+/// On success: its QEMU has ended. [`Ended`] is the method that worked.
 ///
 /// # Errors
 /// When QEMU can neither be talked to nor killed.
@@ -114,7 +114,7 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
         ended = Ended::Before;
     } else {
         let deadline = Instant::now() + patience;
-        // Where no program has the agent's port open nobody would answer.
+        // If no program has the agent's port open, there is no answer to wait for.
         let listens = vmm.connect(vmm::START).is_ok_and(|mut qmp| agent::listens(&mut qmp).unwrap_or(true));
         let asked = listens && agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience)).is_ok();
         if asked && gone(patience / 2) {
@@ -128,7 +128,7 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
     power_off(vmm).map(|()| ended)
 }
 
-/// Pull the plug. `quit` closes images in order; a QEMU that does not obey is killed.
+/// Powers it off. `quit` closes images cleanly; a QEMU that does not obey is killed.
 fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
     if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
         let _ = qmp.execute::<Value>("quit", ());
@@ -139,7 +139,7 @@ fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
     Ok(())
 }
 
-/// Whether its guest has come to its end by itself.
+/// Whether its guest has ended by itself.
 fn has_ended(vmm: &Vmm) -> bool {
     let state = vmm.connect(vmm::START).map(|mut qmp| run_state(&mut qmp));
     matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
@@ -150,22 +150,22 @@ pub(crate) fn has_shut_down(vmm: &Vmm) -> bool {
     vmm.connect(vmm::START).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
 }
 
-/// Whether its guest has come to its end by itself; else its QEMU is told to end with it, whatever it was told before.
+/// Whether its guest has ended by itself; if not, sets its QEMU to end with the guest, whatever was set before.
 fn is_shut_down(vmm: &Vmm) -> bool {
     let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
     if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
         return true;
     }
-    // One that does not know it was not told otherwise.
+    // A QEMU without this command ends with its guest anyway.
     let _ = qmp.execute::<Value>("set-action", json!({"shutdown": "poweroff"}));
     false
 }
 
-/// End every QEMU of a VM at once, and the servers of its disks, whoever is at work on it. The run directory stays, and so do the redo
-/// logs of its disks: nothing of them is merged. Where there is no VM, nothing is done.
+/// Ends every QEMU of a VM immediately, and the servers of its disks, even during another operation. The run directory stays, and so do the redo
+/// logs of its disks: nothing of them is merged. If there is no VM, nothing is done.
 ///
 /// # Errors
-/// [`LifeError`]: what could not be ended, or an operation that goes on regardless.
+/// [`LifeError`]: what could not be ended, or an operation that does not end.
 pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     let deadline = Instant::now() + BUSY;
@@ -178,7 +178,7 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
         };
         // Under an operation in hand too: it may not begin anything new once this has the lock.
         end_qemus(rundir, &state)?;
-        // One that somebody else has started has nothing of the run directory among its arguments.
+        // One that Rekindle did not start has nothing of the run directory among its arguments.
         if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
             vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
         }
@@ -187,16 +187,16 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
             drop(lock);
             return Ok(());
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(RETRY);
     }
     Ok(())
 }
 
-/// End the process that is at work on a VM, if that is another one: it may be stopped, or wait for something that does not come. What it
-/// was at is cut off, as by a kill of any operation.
+/// Ends the process that works on a VM, if that is another one: it may be stopped, or wait for ever. Its operation is interrupted, as by any
+/// kill.
 ///
 /// # Errors
-/// [`LifeError`]: it goes on regardless.
+/// [`LifeError`]: it does not end.
 pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
     let Some(process) = lock::other(rundir) else { return Ok(()) };
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
@@ -209,7 +209,7 @@ pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
     }
 }
 
-/// End every QEMU of a VM at once.
+/// Ends every QEMU of a VM immediately.
 pub(crate) fn end_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     for generation in 1..=state.generation + 1 {

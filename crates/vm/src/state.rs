@@ -13,7 +13,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
+/// The newest format that this Rekindle reads. It writes an older one where that is enough, so that older versions understand it.
 pub const FORMAT: u32 = 6;
 
 /// `state.json`.
@@ -41,12 +41,12 @@ pub struct State {
     pub prepared: Option<Prepared>,
 }
 
-/// Who runs a VM that Rekindle has not started.
+/// The origin of a VM that Rekindle did not start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
     /// The user that its QEMU runs as.
     pub uid: u32,
-    /// Who started it, as far as that is to be seen.
+    /// The program that started it, as far as that is visible.
     pub starter: String,
 }
 
@@ -72,9 +72,9 @@ pub struct Prepared {
     pub blocks: Vec<RamBlock>,
     /// What it has read or opened: its binary, kernel, images. It is of use only while they are the same.
     pub files: Vec<Mark>,
-    /// How the VM is to be built here, if that was said when it was prepared.
+    /// The definition to build the VM from, if one was given when it was prepared.
     pub given: Option<Definition>,
-    /// The QEMU to use, if that was said.
+    /// The QEMU to use, if one was given.
     pub qemu: Option<PathBuf>,
 }
 

@@ -21,7 +21,7 @@ pub enum Phase {
     Suspend,
     /// What is to be renewed is renewed.
     Renew,
-    /// The guest is let go.
+    /// The guest is resumed.
     Resume,
     /// What is no longer needed goes.
     Settle,
@@ -78,21 +78,21 @@ pub struct Recorder {
     operation: String,
     entries: Vec<Entry>,
     phase: Phase,
-    begun: (u64, u64),
+    started: (u64, u64),
 }
 
 impl Recorder {
     /// Begin with the phase `prepare`.
     #[must_use]
     pub fn new(vm: &str, operation: &str) -> Self {
-        let begun = (host_us(), mono_ns());
-        Self { vm: vm.into(), operation: operation.into(), entries: Vec::new(), phase: Phase::Prepare, begun }
+        let started = (host_us(), mono_ns());
+        Self { vm: vm.into(), operation: operation.into(), entries: Vec::new(), phase: Phase::Prepare, started }
     }
 
     /// The next steps belong to `phase`, and the next one begins now.
     pub fn phase(&mut self, phase: Phase) {
         self.phase = phase;
-        self.begun = (host_us(), mono_ns());
+        self.started = (host_us(), mono_ns());
     }
 
     /// What began with the last call ends here and was `step`; the next one begins.
@@ -103,11 +103,11 @@ impl Recorder {
             operation: self.operation.clone(),
             phase: self.phase,
             step: step.into(),
-            start_host_us: self.begun.0,
-            start_mono_ns: self.begun.1,
-            us: (now.1 - self.begun.1) / 1000,
+            start_host_us: self.started.0,
+            start_mono_ns: self.started.1,
+            us: (now.1 - self.started.1) / 1000,
         });
-        self.begun = now;
+        self.started = now;
     }
 
     /// The steps so far.

@@ -2,7 +2,7 @@
 //!
 //! Some things only a process itself can do: put a descriptor in the place of another, open a userfaultfd for its own
 //! memory, close one. [`Injector`] stops one of its threads with ptrace for some 50 to 100 µs, lets it make the calls
-//! through the `syscall` instruction of its vDSO, and lets it go on where it was.
+//! through the `syscall` instruction of its vDSO, and lets it continue where it was.
 //!
 //! What the process notices: nothing but the time.
 //!
@@ -10,20 +10,20 @@
 //!   before a call is let through first, and the call is tried again; one that comes during it waits until after it.
 //! - **System calls that were interrupted** are restarted by the kernel, those with a time-out with what is left of it
 //!   (`restart_block` stays as it was, since a call of ours never waits). The few that Linux does not restart
-//!   (`epoll_wait`, `semop`, ...: signal(7)) are told to: their `EINTR` is turned into `ERESTARTNOHAND`, with which the
+//!   (`epoll_wait`, `semop`, ...: signal(7)) are made to: their `EINTR` is turned into `ERESTARTNOHAND`, with which the
 //!   kernel restarts the call unless a signal handler runs. Only a time-out begins anew then, and such threads are
 //!   taken last.
 //! - **Job control**: a thread that is stopped by `SIGSTOP` makes the call and is stopped again.
 //! - **seccomp**: a filter may end the process for a call that it does not like. It is suspended for our calls where
 //!   the kernel lets us (root, `CONFIG_CHECKPOINT_RESTORE`). Elsewhere only calls that every process makes are made.
-//! - **Restartable sequences** (rseq): a thread within one is let go and stopped again a moment later.
+//! - **Restartable sequences** (rseq): a thread within one is resumed and stopped again a moment later.
 //!
 //! Nothing is taken on trust: at both ends of a call the kernel is asked which call at which instruction the thread stands at, and everything
 //! has a deadline. On any doubt the thread gets its own registers back and is released, and the call is reported as not done. Only a
 //! thread that is within the kernel and cannot be interrupted is waited for, since its registers cannot be restored there.
 //!
-//! If we are killed, the kernel detaches and the thread goes on. Between the first register written and the last one
-//! restored (15 µs in the median, ten times that on a busy machine) it would go on within the vDSO with the registers of our
+//! If we are killed, the kernel detaches and the thread continues. Between the first register written and the last one
+//! restored (15 µs in the median, ten times that on a busy machine) it would continue within the vDSO with the registers of our
 //! call: only a death of our whole process at that very moment does that, since the thread that makes the call has all
 //! signals blocked. `PTRACE_O_EXITKILL` is never set.
 
@@ -102,7 +102,7 @@ pub enum InjectError {
     /// No thread stopped.
     #[error(
         "none of the threads of process {pid} could be stopped within {} ms each: it waits in the kernel (for a disk, or \
-         for memory that a pager does not bring)",
+         for memory that a pager does not supply)",
         PATIENCE.as_millis()
     )]
     Stuck {
@@ -226,7 +226,7 @@ impl Injector {
     /// Let the process make one call, and give what it returns.
     ///
     /// # Errors
-    /// [`InjectError`]; the process goes on as it was.
+    /// [`InjectError`]; the process continues unchanged.
     pub fn call(&self, call: Call) -> Result<u64, InjectError> {
         self.run(|session| session.call(call))
     }
@@ -237,7 +237,7 @@ impl Injector {
     /// [`InjectError`]; calls that were made before the error have been made.
     pub fn run<T: Send>(
         &self,
-        work: impl FnOnce(&mut Session) -> Result<T, InjectError> + Send,
+        work: impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send,
     ) -> Result<T, InjectError> {
         // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
         // detaches.
@@ -263,7 +263,7 @@ impl Injector {
     fn run_in<T: Send>(
         &self,
         tid: i32,
-        work: &mut Option<impl FnOnce(&mut Session) -> Result<T, InjectError> + Send>,
+        work: &mut Option<impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send>,
     ) -> Result<Option<T>, InjectError> {
         let traced = |source| InjectError::Trace { pid: self.process.pid, what: "start a tracing thread", source };
         std::thread::scope(|scope| {
@@ -282,7 +282,7 @@ impl Injector {
     }
 
     /// Stop thread `tid`. `None`: it ended, or does not stop, or is not to be used now.
-    fn stop(&self, tid: i32) -> Result<Option<Session>, InjectError> {
+    fn stop(&self, tid: i32) -> Result<Option<StoppedThread>, InjectError> {
         let pid = self.process.pid;
         let Ok(filtered) = thread::is_filtered(self.process, tid) else { return Ok(None) };
         let mut suspended = false;
@@ -321,20 +321,20 @@ impl Injector {
         if tracee.in_restartable_sequence(self.process) {
             return Ok(None);
         }
-        Ok(Some(Session { injector: *self, tracee, filtered: filtered && !suspended }))
+        Ok(Some(StoppedThread { injector: *self, tracee, filtered: filtered && !suspended }))
     }
 }
 
 /// A thread of the other process, stopped and ready to make calls.
 #[derive(Debug)]
-pub struct Session {
+pub struct StoppedThread {
     injector: Injector,
     tracee: Tracee,
     /// A seccomp filter is in force.
     filtered: bool,
 }
 
-impl Session {
+impl StoppedThread {
     /// Let the thread make one call, and give what it returns.
     ///
     /// # Errors
@@ -385,7 +385,7 @@ impl Session {
         })
     }
 
-    /// Stop the thread again after it was let go for a moment.
+    /// Stops the thread again after it was resumed for a moment.
     fn halt_again(&mut self, failed: impl Fn(io::Error) -> InjectError) -> Result<(), InjectError> {
         for _ in 0..ROUNDS {
             if !self.tracee.halt(Instant::now() + PATIENCE).map_err(&failed)? {

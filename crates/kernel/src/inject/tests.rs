@@ -9,7 +9,7 @@ use std::time::Duration;
 const KIND: &str = "REKINDLE_TEST_VICTIM";
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A process that does one thing, and says `right` at its end if it was never disturbed.
+/// A process that does one thing, and prints `right` at its end if it was never disturbed.
 struct Victim {
     child: Child,
     input: Option<ChildStdin>,
@@ -28,7 +28,7 @@ impl Victim {
             .unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let process = Process::of(wait_line(&mut output, "pid ").parse().unwrap()).unwrap();
-        wait_line(&mut output, "begun");
+        wait_line(&mut output, "started");
         Self { input: child.stdin.take(), child, output, process }
     }
 
@@ -36,7 +36,7 @@ impl Victim {
         Injector::new(self.process).unwrap()
     }
 
-    /// Inject calls until the victim says that it is through; at least one.
+    /// Inject calls until the victim reports that it has finished; at least one.
     fn disturb_until_the_end(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;
@@ -100,13 +100,13 @@ fn timespec(duration: Duration) -> libc::timespec {
 const WAIT: Duration = Duration::from_millis(30);
 const ROUNDS_OF_WAITING: u32 = 15;
 
-/// Wait again and again by `wait`, which says whether it ended as a time-out does; not one may end early.
+/// Wait again and again by `wait`, which returns an error unless it ended by its time-out; none may end early.
 fn waits(mut wait: impl FnMut() -> Result<(), String>) {
-    println!("begun");
+    println!("started");
     for round in 0..ROUNDS_OF_WAITING {
-        let begun = Instant::now();
+        let started = Instant::now();
         wait().unwrap_or_else(|e| panic!("round {round}: {e}"));
-        assert!(begun.elapsed() >= WAIT, "round {round} ended after {:?}", begun.elapsed());
+        assert!(started.elapsed() >= WAIT, "round {round} ended after {:?}", started.elapsed());
     }
     println!("right");
 }
@@ -193,13 +193,13 @@ fn act(kind: &str) {
             let epoll = unsafe { libc::epoll_create1(0) };
             let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 5 };
             unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, 0, &raw mut event) };
-            println!("begun");
+            println!("started");
             let got = unsafe { libc::epoll_wait(epoll, &raw mut event, 1, -1) };
             assert_eq!(got, 1, "{}", errno());
             println!("right");
         }
         "read" => {
-            println!("begun");
+            println!("started");
             let mut byte = 0u8;
             assert_eq!(unsafe { libc::read(0, (&raw mut byte).cast(), 1) }, 1, "{}", errno());
             println!("right");
@@ -210,13 +210,13 @@ fn act(kind: &str) {
         "tracer" => {
             let pid: i32 = std::env::var("REKINDLE_TEST_TRACEE").unwrap().parse().unwrap();
             let _tracee = Tracee::seize(pid, 0).unwrap();
-            println!("begun");
+            println!("started");
             wait_for_end_of_input();
             println!("right");
         }
         "filtered" => {
             // A filter (seccomp mode 1: only read, write, exit and sigreturn) that kills for anything else.
-            println!("begun");
+            println!("started");
             std::io::stdout().flush().unwrap();
             assert_eq!(unsafe { libc::prctl(libc::PR_SET_SECCOMP, 1) }, 0);
             let (mut byte, text) = (0u8, b"right\n");
@@ -228,13 +228,13 @@ fn act(kind: &str) {
         }
         "denied" | "trapped" => {
             deny_getpid(kind == "trapped");
-            println!("begun");
+            println!("started");
             let mut byte = 0u8;
             assert_eq!(unsafe { libc::read(0, (&raw mut byte).cast(), 1) }, 1, "{}", errno());
             println!("right");
         }
         "ends" => {
-            println!("begun");
+            println!("started");
             let mut byte = 0u8;
             unsafe {
                 libc::read(0, (&raw mut byte).cast(), 1);
@@ -272,9 +272,9 @@ fn wait_for_end_of_input() {
 
 /// Numbers and fractions whose sum is known, in registers for most of the time.
 fn compute() {
-    println!("begun");
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(600) {
+    println!("started");
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(600) {
         let (mut x, mut sum, mut f) = (1u64, 0u64, 1.0f64);
         for _ in 0..200_000 {
             x ^= x << 13;
@@ -325,7 +325,7 @@ fn signals() {
         action.sa_flags = libc::SA_SIGINFO;
         libc::sigaction(libc::SIGRTMIN() + 3, &raw const action, std::ptr::null_mut());
     }
-    println!("begun");
+    println!("started");
     let mut interrupted = 0;
     while HANDLED.load(Relaxed) < SIGNALS {
         // SAFETY: no descriptors are given.
@@ -340,9 +340,9 @@ fn signals() {
 
 /// Threads that come and go.
 fn threads() {
-    println!("begun");
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(600) {
+    println!("started");
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(600) {
         let some: Vec<_> = (0..4).map(|n| std::thread::spawn(move || n * 2)).collect();
         for (n, thread) in some.into_iter().enumerate() {
             assert_eq!(thread.join().unwrap(), n * 2);
@@ -475,7 +475,7 @@ fn another_tracer_is_named() {
     let mut tracer = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut output = BufReader::new(tracer.stdout.take().unwrap());
     let pid: u32 = wait_line(&mut output, "pid ").parse().unwrap();
-    wait_line(&mut output, "begun");
+    wait_line(&mut output, "started");
     let e = victim.injector().call(getpid()).unwrap_err();
     assert!(matches!(&e, InjectError::Traced { tracer: by, .. } if *by == pid), "{e:?}");
     assert!(e.to_string().contains(&pid.to_string()), "{e}");
@@ -503,7 +503,7 @@ fn a_seccomp_filter_that_kills_for_the_call_is_suspended_or_the_call_refused() {
 }
 
 #[test]
-fn a_process_that_has_ended_is_said_to() {
+fn a_process_that_has_ended_is_reported_as_gone() {
     let mut victim = Victim::start("read");
     let injector = victim.injector();
     victim.process.kill().unwrap();
@@ -543,7 +543,7 @@ fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result(
     let tracee = stopped(&victim);
     let call = Call::new("getpid", libc::SYS_getpid, []);
     // As one that makes no others than the harmless calls would have to be.
-    let mut session = Session { injector: victim.injector(), tracee, filtered: false };
+    let mut session = StoppedThread { injector: victim.injector(), tracee, filtered: false };
     assert_eq!(session.tracee.enter(instruction, call.number, call.arguments, soon()).unwrap(), Stop::Call);
     assert_eq!(
         session.tracee.leave(soon()).unwrap(),

@@ -12,7 +12,7 @@ use std::ops::Range;
 const SYS_IO_PGETEVENTS: i64 = 333;
 
 /// System calls that Linux does not restart when they were interrupted by nothing but a stop (signal(7)), and that
-/// have done nothing when they say `EINTR`. With a time-out of the socket, receiving and sending are among them.
+/// have done nothing when they return `EINTR`. With a time-out of the socket, receiving and sending are among them.
 pub(super) const NEVER_RESTARTED: [i64; 17] = [
     libc::SYS_epoll_wait,
     libc::SYS_epoll_pwait,
@@ -52,7 +52,7 @@ const RESTARTED: [i64; 12] = [
 /// How well a thread is suited; less is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Suited {
-    /// Waits in a call that goes on as if nothing had been.
+    /// Waits in a call that continues as if it had not been interrupted.
     Waits,
     /// Computes.
     Computes,
@@ -106,7 +106,7 @@ fn status(process: Process, tid: i32, name: &str) -> io::Result<Option<u32>> {
     Ok(line.and_then(|value| value.trim().parse().ok()))
 }
 
-/// Whether a seccomp filter looks at the thread's system calls.
+/// Whether a seccomp filter checks the thread's system calls.
 pub(super) fn is_filtered(process: Process, tid: i32) -> io::Result<bool> {
     Ok(status(process, tid, "Seccomp")?.is_some_and(|mode| mode != 0))
 }
@@ -122,7 +122,7 @@ pub(super) fn is_ending(process: Process, tid: i32) -> bool {
     matches!(state, Some("Z" | "X")) || flags.is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// Who traces a thread: number and command of the process (a tracer is a thread).
+/// Returns the tracer of a thread: number and command of its process (a tracer is a thread).
 pub(super) fn tracer(process: Process, tid: i32) -> Option<(u32, String)> {
     let tracer = status(process, tid, "TracerPid").ok()?.filter(|&tracer| tracer != 0)?;
     let of_thread = Process { pid: tracer, started: 0 };

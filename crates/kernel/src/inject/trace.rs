@@ -66,7 +66,7 @@ const PTRACE_GET_RSEQ_CONFIGURATION: c_uint = 0x420f;
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
 const _: () = assert!(size_of::<user_regs_struct>() == 27 * 8);
 
-/// Why a call was given up. The thread has its own registers.
+/// Why a call was cancelled. The thread has its own registers.
 #[derive(Debug)]
 pub(super) enum Doubt {
     /// It was not where it should have been by the deadline.
@@ -259,7 +259,7 @@ impl Tracee {
         }
     }
 
-    /// Whether it is stopped at this end of the call that was set up, by what the kernel says and not by what was expected.
+    /// Whether it is stopped at this end of the call that was set up, as the kernel reports it, whatever was expected.
     fn is_at(&self, op: u8) -> io::Result<bool> {
         let Some(set_up) = self.set_up else { return Ok(false) };
         let mut seen = SystemCall::default();
@@ -352,8 +352,8 @@ impl Tracee {
 
 impl Drop for Tracee {
     fn drop(&mut self) {
-        // It may have been killed meanwhile. If it is not stopped, it is let go when the tracing thread ends. Being let
-        // go makes the kernel look for signals and for a system call to restart.
+        // It may have been killed meanwhile. If it is not stopped, it is released when the tracing thread ends. On
+        // release the kernel checks for signals and for a system call to restart.
         if self.at_entry {
             let _ = self.cancel();
         }
@@ -408,10 +408,10 @@ fn wait_ever(tid: c_int) -> io::Result<Stopped> {
 
 /// The next stop of thread `tid`. `None`: none by the deadline. `ESRCH` if it ended.
 fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let patience = if deadline.is_some() { libc::WNOHANG } else { 0 };
     loop {
-        // Looked at first: a process that has ended is left for its parent, which may be us.
+        // Only checked at first: a process that has ended is left for its parent, which may be us.
         let seen = wait_id(tid, libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT | patience)?;
         match seen.map(|seen| seen.si_code) {
             Some(libc::CLD_TRAPPED | libc::CLD_STOPPED) => {
@@ -429,7 +429,7 @@ fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
         if deadline.is_some_and(|deadline| now >= deadline) {
             return Ok(None);
         }
-        if now - begun < SPIN {
+        if now - started < SPIN {
             thread::yield_now();
         } else {
             thread::sleep(NAP);
@@ -440,7 +440,7 @@ fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
 /// `waitid` for thread `tid`. `None`: nothing yet.
 fn wait_id(tid: c_int, flags: c_int) -> io::Result<Option<libc::siginfo_t>> {
     let id = libc::id_t::try_from(tid).map_err(io::Error::other)?;
-    // SAFETY: siginfo_t is numbers and may be all zero, which says "nothing yet".
+    // SAFETY: siginfo_t is numbers and may be all zero, which means "nothing yet".
     let mut info = unsafe { std::mem::zeroed::<libc::siginfo_t>() };
     loop {
         // SAFETY: the kernel writes one siginfo_t to the address, which lives through the call.

@@ -87,15 +87,15 @@ fn a_process_without_a_page_map_is_named() {
 }
 
 #[test]
-fn what_the_kernel_tells_of_memory_given_back_is_found_out() {
+fn whether_the_kernel_reports_memory_given_back_is_found_by_trying() {
     let area = Area::new(Kind::Private, 2048);
     (0..2048).for_each(|page| area.set(page, 1));
     let _userfault = armed(&area);
     let first = (area.address(0).next_multiple_of(2 << 20) - area.address(0)) as usize >> 12;
     area.give_back_some(first, 512);
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
-    let told = !scanner.written(area.range(), Rearm::No).unwrap().is_empty();
-    assert_eq!(tells_given_back(), told);
+    let reported = !scanner.written(area.range(), Rearm::No).unwrap().is_empty();
+    assert_eq!(reports_given_back(), reported);
     // This finds them in any case.
     let none = Categories::PRESENT | Categories::SWAPPED;
     let query = Query { none, ..Query::all(Categories::empty()) };
@@ -124,7 +124,7 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         userfault.register(area.range(), Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
         let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
         let mut written = |rearm| pages(&area, &scanner.written_there(area.range(), rearm).unwrap());
-        // What was there before it was registered counts: nobody has protected it.
+        // What was there before it was registered counts: it was never protected.
         assert_eq!(written(Rearm::Yes), vec![7..8; 1], "{kind:?}");
         let content = vec![5; size];
         for page in [0, 1, 2] {
@@ -167,7 +167,7 @@ fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_
     area.give_back_some(0, 2);
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
-    // Page 1 was written, 2 and 3 are missing: only the file can tell which is which.
+    // Page 1 was written, 2 and 3 are missing: only the file shows which is which.
     let absent = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
     assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![1..4; 1]);
     // Protected where it is not mapped, it is tracked again.

@@ -1,4 +1,4 @@
-//! `linux/userfaultfd.h`: what the library crates lack or do not have at all.
+//! `linux/userfaultfd.h`: what is missing in the library crates.
 //!
 //! The `userfaultfd` crate builds its binding with libclang and knows neither asynchronous write protection nor poison;
 //! eight structures are less than that.

@@ -10,7 +10,7 @@ bitflags::bitflags! {
     /// `UFFD_FEATURE_*`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Features: u64 {
-        /// Faults say whether they are for write protection. Linux 5.7.
+        /// Faults show whether they are for write protection. Linux 5.7.
         const PAGEFAULT_FLAG_WP = 1;
         /// Events of forks. Linux 4.11.
         const EVENT_FORK = 1 << 1;
@@ -80,7 +80,7 @@ impl Features {
 /// # Errors
 /// [`UserfaultError::Denied`] when not even a userfaultfd for faults in user mode may be made.
 pub fn supported() -> Result<Features, UserfaultError> {
-    /// `UFFD_USER_MODE_ONLY`: allowed to everybody.
+    /// `UFFD_USER_MODE_ONLY`: allowed to all users.
     const USER_MODE_ONLY: i32 = 1;
     let fd = open_own(USER_MODE_ONLY)?;
     let mut api = abi::Api { api: abi::UFFD_API, ..abi::Api::default() };

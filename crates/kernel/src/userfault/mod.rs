@@ -5,9 +5,9 @@
 //!
 //! | protection | a descriptor left there | none left there |
 //! |---|---|---|
-//! | asynchronous write protection | goes on recording; nobody waits | ends |
-//! | synchronous write protection | a writer waits until somebody takes over | ends, writers go on |
-//! | missing pages | a reader waits until somebody takes over | a missing page reads as **zero** |
+//! | asynchronous write protection | recording continues; no thread waits | ends |
+//! | synchronous write protection | a writer waits for a new handler | ends, writers continue |
+//! | missing pages | a reader waits for a new handler | a missing page reads as **zero** |
 
 pub mod abi;
 mod features;
@@ -39,8 +39,8 @@ bitflags::bitflags! {
 /// Why something could not be done with a userfaultfd.
 #[derive(Debug, thiserror::Error)]
 pub enum UserfaultError {
-    /// The kernel lacks what is needed.
-    #[error("this kernel's userfaultfd lacks {}; Linux {}.{} or newer is needed", names(*missing), since.0, since.1)]
+    /// The kernel has not all that is needed.
+    #[error("this kernel's userfaultfd does not support {}; Linux {}.{} or newer is needed", names(*missing), since.0, since.1)]
     Unsupported {
         /// What is missing.
         missing: Features,
@@ -49,7 +49,7 @@ pub enum UserfaultError {
     },
     /// One may not be made.
     #[error(
-        "no userfaultfd can be had: run as root, or: setfacl -m u:$USER:rw /dev/userfaultfd, or: sysctl -w \
+        "no userfaultfd can be created: run as root, or: setfacl -m u:$USER:rw /dev/userfaultfd, or: sysctl -w \
          vm.unprivileged_userfaultfd=1"
     )]
     Denied {
@@ -127,7 +127,7 @@ pub enum Filled {
 pub enum Event {
     /// A thread waits for a page.
     Fault {
-        /// Where, rounded down to a page unless [`Features::EXACT_ADDRESS`] was asked for.
+        /// Where, rounded down to a page unless [`Features::EXACT_ADDRESS`] was requested.
         address: u64,
         /// It wants to write.
         write: bool,
@@ -219,7 +219,7 @@ impl Userfault {
         }
     }
 
-    /// Undo [`Userfault::register`], and with it every write protection. Waiting threads go on.
+    /// Undo [`Userfault::register`], and with it every write protection. Waiting threads continue.
     ///
     /// # Errors
     /// When the kernel refuses, e.g. because nothing is mapped there any more.
@@ -241,7 +241,7 @@ impl Userfault {
         unsafe { call::wake(self.fd.as_raw_fd(), &raw mut raw) }.map(drop).map_err(|e| failed("wake", range, e))
     }
 
-    /// Write-protect the pages of `range`, or allow writing (and wake who waits for that).
+    /// Write-protect the pages of `range`, or allow writing (and wake waiting writers).
     ///
     /// # Errors
     /// [`UserfaultError::Failed`], with `NotFound` when the range is not registered for it.
@@ -259,10 +259,10 @@ impl Userfault {
         }
     }
 
-    /// Put `pages` at `address` of the process, and wake who waits for them unless not `wake`.
+    /// Put `pages` at `address` of the process, and wake the threads that wait for them if `wake`.
     ///
     /// # Errors
-    /// [`UserfaultError::Failed`]; what is no failure is told by [`Filled`].
+    /// [`UserfaultError::Failed`]; outcomes that are not failures are in [`Filled`].
     pub fn copy(&self, address: u64, pages: &[u8], wake: bool) -> Result<Filled, UserfaultError> {
         self.copy_as(address, pages, if wake { 0 } else { abi::MODE_DONTWAKE })
     }
@@ -340,7 +340,7 @@ impl Userfault {
         while at < range.end {
             let (result, done) = call(at, range.end - at);
             if done > 0 {
-                // Half way: the next call tells why.
+                // Partly done: the next call returns the reason.
                 at += done as u64;
                 continue;
             }
@@ -358,7 +358,7 @@ impl Userfault {
 
     /// The events that have come, without waiting. Poll the descriptor to wait.
     ///
-    /// A fault that was read is not told again: who has read it must see to it, or [`Userfault::wake`].
+    /// A fault is reported once: the caller must resolve it, or [`Userfault::wake`].
     ///
     /// # Errors
     /// [`UserfaultError::Gone`] when the process has ended; [`UserfaultError::Descriptor`].

@@ -2,8 +2,8 @@
 //!
 //! It must be made by that process itself. A process of another user may not call `userfaultfd(2)` unless
 //! `vm.unprivileged_userfaultfd` is set, and a seccomp filter may forbid it; `ioctl` on an open `/dev/userfaultfd` is
-//! allowed to everybody who holds one. So whoever may open the device hands the process a descriptor of it (QEMU takes
-//! one by QMP `getfd`), and the call is that `ioctl`.
+//! allowed to every process that holds one. So a process that may open the device passes a descriptor of it (to QEMU
+//! by QMP `getfd`), and the call is that `ioctl`.
 
 use super::{Features, Mode, Userfault, UserfaultError};
 use crate::descriptor;
@@ -15,12 +15,12 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 
-/// The device that gives userfaultfds to those who may open it. Linux 6.1.
+/// The device that creates userfaultfds for processes that may open it. Linux 6.1.
 pub const DEVICE: &str = "/dev/userfaultfd";
 /// How `/proc/PID/fd` shows one.
 const LINK: &str = "anon_inode:[userfaultfd]";
 
-/// Why no userfaultfd could be had for another process.
+/// Why no userfaultfd could be created in another process.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
     /// The process may not make one.
@@ -122,7 +122,7 @@ impl Remote {
     }
 
     /// Close the process's own copy, so that everything ends with ours: all registered ranges and their protection go,
-    /// and who waits goes on. For missing pages that would be the death of the guest; see [`super`].
+    /// and waiting threads continue. For missing pages that would destroy the guest; see [`super`].
     ///
     /// # Errors
     /// [`RemoteError::Inject`].
@@ -162,7 +162,7 @@ pub struct Existing {
 
 /// The userfaultfds in a process's table.
 ///
-/// Which one is whose is told by the features: QEMU itself (up to 10) asks for none of [`Features::WP_ASYNC`],
+/// The features show the owner: QEMU itself (up to 10) asks for none of [`Features::WP_ASYNC`],
 /// [`Features::EXACT_ADDRESS`], [`Features::EVENT_REMOVE`].
 ///
 /// # Errors

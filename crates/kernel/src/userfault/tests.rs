@@ -27,7 +27,7 @@ fn wait_event(userfault: &Userfault) -> Event {
 }
 
 #[test]
-fn a_missing_page_is_waited_for_and_an_existing_one_is_told() {
+fn a_missing_page_is_waited_for_and_an_existing_one_is_reported() {
     let area = Area::new(Kind::Shared, 8);
     let userfault = Userfault::own(Features::MISSING_SHMEM).unwrap();
     userfault.register(area.range(), Mode::MISSING).unwrap();
@@ -78,7 +78,7 @@ fn a_write_to_a_protected_page_waits_until_it_is_allowed() {
 }
 
 #[test]
-fn closing_the_last_descriptor_lets_writers_go_on() {
+fn closing_the_last_descriptor_lets_writers_continue() {
     let area = Area::new(Kind::Shared, 1);
     area.set(0, 1);
     let userfault = Userfault::own(Features::WP_HUGETLBFS_SHMEM | Features::PAGEFAULT_FLAG_WP).unwrap();
@@ -94,7 +94,7 @@ fn closing_the_last_descriptor_lets_writers_go_on() {
 }
 
 #[test]
-fn a_fault_that_was_read_is_told_again_after_a_wake_only() {
+fn a_fault_that_was_read_is_reported_again_after_a_wake_only() {
     let area = Area::new(Kind::Shared, 2);
     let userfault = Userfault::own(Features::MISSING_SHMEM).unwrap();
     userfault.register(area.range(), Mode::MISSING).unwrap();
@@ -110,7 +110,7 @@ fn a_fault_that_was_read_is_told_again_after_a_wake_only() {
 }
 
 #[test]
-fn a_page_is_poisoned_once_and_may_be_brought_after_all() {
+fn a_page_is_poisoned_once_and_may_be_filled_later() {
     let area = Area::new(Kind::Shared, 2);
     let userfault = Userfault::own(Features::MISSING_SHMEM | Features::POISON).unwrap();
     userfault.register(area.range(), Mode::MISSING).unwrap();
@@ -121,7 +121,7 @@ fn a_page_is_poisoned_once_and_may_be_brought_after_all() {
 }
 
 #[test]
-fn pages_given_back_are_told() {
+fn pages_given_back_are_reported() {
     let area = Area::new(Kind::Private, 4);
     area.set(2, 1);
     let userfault = Userfault::own(Features::EVENT_REMOVE).unwrap();
@@ -135,7 +135,7 @@ fn pages_given_back_are_told() {
 }
 
 #[test]
-fn a_range_of_another_userfaultfd_is_busy_and_what_is_lacking_is_named() {
+fn a_range_of_another_userfaultfd_is_busy_and_a_missing_feature_is_named() {
     let area = Area::new(Kind::Shared, 1);
     let first = Userfault::own(Features::MISSING_SHMEM).unwrap();
     let second = Userfault::own(Features::MISSING_SHMEM).unwrap();

@@ -14,9 +14,9 @@ const PIECE: u64 = 16 << 20;
 
 /// RAM of a guest whose QEMU has ended: it has no name any more, and takes its room until it is given back or dropped.
 #[derive(Debug)]
-pub struct Former(File);
+pub struct PreviousRam(File);
 
-impl Former {
+impl PreviousRam {
     fn open(path: &Path) -> io::Result<Option<Self>> {
         match OpenOptions::new().write(true).open(path) {
             Ok(file) => Ok(Some(Self(file))),
@@ -46,9 +46,9 @@ impl Former {
 impl RamDirectory {
     /// Remove the RAM file of VM `name`, if there is one, and give its pages back.
     pub(super) fn give_back(&self, name: &str) -> Result<(), RamError> {
-        let former = Former::open(&self.file(name)).map_err(|source| self.failed(source))?;
+        let former = PreviousRam::open(&self.file(name)).map_err(|source| self.failed(source))?;
         self.remove(name)?;
-        former.into_iter().for_each(Former::give_back);
+        former.into_iter().for_each(PreviousRam::give_back);
         Ok(())
     }
 
@@ -72,15 +72,15 @@ impl RamDirectory {
     ///
     /// # Errors
     /// [`RamError::TooSmall`]; [`RamError::Directory`] when none waits.
-    pub fn replace(&self, name: &str, bytes: u64) -> Result<Option<Former>, RamError> {
+    pub fn replace(&self, name: &str, bytes: u64) -> Result<Option<PreviousRam>, RamError> {
         let failed = |source| self.failed(source);
         let _lock = self.lock()?;
         let (waiting, path) = (self.waiting(name), self.file(name));
         let there = fs::metadata(&waiting).map_err(failed)?.blocks() * 512;
         let wanted = bytes.saturating_sub(there);
-        let mut former = Former::open(&path).map_err(failed)?;
+        let mut former = PreviousRam::open(&path).map_err(failed)?;
         let (free, promised) = self.room()?;
-        let promised = promised.saturating_sub(former.as_ref().map_or(0, Former::promised));
+        let promised = promised.saturating_sub(former.as_ref().map_or(0, PreviousRam::promised));
         if wanted > free.saturating_sub(promised) {
             if let Some(former) = former.take() {
                 fs::remove_file(&path).map_err(failed)?;

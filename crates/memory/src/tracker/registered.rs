@@ -5,7 +5,7 @@ use crate::ram::GuestRam;
 use crate::{pages, ram};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
-use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, tells_given_back};
+use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, reports_given_back};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode};
@@ -183,7 +183,7 @@ impl Registered {
         let query = Query { none, ..Query::all(Categories::empty()) };
         self.areas
             .iter()
-            .map(|area| match area.tracked && !area.shared && !tells_given_back() {
+            .map(|area| match area.tracked && !area.shared && !reports_given_back() {
                 false => Ok(Vec::new()),
                 true => {
                     let absent = scanner.matching(area.used.clone(), query);

@@ -176,7 +176,7 @@ pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, Mov
 
 fn gone(held: &Held) -> MoveError {
     let said = vmm::log_tail(&held.rundir.vmm(held.state.generation), 10);
-    life::LifeError::Ended { name: held.rundir.name().into(), said }.into()
+    life::LifeError::Ended { name: held.rundir.name().into(), log: said }.into()
 }
 
 /// The other host has it, and it is not seen to run there.

@@ -65,7 +65,7 @@ struct Source<R, W> {
 impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
     /// Reads its next line, whose first byte has to come within `begin`. `None` at the end of the stream.
     fn hear(&mut self, begin: Duration) -> io::Result<Option<Result<Say, Refusal>>> {
-        match self.lines.next_begun_by(Instant::now() + begin, self.patience.line) {
+        match self.lines.next_started_by(Instant::now() + begin, self.patience.line) {
             Ok(line) => Ok(Some(serde_json::from_slice(&line).map_err(|e| {
                 format!("what was said is not understood here ({e}); use the same Rekindle on both hosts")
             }))),

@@ -8,7 +8,7 @@ use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_pro
 use crate::pager::{Fill, PagerEvent, Source, lock};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
-use rekindle_kernel::sched::{self, First, Rank};
+use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
@@ -22,7 +22,7 @@ use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_store::StoreUrl;
 use rekindle_store::remote::Identity;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::place::{Made, Place};
+use rekindle_vm::place::{Made, VmSlot};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{fault, network};
@@ -229,7 +229,7 @@ pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError
 
 /// [`go`] for a VM that had none before.
 pub(super) fn go_in(
-    place: &Place<'_>,
+    place: &VmSlot<'_>,
     waiting: Waiting,
     ahead: &Ahead,
     fence: Option<Fence<'_>>,
@@ -373,8 +373,8 @@ pub(crate) fn go(
 }
 
 /// Its main thread and its monitor go before the guest's processors and before what reads the store.
-fn go_first(vmm: &Vmm) -> First {
-    let mut at_first = First::default();
+fn go_first(vmm: &Vmm) -> PriorityBoost {
+    let mut at_first = PriorityBoost::default();
     let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
     if let Err(e) = at_first.threads_of(vmm.process(), rank) {
         tracing::debug!("the load is scheduled as everything else: {e}");

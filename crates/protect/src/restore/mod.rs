@@ -40,7 +40,7 @@ use rekindle_vm::fault;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
 use rekindle_vm::life::LifeError;
-use rekindle_vm::place::{Place, Plan, Site};
+use rekindle_vm::place::{Plan, Site, VmSlot};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -359,7 +359,7 @@ fn once(
 }
 
 /// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `recover`: ending it would lose what the guest has done since.
-fn undo(place: Place<'_>, e: RestoreError) -> RestoreError {
+fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     match place.may_run() {
         Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
         None => {
@@ -403,7 +403,7 @@ fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>
 
 /// Start a QEMU while the store is being read.
 fn fresh(
-    place: &Place<'_>,
+    place: &VmSlot<'_>,
     chosen: Chosen,
     request: &Request,
     recorder: &mut Recorder,

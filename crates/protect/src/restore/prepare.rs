@@ -23,7 +23,7 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
-use rekindle_vm::place::{Place, Plan, Site};
+use rekindle_vm::place::{Plan, Site, VmSlot};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
@@ -99,7 +99,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
     }
 }
 
-fn start(place: &Place<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, u64), RestoreError> {
+fn start(place: &VmSlot<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, u64), RestoreError> {
     // Before QEMU reads them: a change in between is seen.
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
     let (made, hardware) = place.make_waiting()?;

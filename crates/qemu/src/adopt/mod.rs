@@ -1,6 +1,6 @@
-//! A QEMU that somebody else started: which process it is, what it runs, and what stands in the way of protecting it.
+//! A QEMU that Rekindle did not start: which process it is, what it runs, and what prevents protecting it.
 //!
-//! All that is known of it at first is a QMP socket. The kernel tells which process listens there; if that is no QEMU (a
+//! All that is known of it at first is a QMP socket. The kernel reports which process listens there; if that is no QEMU (a
 //! manager such as libvirt makes the socket and passes it on), the QEMU is the one that holds the listening socket. That it
 //! is the very one that answers is proved by its virtual CPUs: QMP names their threads, and they are that process's.
 
@@ -30,7 +30,7 @@ pub enum AdoptError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// Its process cannot be found.
-    #[error("cannot tell which process serves {}: {why}", socket.display())]
+    #[error("cannot find which process serves {}: {why}", socket.display())]
     Unknown {
         /// The socket.
         socket: PathBuf,
@@ -48,8 +48,8 @@ pub enum AdoptError {
         /// The socket.
         socket: PathBuf,
     },
-    /// `/proc` does not tell.
-    #[error("cannot look at process {pid}: run as root")]
+    /// `/proc` does not show it.
+    #[error("cannot inspect process {pid}: run as root")]
     Process {
         /// The process.
         pid: u32,
@@ -66,7 +66,7 @@ pub struct Backend {
     pub id: Option<String>,
     /// Bytes.
     pub size: u64,
-    /// Others can map it too. QEMU before 6.1 does not tell.
+    /// Other processes can map it. QEMU before 6.1 does not report this.
     #[serde(default)]
     pub share: Option<bool>,
 }
@@ -115,7 +115,7 @@ impl Adopted {
 /// On success: what is known of it, and the connection.
 ///
 /// # Errors
-/// [`AdoptError`]; also when it cannot be told for certain which process it is.
+/// [`AdoptError`]; also when the process cannot be identified for certain.
 pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
     adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
 }
@@ -126,7 +126,7 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
 /// # Errors
 /// As for [`adopt`].
 pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
-    // Who listens is told by the kernel, before anything is asked of a process that may be no QEMU.
+    // Ask the kernel which process listens before sending anything to one that may not be a QEMU.
     let listens = socket.map(|socket| peer::process(&qmp, socket)).transpose()?;
     let threads = cpu_threads(&mut qmp)?;
     let process = listens.map_or_else(|| peer::of_threads(&threads, qmp.version()), Ok)?;
@@ -152,7 +152,7 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     let nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
     let same = |word: &String| word.eq_ignore_ascii_case(&uuid);
     if socket == Path::new(MANAGED) && !nil && !arguments.iter().any(same) {
-        // The threads' numbers were those of another PID namespace, and mean somebody else here.
+        // The threads' numbers were those of another PID namespace, and mean other threads here.
         return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
     }
     let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
@@ -215,7 +215,7 @@ fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
     if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
         return Ok("kvm".into());
     }
-    // Under another accelerator it says that there is no such information.
+    // Under another accelerator it returns an error.
     let text = qmp.human("info jit")?;
     Ok(if text.contains("only available") || text.contains("unknown command") { "other" } else { "tcg" }.into())
 }

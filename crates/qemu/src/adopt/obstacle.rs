@@ -1,4 +1,4 @@
-//! What makes a guest unprotectable: somebody besides QEMU writes its memory, where QEMU's page tables do not show it, or
+//! What makes a guest unprotectable: a process besides QEMU writes its memory, where QEMU's page tables do not show it, or
 //! its memory or a device cannot be read at all.
 
 use super::AdoptError;
@@ -30,7 +30,7 @@ const FOREIGN: &str =
     "another process writes the guest's memory through a mapping of its own, unseen by QEMU's page tables";
 const KERNEL: &str = "the host's kernel writes the guest's memory, unseen by QEMU's page tables";
 const HARDWARE: &str = "hardware writes the guest's memory past the processor, and its state cannot be read";
-const SECRET: &str = "the guest's memory is encrypted with a key that nobody outside has";
+const SECRET: &str = "the guest's memory is encrypted with a key that is not available outside the guest";
 
 /// By the beginnings of types.
 const TYPES: [(&str, &str); 11] = [
@@ -132,7 +132,7 @@ pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result
     Ok(found)
 }
 
-/// What QEMU itself cannot save: it would not say so when it saves devices alone.
+/// What QEMU itself cannot save: it reports no error when it saves devices alone.
 fn blockers(migration: &Value) -> Vec<Obstacle> {
     let reasons = migration.get("blocked-reasons").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let obstacle = |reason: &Value| {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_memory_back() {
+    fn devices_that_give_memory_back() {
         assert!(gives_back("virtio-balloon-pci") && gives_back("virtio-mem-pci"));
         assert!(!gives_back("virtio-net-pci"));
     }

@@ -13,16 +13,17 @@ use std::path::Path;
 /// The QEMU at the other end of `qmp`, which is connected to `socket`.
 pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     let unknown = |why: String| AdoptError::Unknown { socket: socket.to_owned(), why };
-    // Who made the socket listen.
-    let peer = socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not tell who listens: {e}")))?;
+    // The process that made the socket listen.
+    let peer =
+        socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not report which process listens: {e}")))?;
     let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
     if let Some(peer) = peer {
-        may_look(peer)?;
+        may_inspect(peer)?;
         if is_qemu(peer, qmp.version()) {
             return Ok(peer);
         }
     }
-    // It was made by somebody else, and passed on: to whom?
+    // Another process made it and passed it on: find the receiver.
     let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
     let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process, qmp.version()));
     match (holders.next(), holders.next()) {
@@ -44,7 +45,7 @@ pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<P
     let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
     let group = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
     let process = group.and_then(|pid: u32| Process::of(pid).ok());
-    process.map_or(Ok(()), may_look)?;
+    process.map_or(Ok(()), may_inspect)?;
     let process = process.filter(|&process| is_qemu(process, version));
     process.ok_or_else(|| {
         unknown(format!(
@@ -53,8 +54,8 @@ pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<P
     })
 }
 
-/// Without the right to look at a process, nothing can be told of it.
-fn may_look(process: Process) -> Result<(), AdoptError> {
+/// Fails without the right to inspect a process.
+fn may_inspect(process: Process) -> Result<(), AdoptError> {
     match fs::read_link(format!("/proc/{}/exe", process.pid)) {
         Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
             Err(AdoptError::Process { pid: process.pid, source })

@@ -9,13 +9,13 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Between two looks whether a program has ended: the agent cannot be waited for.
-const LOOK: Duration = Duration::from_millis(20);
+/// Time between two checks whether a program has ended: the agent cannot notify us.
+const POLL: Duration = Duration::from_millis(20);
 
 /// Why a program was not run in the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
-    /// Nobody answers.
+    /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
     /// It runs no programs.
@@ -24,7 +24,7 @@ pub enum ExecError {
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
     )]
     Blocked {
-        /// What it lacks.
+        /// The missing command.
         command: &'static str,
     },
     /// It fails.
@@ -63,8 +63,8 @@ pub fn run(path: &Path, program: &str, arguments: &[&str], timeout: Duration) ->
         return Err(ExecError::Blocked { command });
     }
     let wanted = json!({"path": program, "arg": arguments, "capture-output": true});
-    let begun = agent.ask("guest-exec", wanted).map_err(failed)?;
-    let pid = begun.get("pid").cloned().unwrap_or_default();
+    let started = agent.ask("guest-exec", wanted).map_err(failed)?;
+    let pid = started.get("pid").cloned().unwrap_or_default();
     let deadline = Instant::now() + timeout;
     loop {
         let status = agent.ask("guest-exec-status", json!({ "pid": pid })).map_err(failed)?;
@@ -75,7 +75,7 @@ pub fn run(path: &Path, program: &str, arguments: &[&str], timeout: Duration) ->
         if Instant::now() > deadline {
             return Err(failed(io::ErrorKind::TimedOut.into()));
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL);
     }
 }
 
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_waited_for_and_what_it_says_is_told() {
+    fn a_program_is_waited_for_and_its_output_is_returned() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let ended = json!({"return": {"exited": true, "exitcode": 3, "out-data": "b3V0Cg==", "err-data": "ZXJy"}});
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_runs_nothing_is_named_with_the_mend_and_so_is_none() {
+    fn an_agent_that_runs_nothing_is_named_with_a_hint_and_so_is_none() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let none = run(&path, "/bin/true", &[], Duration::from_millis(50)).unwrap_err();

@@ -13,7 +13,7 @@ const STATUS: &str = "guest-fsfreeze-status";
 /// Why a guest's file systems are not frozen.
 #[derive(Debug, thiserror::Error)]
 pub enum FreezeError {
-    /// Nobody answers.
+    /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
     /// It does not freeze.
@@ -22,10 +22,10 @@ pub enum FreezeError {
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
     )]
     Blocked {
-        /// What it lacks.
+        /// The missing command.
         command: &'static str,
     },
-    /// Somebody else has frozen them, who relies on that.
+    /// They are frozen already, by a program that relies on it.
     #[error("the guest's file systems are frozen already, for a backup perhaps; wait for its end")]
     Frozen,
     /// It fails. What it had frozen is thawed.
@@ -33,7 +33,7 @@ pub enum FreezeError {
     Failed(#[source] io::Error),
 }
 
-/// Whether [`freeze`] could be asked for now. Nothing is changed.
+/// Checks whether [`freeze`] is possible now. Nothing is changed.
 ///
 /// # Errors
 /// [`FreezeError`].
@@ -76,7 +76,7 @@ pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
 /// Have the agent behind the socket at `path` thaw what is frozen.
 ///
 /// # Errors
-/// When nobody answers within `timeout`, or the agent refuses.
+/// When no agent answers within `timeout`, or the agent refuses.
 pub fn thaw(path: &Path, timeout: Duration) -> io::Result<()> {
     thaw_all(&mut Agent::connect(path, timeout)?)
 }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_has_frozen_is_left_alone() {
+    fn file_systems_that_were_already_frozen_are_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let served = agent(&path, vec![vec![status("frozen")]]);

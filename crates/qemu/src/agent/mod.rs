@@ -25,10 +25,10 @@ const LONGEST: usize = 4 << 20;
 /// On success: an agent answered and was asked; that the guest obeys is for the caller to see.
 ///
 /// # Errors
-/// When nobody answers within `timeout`.
+/// When no agent answers within `timeout`.
 pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
-    // Whoever has frozen the file systems has been killed: a guest that cannot write them does not come to its end.
+    // The program that froze the file systems was killed: a guest that cannot write them does not shut down.
     if let Err(e) = freeze::thaw_all(&mut agent) {
         tracing::debug!("whether the guest's file systems are frozen is not known: {e}");
     }
@@ -36,11 +36,11 @@ pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Ask the agent behind the socket at `path` to set the guest's clock to this host's: a guest that goes on from a checkpoint
+/// Ask the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a checkpoint
 /// has the time of the checkpoint.
 ///
 /// # Errors
-/// When nobody answers within `timeout`, or the agent refuses.
+/// When no agent answers within `timeout`, or the agent refuses.
 pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_err(io::Error::other)?;
@@ -48,7 +48,7 @@ pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.ask("guest-set-time", json!({ "time": ns })).map(drop)
 }
 
-/// Whether a program in the guest has opened the agent's port. QEMU takes a moment to tell after a load.
+/// Whether a program in the guest has opened the agent's port. After a load QEMU reports it with a delay.
 ///
 /// # Errors
 /// When QEMU does not answer.
@@ -66,7 +66,7 @@ pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
 }
 
-/// Whether an agent has a command and it is not switched off, as its `guest-info` says. One that does not list its commands is believed to
+/// Whether an agent has a command and it is not switched off, as its `guest-info` lists. One that does not list its commands is assumed to
 /// have it.
 fn has(info: &Value, command: &str) -> bool {
     let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
@@ -128,8 +128,8 @@ impl Agent {
         match answer.get("error") {
             None => Ok(answer.get_mut("return").map(Value::take).unwrap_or_default()),
             Some(error) => {
-                let said = error.get("desc").and_then(Value::as_str).unwrap_or("it does not say why");
-                Err(io::Error::other(format!("the guest agent refuses: {said}")))
+                let reason = error.get("desc").and_then(Value::as_str).unwrap_or("without a reason");
+                Err(io::Error::other(format!("the guest agent refuses: {reason}")))
             }
         }
     }
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_is_set_to_now_and_a_refusal_is_told() {
+    fn the_clock_is_set_to_now_and_a_refusal_is_reported() {
         for (answer, good) in [
             (json!({"return": {}}), true),
             (json!({"error": {"class": "GenericError", "desc": "settimeofday: EPERM"}}), false),
@@ -226,7 +226,7 @@ mod tests {
         }
     }
 
-    /// An agent that says `what`, again and again, until the connection is closed.
+    /// An agent that sends `what`, again and again, until the connection is closed.
     fn flood(path: &Path, what: &'static [u8], pause: Duration) -> thread::JoinHandle<()> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_never_stops_is_given_up_at_the_deadline() {
+    fn an_agent_that_never_stops_sending_is_ignored_after_the_deadline() {
         let directory = tempfile::tempdir().unwrap();
         let patience = Duration::from_millis(300);
         let pause = Duration::from_millis(1);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_agent_is_given_up() {
+    fn a_silent_agent_is_a_timeout() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let _listener = UnixListener::bind(&path).unwrap();

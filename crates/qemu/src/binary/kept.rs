@@ -1,13 +1,13 @@
 //! Answers of a QEMU binary, kept: to start it only to ask takes as long as a whole restore may take.
 //!
-//! One file for each binary. What the answers depend on is written beside them: the program and each library and module
+//! One file for each binary. What the answers depend on is written with them: the program and each library and module
 //! that the QEMU which answered had mapped, the directories of these (a module may come), and the variables that choose
 //! among libraries and modules. Only while all of that is as it was are they used. Everything odd means that the QEMU is
 //! asked again: a file that cannot be read or has another checksum, a program that is only a script before another one, a
 //! change so fresh that another one might not show.
 //!
-//! Still, an answer that *refuses* something is never taken from here: whoever finds something missing asks the QEMU itself
-//! ([`Binary::asked_again`]). An answer that wrongly allows something is found out by QEMU's own refusal to start.
+//! Still, an answer that *refuses* something is never taken from here: a caller that finds something missing asks the QEMU itself
+//! ([`Binary::asked_again`]). An answer that wrongly allows something makes QEMU fail to start.
 
 use super::{Binary, BinaryError};
 use crate::mark::Mark;
@@ -85,12 +85,12 @@ impl Asked {
 
     /// After it has answered, while it still runs.
     pub(super) fn answered(&mut self, process: io::Result<Process>) {
-        self.circumstances = process.ok().and_then(|process| self.look(process));
+        self.circumstances = process.ok().and_then(|process| self.circumstances_of(process));
     }
 
-    fn look(&self, process: Process) -> Option<Circumstances> {
+    fn circumstances_of(&self, process: Process) -> Option<Circumstances> {
         let program = self.program.clone()?;
-        // A script before the real one: what it would do another time cannot be told.
+        // A script before the real one: what it would do another time is unknown.
         let runs = Mark::of(Path::new(&format!("/proc/{}/exe", process.pid))).ok()?;
         if !runs.is_file_of(&program) {
             return None;
@@ -173,7 +173,7 @@ fn read(path: &Path, directory: &Path) -> Option<Binary> {
     is_as_it_was.then_some(Binary { kept: true, ..kept.binary })
 }
 
-/// Keep it: whoever reads meanwhile finds the file before or this one, whole.
+/// Keep it: a concurrent reader finds the previous file or this one, complete.
 fn write(path: &Path, directory: &Path, kept: &Kept) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     let json = serde_json::to_vec(kept)?;
@@ -213,17 +213,17 @@ mod tests {
     }
 
     /// A place with a program and a library, and the answers kept.
-    struct Place {
+    struct Scratch {
         directory: tempfile::TempDir,
     }
 
-    impl Place {
+    impl Scratch {
         fn new() -> Self {
-            let place = Self { directory: tempfile::tempdir().unwrap() };
-            fs::write(place.program(), "program").unwrap();
-            fs::write(place.library(), "library").unwrap();
-            place.keep(place.kept());
-            place
+            let scratch = Self { directory: tempfile::tempdir().unwrap() };
+            fs::write(scratch.program(), "program").unwrap();
+            fs::write(scratch.library(), "library").unwrap();
+            scratch.keep(scratch.kept());
+            scratch
         }
 
         fn program(&self) -> PathBuf {
@@ -255,71 +255,71 @@ mod tests {
 
     #[test]
     fn what_is_kept_is_found_while_all_is_as_it_was() {
-        let place = Place::new();
-        let found = place.read().unwrap();
+        let scratch = Scratch::new();
+        let found = scratch.read().unwrap();
         assert!(found.kept);
-        assert_eq!(Binary { kept: false, ..found }, binary(&place.program()));
-        fs::write(place.library(), "newer library").unwrap();
-        assert!(place.read().is_none(), "a library has changed");
-        place.keep(place.kept());
-        assert!(place.read().is_some());
-        fs::write(place.directory.path().join("other"), "program").unwrap();
-        fs::rename(place.directory.path().join("other"), place.program()).unwrap();
-        assert!(place.read().is_none(), "another program under its name");
-        fs::remove_file(place.program()).unwrap();
-        assert!(place.read().is_none(), "no program under its name");
+        assert_eq!(Binary { kept: false, ..found }, binary(&scratch.program()));
+        fs::write(scratch.library(), "newer library").unwrap();
+        assert!(scratch.read().is_none(), "a library has changed");
+        scratch.keep(scratch.kept());
+        assert!(scratch.read().is_some());
+        fs::write(scratch.directory.path().join("other"), "program").unwrap();
+        fs::rename(scratch.directory.path().join("other"), scratch.program()).unwrap();
+        assert!(scratch.read().is_none(), "another program under its name");
+        fs::remove_file(scratch.program()).unwrap();
+        assert!(scratch.read().is_none(), "no program under its name");
     }
 
     #[test]
     fn of_another_rekindle_with_other_variables_or_for_another_name_is_not_used() {
-        let place = Place::new();
-        place.keep(Kept { asked_by: "0.0.1".into(), ..place.kept() });
-        assert!(place.read().is_none());
-        place.keep(Kept { format: FORMAT + 1, ..place.kept() });
-        assert!(place.read().is_none());
-        let mut kept = place.kept();
+        let scratch = Scratch::new();
+        scratch.keep(Kept { asked_by: "0.0.1".into(), ..scratch.kept() });
+        assert!(scratch.read().is_none());
+        scratch.keep(Kept { format: FORMAT + 1, ..scratch.kept() });
+        assert!(scratch.read().is_none());
+        let mut kept = scratch.kept();
         kept.circumstances.variables.push(("LD_PRELOAD".into(), "x.so".into()));
-        place.keep(kept);
-        assert!(place.read().is_none());
-        place.keep(Kept { binary: binary(&place.library()), ..place.kept() });
-        assert!(place.read().is_none());
+        scratch.keep(kept);
+        assert!(scratch.read().is_none());
+        scratch.keep(Kept { binary: binary(&scratch.library()), ..scratch.kept() });
+        assert!(scratch.read().is_none());
     }
 
     #[test]
     fn every_flipped_bit_and_every_part_of_the_file_is_no_answer() {
-        let place = Place::new();
-        let path = file(&place.program(), &place.answers());
+        let scratch = Scratch::new();
+        let path = file(&scratch.program(), &scratch.answers());
         let whole = fs::read(&path).unwrap();
         for at in 0..whole.len() {
             let mut bad = whole.clone();
             bad[at] ^= 0x10;
             fs::write(&path, &bad).unwrap();
-            assert!(place.read().is_none(), "byte {at}");
+            assert!(scratch.read().is_none(), "byte {at}");
             fs::write(&path, &whole[..at]).unwrap();
-            assert!(place.read().is_none(), "{at} bytes");
+            assert!(scratch.read().is_none(), "{at} bytes");
         }
         fs::write(&path, &whole).unwrap();
-        assert!(place.read().is_some());
+        assert!(scratch.read().is_some());
     }
 
     #[test]
-    fn many_at_once_leave_one_whole_file() {
-        let place = Place::new();
+    fn concurrent_writers_leave_one_complete_file() {
+        let scratch = Scratch::new();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        let _ = write(&place.program(), &place.answers(), &place.kept());
-                        if let Some(found) = place.read() {
-                            assert_eq!(found.aliases, binary(&place.program()).aliases);
+                        let _ = write(&scratch.program(), &scratch.answers(), &scratch.kept());
+                        if let Some(found) = scratch.read() {
+                            assert_eq!(found.aliases, binary(&scratch.program()).aliases);
                         }
                     }
                 });
             }
         });
-        place.keep(place.kept());
-        assert!(place.read().is_some());
-        assert_eq!(fs::read_dir(place.answers()).unwrap().count(), 1, "nothing but the answers is left");
+        scratch.keep(scratch.kept());
+        assert!(scratch.read().is_some());
+        assert_eq!(fs::read_dir(scratch.answers()).unwrap().count(), 1, "nothing but the answers is left");
     }
 
     #[test]

@@ -38,7 +38,7 @@ pub enum BinaryError {
         source: io::Error,
     },
     /// It ran, but it is no QEMU, or one that cannot even start an empty machine.
-    #[error("{} does not behave like a QEMU system emulator{}", path.display(), said(output))]
+    #[error("{} does not behave like a QEMU system emulator{}", path.display(), first_line(output))]
     NotQemu {
         /// The binary.
         path: PathBuf,
@@ -50,9 +50,9 @@ pub enum BinaryError {
     },
 }
 
-fn said(output: &str) -> String {
+fn first_line(output: &str) -> String {
     match output.lines().map(str::trim).find(|line| !line.is_empty()) {
-        Some(line) => format!(" (it said: {line})"),
+        Some(line) => format!(" (it printed: {line})"),
         None => String::new(),
     }
 }
@@ -147,7 +147,7 @@ impl Binary {
     }
 }
 
-/// End the child and give what it had said on standard error.
+/// End the child and give what it wrote to standard error.
 fn end(mut child: Child) -> String {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, Signal::KILL);
@@ -185,12 +185,12 @@ mod tests {
         fs::write(&path, "#!/bin/sh\nsleep 1000 <&- >&- &\necho $! $$ >&2\n").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         let e = Binary::probe(&path).unwrap_err().to_string();
-        let pid = e.split("it said: ").nth(1).and_then(|said| said.split(' ').next()?.parse().ok()).unwrap();
+        let pid = e.split("it printed: ").nth(1).and_then(|text| text.split(' ').next()?.parse().ok()).unwrap();
         Process::of(pid).unwrap().kill().unwrap();
     }
 
     #[test]
-    fn a_program_that_is_no_qemu_is_told_with_its_own_words() {
+    fn a_program_that_is_no_qemu_is_reported_with_its_own_output() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("not-qemu");
         fs::write(&path, "#!/bin/sh\necho I am not the one >&2\n").unwrap();

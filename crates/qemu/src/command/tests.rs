@@ -144,7 +144,7 @@ fn the_agent_s_bus_keeps_the_ports_that_its_guest_knows() {
 }
 
 #[test]
-fn a_disk_that_a_server_has_is_reached_where_every_qemu_of_the_vm_looks() {
+fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
     let mut served = hardware();
     served.disks[0].server = true;
     let line = |generation: &str| {
@@ -158,7 +158,7 @@ fn a_disk_that_a_server_has_is_reached_where_every_qemu_of_the_vm_looks() {
     }
     assert!(line("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
     assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
-    // A record of a disk that QEMU serves says nothing of servers, as before there were any.
+    // A record of a disk that QEMU serves has no field for servers, as written by earlier versions.
     assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
     assert_eq!(disk_queues(0), 1);
     assert_eq!(disk_queues(64), 8);

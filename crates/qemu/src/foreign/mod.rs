@@ -1,7 +1,7 @@
-//! A machine that somebody else's command line describes, so that it can be built again elsewhere.
+//! A machine that was started with another program's command line, so that it can be built again elsewhere.
 //!
-//! A guest that is restored must see the machine that it knows. Of a QEMU that Rekindle has started, [`Hardware`] says all
-//! of it. Of another, its command line does: what the guest can see of it is kept word for word, with the machine type
+//! A guest that is restored must see the machine that it knows. Of a QEMU that Rekindle has started, [`Hardware`] describes
+//! it. Of another, its command line does: what the guest can see of it is kept word for word, with the machine type
 //! pinned to the versioned one; what is about the process (monitors, sockets, users, windows) is left out or becomes
 //! Rekindle's own; and each memory backend becomes a file in Rekindle's RAM directory, with the same id, since the id is
 //! the name of the RAM block in the device state.
@@ -28,12 +28,12 @@ use uuid::Uuid;
 /// A reason, for people.
 type Why = &'static str;
 
-/// A machine that somebody else's command line describes.
+/// A machine that was started with another program's command line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Foreign {
     /// What is kept of the command line, rewritten where it has to be.
     pub words: Vec<String>,
-    /// Its memory. The first is the file that [`crate::command::Ram`] names, the others are beside it.
+    /// Its memory. The first is the file that [`crate::command::Ram`] names, the others are in the same directory.
     pub backends: Vec<RamBackend>,
     /// Its networks, in the order of [`Hardware::nets`].
     pub networks: Vec<Network>,
@@ -67,7 +67,7 @@ pub struct Network {
     pub options: Option<String>,
     /// The card talks to its network with headers that only a tap knows, so that it needs a tap again.
     pub needs_tap: bool,
-    /// The card's address, as the command line says it; empty where QEMU chose it.
+    /// The card's address from the command line; empty where QEMU chose it.
     pub mac: String,
     /// Forwarded ports in QEMU's notation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -77,7 +77,7 @@ pub struct Network {
 /// A machine with the VM generation ID that its guest has now, or all that cannot be carried over.
 pub type Found = Result<(Foreign, Option<Uuid>), Vec<Obstacle>>;
 
-/// What is known of a QEMU beside its command line.
+/// What is known of a QEMU in addition to its command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Versioned machine type.
@@ -94,7 +94,7 @@ pub struct Facts {
     pub cwd: PathBuf,
 }
 
-/// Find out what machine `adopted` is, as far as its command line and it itself tell. The inner error names all that
+/// Find out what machine `adopted` is, from its command line and from QMP. The inner error names all that
 /// cannot be carried over.
 ///
 /// # Errors
@@ -115,7 +115,7 @@ pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Found, QmpError> {
         }
     }
     let generation = match qmp.execute::<Value>("query-vm-generation-id", ()) {
-        Ok(told) => told.get("guid").and_then(Value::as_str).and_then(|guid| guid.parse().ok()),
+        Ok(reply) => reply.get("guid").and_then(Value::as_str).and_then(|guid| guid.parse().ok()),
         Err(QmpError::Refused { .. }) => None,
         Err(e) => return Err(e),
     };
@@ -129,7 +129,7 @@ pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Found, QmpError> {
     }
 }
 
-/// What is to be known of `adopted` beside its command line. When it changes, devices or disks were changed.
+/// What is to be known of `adopted` in addition to its command line. When it changes, devices or disks were changed.
 ///
 /// # Errors
 /// When it does not answer.
@@ -167,7 +167,7 @@ pub fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
 }
 
 impl Foreign {
-    /// The names of its RAM blocks that are memory backends: what is brought on demand.
+    /// The names of its RAM blocks that are memory backends: what is loaded on demand.
     pub fn ram_ids(&self) -> impl Iterator<Item = &str> {
         self.backends.iter().map(|backend| backend.id.as_str())
     }

@@ -32,9 +32,9 @@ const OBJECTS: &[(&str, Why)] = &[
     ("x-remote-object", "the device is in another process"),
     ("x-vfio-user-server", "the device is in another process"),
     ("cryptodev-vhost", "its state is in the host's kernel or in another process"),
-    ("memory-backend-epc", "the guest's memory is encrypted with a key that nobody outside has"),
-    ("sev-", "the guest's memory is encrypted with a key that nobody outside has"),
-    ("tdx-guest", "the guest's memory is encrypted with a key that nobody outside has"),
+    ("memory-backend-epc", "the guest's memory is encrypted with a key that is not available outside the guest"),
+    ("sev-", "the guest's memory is encrypted with a key that is not available outside the guest"),
+    ("tdx-guest", "the guest's memory is encrypted with a key that is not available outside the guest"),
 ];
 
 /// Objects that are about this process or about windows.
@@ -235,7 +235,7 @@ impl Line {
         self.networks.push(network);
     }
 
-    /// The short forms say network and card in one.
+    /// The short forms describe network and card in one.
     fn nic(&mut self, word: &Word<'_>) {
         let Some(options) = self.options(word, "type") else { return };
         let kind = options.get("type").unwrap_or_default();
@@ -268,7 +268,7 @@ impl Line {
         }
         let agent = self.devices.iter().find(|device| device.get("name").as_deref() == Some("org.qemu.guest_agent.0"));
         let agent = agent.and_then(|device| device.get("chardev"));
-        // What was behind the others is not there any more; the guest finds them as if nobody were connected.
+        // What was behind the others is not there any more; the guest finds them as if no client were connected.
         let own = [&self.console, &agent].map(|id| id.clone().unwrap_or_default());
         for id in std::mem::take(&mut self.chardevs).into_iter().filter(|id| !own.contains(id)) {
             self.keep("chardev", Some(&format!("null,id={}", id.replace(',', ",,"))));
@@ -348,7 +348,7 @@ impl Line {
         }
     }
 
-    /// A disk that shows another image than the command line says: a snapshot was taken, or the medium was changed.
+    /// A disk that shows another image than the command line: a snapshot was taken, or the medium was changed.
     fn check_disks(&mut self, facts: &Facts) {
         let mut changed = Vec::new();
         for device in &self.devices {

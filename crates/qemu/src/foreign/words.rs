@@ -70,7 +70,7 @@ fn find(table: &'static [(&'static [&'static str], Fate)], option: &str) -> Opti
 /// Take a command line apart, without the program's name.
 ///
 /// # Errors
-/// The option that is not known, or lacks its value: whether the next word is its value cannot be told.
+/// The option that is not known, or has no value: whether the next word is its value is then unknown.
 pub(super) fn split(arguments: &[String]) -> Result<Vec<Word<'_>>, String> {
     let mut words = Vec::new();
     let mut rest = arguments.iter();
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_or_cut_off_is_named() {
+    fn what_is_not_known_or_incomplete_is_named() {
         assert_eq!(words("-nodefaults -frobnicate x").unwrap_err(), "-frobnicate");
         assert_eq!(words("-nodefaults -m").unwrap_err(), "-m");
     }

@@ -1,4 +1,4 @@
-//! Events that have come between answers, until the caller looks for one.
+//! Events that arrived between answers, kept until the caller reads them.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -18,7 +18,7 @@ pub struct Event {
     pub name: String,
     /// What came with it.
     pub data: Value,
-    /// When QEMU says it was: microseconds of the host's clock since 1970.
+    /// QEMU's time of the event: microseconds of the host's clock since 1970.
     pub host_us: u64,
 }
 

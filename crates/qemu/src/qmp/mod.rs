@@ -5,8 +5,8 @@
 //! until the caller asks for them.
 //!
 //! A QEMU that a guest has taken over may send anything: an answer has a limit of bytes and one deadline, whatever comes before
-//! it, and of each kind of event only the newest are kept. An answer that is late says nothing about the QEMU, which may only be
-//! busy: when it comes after all, it is not taken for that to the next command.
+//! it, and of each kind of event only the newest are kept. A late answer does not mean that the QEMU is gone; it may only be
+//! busy: when the answer arrives, it is not taken for that to the next command.
 
 mod events;
 
@@ -35,13 +35,13 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Bytes that an answer or an event may have. The longest is that to `query-qmp-schema`, of 250 kB.
 const LONGEST: usize = 16 << 20;
-/// Messages that one look at what has come takes: a QEMU may always have one more.
-const AT_A_LOOK: usize = 1024;
+/// Messages that one read handles at most: a QEMU may always have one more.
+const PER_READ: usize = 1024;
 
 /// What can go wrong on a QMP socket.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// Nobody listens there.
+    /// No process listens there.
     #[error("cannot connect to the QMP socket {}", path.display())]
     Connect {
         /// The socket.
@@ -102,13 +102,13 @@ pub enum QmpError {
     },
     /// libvirt does not pass commands on.
     #[error(
-        "cannot access libvirt domain {domain}: {said}; is libvirtd running? For another connection: --connect URI"
+        "cannot access libvirt domain {domain}: {message}; is libvirtd running? For another connection: --connect URI"
     )]
     Libvirt {
         /// The domain.
         domain: String,
         /// virsh's words.
-        said: String,
+        message: String,
     },
     /// The socket failed.
     #[error("QMP socket error during `{during}`")]
@@ -182,13 +182,13 @@ struct GreetingVersion {
 pub struct Qmp {
     lines: Lines<UnixStream>,
     events: Events,
-    /// Answers that were given up, and may still come.
+    /// Answers that timed out, and may still arrive.
     overdue: usize,
     version: Version,
     timeout: Duration,
 }
 
-/// Connect to the socket at `path`; [`io::ErrorKind::WouldBlock`] when whoever listens there does not take it up for so long.
+/// Connect to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the time.
 pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
@@ -203,11 +203,11 @@ impl Qmp {
     /// On success: past the greeting, ready for commands.
     ///
     /// # Errors
-    /// [`QmpError::Connect`] at once when nobody listens; [`QmpError::NoGreeting`] after `timeout` when another client
+    /// [`QmpError::Connect`] immediately when no process listens; [`QmpError::NoGreeting`] after `timeout` when another client
     /// holds the socket.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let stream = match connect_within(path, timeout) {
-            // A QEMU that is frozen takes nobody from its queue, which is short.
+            // A frozen QEMU accepts no connection from its queue, which is short.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 return Err(QmpError::NoGreeting { path: path.to_owned(), after: timeout });
             }
@@ -361,7 +361,7 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::execute`].
     pub fn try_reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<Option<T>, QmpError> {
-        for _ in 0..AT_A_LOOK {
+        for _ in 0..PER_READ {
             let Some(message) = self.try_message(command)? else { break };
             if let Some(value) = self.settle(command, message)? {
                 return Ok(Some(value));
@@ -370,7 +370,7 @@ impl Qmp {
         Ok(None)
     }
 
-    /// Keeps an event; turns a reply into its value or error, unless it is one that was given up.
+    /// Keeps an event; turns a reply into its value or error, unless it is a late one.
     fn settle<T: DeserializeOwned>(
         &mut self,
         command: &str,
@@ -425,7 +425,7 @@ impl Qmp {
             match self.message(what, deadline, timeout)? {
                 (bytes, Message::Event { event, data, timestamp }) => self.keep(bytes, event, data, &timestamp),
                 (_, Message::Error { .. } | Message::Return { .. }) if self.overdue > 0 => self.overdue -= 1,
-                _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply nobody asked for".into() }),
+                _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply to no command".into() }),
             }
             // There may always be one more event.
             is_late = Instant::now() > deadline;

@@ -63,7 +63,7 @@ fn a_refusal_carries_qemus_words() {
 }
 
 #[test]
-fn a_closed_socket_is_told_with_the_command() {
+fn a_closed_socket_is_reported_with_the_command() {
     let mut qmp = monitor(&[]).unwrap();
     let e = qmp.execute::<Value>("quit", ()).unwrap_err();
     assert!(matches!(&e, QmpError::Closed { during } if during == "quit"), "{e}");
@@ -88,10 +88,10 @@ fn a_busy_socket_is_named() {
 }
 
 #[test]
-fn whoever_does_not_take_a_connection_up_is_not_waited_for() {
+fn a_listener_that_does_not_accept_is_not_waited_for() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp.sock");
-    // Nobody accepts, and the queue of those who wait is as short as QEMU's.
+    // No connection is accepted, and the queue is as short as QEMU's.
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     rustix::net::listen(&socket, 0).unwrap();
@@ -101,7 +101,7 @@ fn whoever_does_not_take_a_connection_up_is_not_waited_for() {
     assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == within), "{e}");
 }
 
-/// A QEMU that greets, takes the capabilities, and goes on with `then`, given its end and the number of the command.
+/// A QEMU that greets, takes the capabilities, and continues with `then`, given its end and the number of the command.
 fn qemu(then: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
@@ -126,7 +126,7 @@ fn events_without_an_end_are_no_answer_and_take_no_memory() {
     let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
     assert!(matches!(&e, QmpError::Timeout { during, .. } if during == "query-status"), "{e}");
     assert!(qmp.kept_events().count() <= 64);
-    assert_eq!(qmp.try_reply::<Value>("query-status").unwrap(), None, "one look ends");
+    assert_eq!(qmp.try_reply::<Value>("query-status").unwrap(), None, "one read ends");
     let e = qmp.wait_event("STOP", Duration::from_millis(50), |e| (e.name == "STOP").then_some(())).unwrap_err();
     assert!(matches!(e, QmpError::Timeout { .. }), "{e}");
 }
@@ -156,7 +156,7 @@ fn an_answer_without_an_end_takes_no_more_memory_than_its_limit() {
 
 #[test]
 fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
-    let (given_up, wait) = std::sync::mpsc::channel();
+    let (timed_out, wait) = std::sync::mpsc::channel();
     let mut qmp = qemu(move |mut out| {
         wait.recv().unwrap();
         writeln!(out, r#"{{"return": "late"}}"#).unwrap();
@@ -166,6 +166,6 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
     qmp.timeout = Duration::from_millis(20);
     assert!(matches!(qmp.execute::<Value>("first", ()), Err(QmpError::Timeout { .. })));
     qmp.timeout = Duration::from_secs(10);
-    given_up.send(()).unwrap();
+    timed_out.send(()).unwrap();
     assert_eq!(qmp.execute::<String>("second", ()).unwrap(), "in time");
 }

@@ -1,4 +1,4 @@
-//! Where the RAM blocks of a QEMU are that does not tell it (7.2).
+//! Finds the RAM blocks of a QEMU that does not report their addresses (7.2).
 //!
 //! QEMU keeps a record of each block, `struct RAMBlock`, which holds what `info ramblock` prints: the block's offset,
 //! used and total bytes side by side, soon after them its name, and a little before them its address in QEMU. A record is
@@ -21,8 +21,8 @@ pub enum LocateError {
     /// QEMU does not answer as it should.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its memory cannot be looked at.
-    #[error("cannot look for QEMU's RAM blocks in process {pid}: run as root")]
+    /// Its memory cannot be read.
+    #[error("cannot search process {pid} for QEMU's RAM blocks: run as root")]
     Memory {
         /// QEMU.
         pid: u32,
@@ -31,15 +31,17 @@ pub enum LocateError {
         source: io::Error,
     },
     /// A block has no record.
-    #[error("this QEMU does not tell where its RAM block {id} is, and it was not found; a newer QEMU (10 does) tells")]
+    #[error(
+        "this QEMU does not report where its RAM block {id} is, and it was not found; use a newer QEMU (10 reports it)"
+    )]
     NotFound {
         /// The block.
         id: String,
     },
     /// The records do not show for certain which word is the address.
     #[error(
-        "this QEMU does not tell where its RAM blocks are, and {candidates} places are possible where there must be one; \
-         a newer QEMU (10 does) tells"
+        "this QEMU does not report where its RAM blocks are, and {candidates} places are possible where there must be one; \
+         use a newer QEMU (10 reports them)"
     )]
     Uncertain {
         /// How many words could be the address.
@@ -125,7 +127,7 @@ fn is_mapped(maps: &[Mapping], address: u64, bytes: u64) -> bool {
         && parts.is_some_and(|parts| parts.iter().all(|map| map.readable))
 }
 
-/// Words before the three numbers that are looked at.
+/// Words to check before the three numbers.
 const WORDS_BEFORE: usize = 8;
 /// Bytes after the beginning of the three numbers within which the name begins.
 const NAME_WITHIN: usize = 128;

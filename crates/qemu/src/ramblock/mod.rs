@@ -28,7 +28,7 @@ pub struct RamBlock {
     pub page_size: u64,
     /// Where it is in QEMU's space of all RAM blocks.
     pub offset: u64,
-    /// Address in the QEMU process, where this QEMU tells it.
+    /// Address in the QEMU process, if this QEMU reports it.
     pub address: Option<u64>,
 }
 

@@ -44,7 +44,7 @@ pub(crate) fn boot(
     let hardware = &change.held.state.hardware;
     let warm = journal.operation.kind == Kind::OsWarmCache;
     let kept = if warm {
-        ram::renew_beside(&rundir, hardware)?
+        ram::renew_keeping_cache(&rundir, hardware)?
     } else {
         ram::renew(&rundir, hardware)?;
         None

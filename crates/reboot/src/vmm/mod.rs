@@ -23,7 +23,7 @@ pub use answer::Patience;
 pub use preflight::Problem;
 pub use recover::{Recovered, recover};
 
-use rekindle_kernel::sched::First;
+use rekindle_kernel::sched::PriorityBoost;
 use rekindle_memory::directory::RamError;
 use rekindle_protect::moving::MoveError;
 use rekindle_protect::restore::RestoreError;
@@ -436,7 +436,7 @@ fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Resul
             let prepared = begun.and_then(warm::Prepared::new);
             together.barrier.wait();
             // Guests that run again already are not to keep this one waiting. Without the right to it they do.
-            let mut first = First::default();
+            let mut first = PriorityBoost::default();
             let _ = first.this_thread();
             let switched = prepared.and_then(|prepared| together.gate.pass(|| prepared.hand_over()));
             drop(first);

@@ -141,7 +141,7 @@ fn recover_idle(host: &Host, held: &Held, patience: Patience) -> Result<Recovere
         }
         // What it was started with is not ours to do again.
         Err(_) if held.state.attached.is_some() => {
-            held.refuse_attached("its QEMU has ended, and starting it again")?;
+            held.refuse_attached("starting it again, as its QEMU has ended")?;
             Ok(Recovered::Nothing)
         }
         Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
@@ -436,7 +436,7 @@ pub(crate) fn boot(
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
     // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
-    ram::renew_beside(&held.rundir, hardware)?;
+    ram::renew_keeping_cache(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     phases::begin(&held.rundir, hardware, &held.state.definition);
     let directory = held.rundir.create_vmm(generation).map_err(|source| file(held, source))?;

@@ -14,7 +14,7 @@ use super::{
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
-use rekindle_kernel::sched::{self, First, Rank};
+use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_kernel::stand_in::StandIn;
 use rekindle_memory::carried::Carried;
 use rekindle_memory::digest;
@@ -301,8 +301,8 @@ pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
 /// Let those threads go before all others that the stopped guest waits for: each QEMU's main thread and the one that
 /// reads its monitor, and somewhat the guest's processors in the new QEMU, which take over their registers. Without it
 /// they wait for other guests, and for what the two QEMUs do besides.
-fn go_first(old: &Vmm, new: &Vmm) -> First {
-    let mut first = First::default();
+fn go_first(old: &Vmm, new: &Vmm) -> PriorityBoost {
+    let mut first = PriorityBoost::default();
     let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
     let rank_new = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
     let asked = first.threads_of(old.process(), rank).and_then(|()| first.threads_of(new.process(), rank_new));
@@ -340,7 +340,7 @@ fn hand_over(
     change.recorder.phase(Phase::Suspend);
     // To be stopped, the guest's processors have to be on some of the host's. Only for that moment: were this process
     // killed within it, they would keep all others away until `recover`.
-    let mut at_once = First::default();
+    let mut at_once = PriorityBoost::default();
     let _ = at_once.threads_of(old.process(), |name| is_processor(name).then_some(Rank::Second));
     let stopped = stop(old_qmp, change.running)?;
     drop(at_once);

@@ -8,7 +8,7 @@ use rekindle_probe::{Target, check};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::samples::{Looker as Sampler, Sample, SampleFile};
+use rekindle_vm::samples::{Sample, SampleFile, Sampler};
 use serde_json::Number;
 use std::collections::BTreeMap;
 use std::process::ExitCode;

@@ -74,7 +74,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
     let mut text = format!("# {name} is {status}\n");
     if let Some(attached) = &state.attached {
-        text += &format!("# attached; started {}\n", attached.starter);
+        text += &format!("# attached to a QEMU that was started {}\n", attached.starter);
         text += "# the definition below is incomplete; a checkpoint has its whole command line\n";
     }
     if let Some(vmm) = qemu(&state) {

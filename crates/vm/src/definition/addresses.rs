@@ -183,7 +183,7 @@ impl FromStr for Forward {
     }
 }
 
-/// `None` if the shape or the address is wrong, so that a hint is to be looked for.
+/// `None` if the shape or the address is wrong, so that a hint is needed.
 fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
     let (body, protocol) = match text.split_once('/') {
         None => (text, Protocol::Tcp),

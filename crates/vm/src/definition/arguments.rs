@@ -118,7 +118,7 @@ const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
 /// What in the VM's `qemu_args` cannot be carried to another VMM, each with the reason. Such a VM runs, but can only be
 /// rebooted cold. Empty: nothing stands in the way.
 ///
-/// Devices of the definition's own keys can all be carried, and are not looked at.
+/// Devices of the definition's own keys can all be carried over, and are not checked.
 pub fn uncarriable(definition: &Definition) -> Vec<String> {
     let mut found = Vec::new();
     for pair in definition.qemu_args.windows(2) {

@@ -1,4 +1,4 @@
-//! A TOML text that is read key by key, with every mistake noted at its place and reading going on behind it.
+//! A TOML text that is read key by key, which records every mistake with its position and continues after it.
 //!
 //! Serde's derive stops at the first error and forgets where values stood; this walks the parsed tree instead. What
 //! [`Section`] hands out is `None` both for a key that is absent and for one that is wrong: the mistake is noted, and
@@ -47,7 +47,7 @@ impl<'d> Document<'d> {
         Self { text, file, base, problems: RefCell::default() }
     }
 
-    /// The TOML tree, or every error of syntax: with one of those, the rest of the tree says nothing.
+    /// The TOML tree, or every error of syntax: with one of those, the rest of the tree is unreliable.
     pub fn tree(&self) -> Option<Spanned<DeTable<'d>>> {
         let (tree, errors) = DeTable::parse_recoverable(self.text);
         for error in &errors {
@@ -98,7 +98,7 @@ impl<'d> Section<'d> {
         Self::new(document, "", Some(tree.get_ref()), 0)
     }
 
-    /// Notes the unknown keys at once; the getters then need not.
+    /// Notes unknown keys immediately, so that the getters need not.
     fn new(document: &'d Document<'d>, name: &'static str, table: Option<&'d DeTable<'d>>, at: usize) -> Self {
         let section = Self { document, name, table, at };
         for key in table.into_iter().flat_map(|table| table.keys()) {
@@ -120,7 +120,7 @@ impl<'d> Section<'d> {
     }
 
     /// Whether `key` is absent, or an array with nothing in it.
-    pub fn lacks(&self, key: &'static str) -> bool {
+    pub fn is_missing(&self, key: &'static str) -> bool {
         self.value(key).is_none_or(|value| value.get_ref().as_array().is_some_and(|array| array.is_empty()))
     }
 
@@ -258,7 +258,7 @@ impl<'d> Section<'d> {
         }
     }
 
-    /// `true` or `false`; `false` where the key is absent, unless `default` says otherwise.
+    /// `true` or `false`; `false` where the key is absent, unless `default` is given.
     pub fn flag(&self, key: &'static str, default: bool) -> bool {
         let Some(value) = self.value(key) else { return default };
         if let Some(flag) = value.get_ref().as_bool() {

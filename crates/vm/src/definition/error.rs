@@ -84,7 +84,7 @@ pub enum Problem {
         value: String,
         /// The value as an absolute path.
         path: PathBuf,
-        /// What the kernel says.
+        /// The kernel's reason.
         #[source]
         source: io::Error,
     },

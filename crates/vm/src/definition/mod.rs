@@ -1,4 +1,4 @@
-//! A VM as its owner defines it: one TOML file, read into a [`Definition`] that says everything.
+//! A VM as its owner defines it: one TOML file, read into a complete [`Definition`].
 //!
 //! Only `name` and something to boot (a kernel or a disk) must be written. Whatever is left out is filled in when the
 //! file is read, so a `Definition` has no hidden defaults: [`Definition::to_toml`] writes out a complete file, and what
@@ -140,7 +140,7 @@ pub enum OnReboot {
     Reset,
     /// It is booted in a new QEMU, and finds what it had cached of its disk.
     WarmCache,
-    /// It goes on from the latest phase of an earlier boot that may be used, or is booted.
+    /// It continues from the latest usable phase of an earlier boot, or is booted.
     Phase,
 }
 
@@ -153,7 +153,7 @@ pub enum OnCrash {
     Leave,
     /// It is booted in a new QEMU, and finds what it had cached of its disk.
     WarmCache,
-    /// It goes on from the latest phase of an earlier boot that may be used, or is booted.
+    /// It continues from the latest usable phase of an earlier boot, or is booted.
     Phase,
 }
 
@@ -224,11 +224,11 @@ pub struct Disk {
     pub cache: DiskCache,
     /// The serial number that the guest sees, at most 20 characters.
     pub serial: Option<String>,
-    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A definition that does
-    /// not say gives every disk a server that can have one; a state without it is of a Rekindle that had none.
+    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A definition
+    /// without this key gives every disk a server that can have one; a state without it was written by a version that had none.
     #[serde(default)]
     pub server: bool,
-    /// The folder in which a server makes the disk's redo log; none: beside the image.
+    /// The folder in which a server makes the disk's redo log; none: next to the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redo: Option<PathBuf>,
     /// How long a server keeps what the guest before had cached of it; none: until the guest needs the room.

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_probe_says_what_is_right() {
+    fn the_error_for_a_wrong_probe_shows_a_right_one() {
         let form = "not a probe; write http://HOST[:PORT]/PATH, tcp://HOST:PORT or echo://HOST:PORT";
         for (text, message) in [
             ("10.77.0.2:80", form),

@@ -1,4 +1,4 @@
-//! Quantities with their unit written beside them: [`Bytes`] (`512M`) and [`Span`] (`250ms`).
+//! Quantities with their unit: [`Bytes`] (`512M`) and [`Span`] (`250ms`).
 //!
 //! A quantity is one whole number and one unit, with nothing between. That is narrower than most parsers allow, on
 //! purpose: `1.5G`, `512MB` or a bare `512` each mean different things in different programs, so they are refused with
@@ -19,7 +19,7 @@ const SPANS: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), (
 /// Why a text is not a quantity. The message ends with what to write instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
-    /// A number alone: nobody can tell what it counts.
+    /// A number without a unit.
     #[error("{number} has no unit; write {hint}")]
     NoUnit {
         /// The number as written.
@@ -150,7 +150,7 @@ struct Words {
     what: &'static str,
     examples: &'static str,
     units: &'static [(&'static str, u64)],
-    /// The unit that a person who forgot it most likely meant.
+    /// The unit that was most likely meant by a number without one.
     usual: &'static str,
     /// What other programs write, and ours for it. Looked up in lower case after the exact spelling failed.
     foreign: &'static [(&'static str, &'static str)],

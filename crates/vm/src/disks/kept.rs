@@ -1,8 +1,8 @@
-//! What of a guest that has ended is kept for the next one: the attics of its disks.
+//! The retained caches of a VM's disks: memory of a guest that has ended, kept for its next boot.
 //!
-//! All disks of a VM have their blocks in one memory, and each server knows only of its own. So it is done in two steps: each says which
-//! frames it needs, and only when all have, each is told who else needs some. From then on a frame goes back to the host when no server needs it.
-//! Killed in between, nothing has been given back yet, and the same is done again.
+//! All disks of a VM have their blocks in one memory, and each server knows only its own. So there are two steps: each lists the
+//! frames that it needs, and when all have, each gets the lists of the others. From then on a frame is freed when no server needs it.
+//! If this is killed in between, nothing has been freed yet, and both steps are repeated.
 
 use super::{control, served};
 use crate::fault;
@@ -40,10 +40,10 @@ struct Keeping<'a> {
     blocks: u64,
 }
 
-/// Let the servers go of the memory of a guest that has ended. With `keep` they keep what of it is a cache of their disks, for the next
-/// one; gives what that is, if there is anything.
+/// Makes the servers release the memory of a guest that has ended. With `keep` they retain the part that is a cache of their disks;
+/// returns what that is, if there is anything.
 #[must_use]
-pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
+pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
     let mut servers = Vec::new();
     for disk in served(hardware) {
         let connected = Control::connect(&control(rundir, &disk.id));
@@ -72,8 +72,8 @@ pub fn let_go(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> 
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// The guest is about to start another kernel in its memory. Have the servers give that one what the former had cached, as long as it lies where
-/// it was; gives what that is by now, if there is anything.
+/// The guest is about to start another kernel in its memory. Makes the servers serve what the previous kernel had cached, as long as it is
+/// in place; returns what that is now, if there is anything.
 #[must_use]
 pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     let asked = served(hardware).filter_map(|disk| {
@@ -91,8 +91,8 @@ pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// Those whose attics are in the memory in which most is; the others let go of it. One whose queues did not run in the guest's
-/// last life has one of an earlier life.
+/// Returns the servers whose caches are in the memory that has most of them; the others drop theirs. A server whose queues did not run in
+/// the guest's last boot has memory of an earlier one.
 fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
     let mut memories: BTreeMap<Option<u64>, (u64, Vec<Keeping<'_>>)> = BTreeMap::new();
     for mut keeping in kept {
@@ -133,13 +133,13 @@ impl<'a> Idle<'a> {
 }
 
 impl Keeping<'_> {
-    /// Tell it what all need.
+    /// Gives it the lists of what the others need.
     fn share(mut self, claims: &[PathBuf]) -> Option<Self> {
         let others = claims.iter().filter(|claim| **claim != self.claim).cloned().collect();
         match self.idle.control.ask::<()>(&Ask::Share { claims: others }) {
             Ok(()) => Some(self),
             Err(e) => {
-                // The others see that it needs nothing any more.
+                // The others see that it needs nothing.
                 tracing::warn!("what the guest had of disk {} is not kept: {e}", self.idle.disk.id);
                 self.idle.drop();
                 None

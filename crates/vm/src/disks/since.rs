@@ -1,7 +1,7 @@
-//! Which epochs of its disks a restored guest went on from, for servers that take the place of those which the restore started.
+//! The epochs of its disks from which a restored guest resumed, for servers that replace those of the restore.
 //!
-//! What is newer than the checkpoint is given up when the guest writes for the first time (`docs/disk-epochs.md`). A server that begins before that
-//! must not take it for the guest's.
+//! Epochs newer than the checkpoint are discarded when the guest writes for the first time (`docs/disk-epochs.md`). A server that starts before
+//! that must not take them for the guest's.
 
 use super::{DisksError, Epochs, control, served};
 use crate::rundir::{RunDir, write_json};
@@ -13,7 +13,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// Where the guest of a checkpoint has gone on: a server that takes the place of another one is told.
+/// Where the guest of a checkpoint resumed: an argument of a server that replaces another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Since {
     /// The checkpoint's disk.
@@ -27,7 +27,7 @@ fn path(rundir: &RunDir, disk: &Disk) -> PathBuf {
     rundir.file(&format!("disk-{}.since", disk.id))
 }
 
-/// Of a disk whose guest has gone on from a checkpoint.
+/// Reads it for a disk whose guest has resumed from a checkpoint.
 pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksError> {
     let failed =
         |source| DisksError::Io { id: disk.id.clone(), doing: "reading since which epoch its guest runs", source };
@@ -37,14 +37,14 @@ pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksE
     }
 }
 
-/// Note it, before the guest runs.
+/// Records it, before the guest runs.
 pub(super) fn note(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     served(hardware).filter_map(|disk| Some((disk, epochs.get(&disk.id)?))).try_for_each(|(disk, at)| {
         let refused = |source| DisksError::Refused { id: disk.id.clone(), source };
         let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
-        let Some(told) = status.map_err(refused)?.redo else { return Ok(()) };
+        let Some(redo) = status.map_err(refused)?.redo else { return Ok(()) };
         let failed =
             |source| DisksError::Io { id: disk.id.clone(), doing: "noting since which epoch its guest runs", source };
-        write_json(&path(rundir, disk), &Since { at: *at, first: told.epoch }).map_err(failed)
+        write_json(&path(rundir, disk), &Since { at: *at, first: redo.epoch }).map_err(failed)
     })
 }

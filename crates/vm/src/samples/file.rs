@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Why nothing more can be appended.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleFileError {
-    /// Somebody else does.
+    /// Another process does.
     #[error("{path}: another `rekindle monitor` writes to it; give this one a file of its own")]
     Taken {
         /// The file.
@@ -96,7 +96,7 @@ fn whole(file: &File) -> io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Looker;
+    use super::super::Sampler;
     use super::*;
     use std::fs;
 
@@ -111,8 +111,8 @@ mod tests {
             fs::write(&path, before).unwrap();
             let mut file = SampleFile::open(&path).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), kept);
-            assert!(matches!(SampleFile::open(&path), Err(SampleFileError::Taken { .. })), "two at once");
-            let sample = Looker::new().unwrap().host().unwrap();
+            assert!(matches!(SampleFile::open(&path), Err(SampleFileError::Taken { .. })), "two writers");
+            let sample = Sampler::new().unwrap().host().unwrap();
             file.append(&[sample.clone(), sample.clone()]).unwrap();
             file.append(&[sample]).unwrap();
             let text = fs::read_to_string(&path).unwrap();
@@ -123,8 +123,8 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_and_leaves_whole_lines() {
-        let sample = Looker::new().unwrap().host().unwrap();
+    fn a_full_disk_is_reported_and_leaves_whole_lines() {
+        let sample = Sampler::new().unwrap().host().unwrap();
         let path = PathBuf::from("/dev/full");
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
         let mut full = SampleFile { path, file, length: 0 };

@@ -24,35 +24,35 @@ const AGENT: Duration = Duration::from_secs(3);
 const BOOT: &str = "sys/kernel/random/boot_id";
 const FILES: &str = "sys/fs/file-nr";
 const MEMORY: &str = "meminfo";
-/// Of what a guest's agent tells of its inside.
+/// The prefix of values from inside a guest.
 const INSIDE: &str = "guest_";
 
 /// Values by their names, which have the units.
 pub type Metrics = BTreeMap<String, Number>;
 
-/// One look at a host, at a guest's QEMU or into a guest.
+/// One sample of a host, of a guest's QEMU or from inside a guest.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sample {
     format: u32,
     host: String,
     guest: Option<String>,
     unix_s: Number,
-    /// Another one after each new start of what is looked at.
+    /// Changes with each new start of what is sampled.
     pub boot: String,
     /// What was found.
     #[serde(flatten)]
     pub metrics: Metrics,
 }
 
-/// Looks, and signs what is found.
+/// Takes samples of one host.
 #[derive(Debug)]
-pub struct Looker {
+pub struct Sampler {
     host: String,
     /// The host's boot.
     boot: String,
 }
 
-impl Looker {
+impl Sampler {
     /// Of this host.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl Looker {
         if state.hardware.agent && state.attached.is_none() && lock::holder(rundir).is_none() {
             match inside(&vmm.directory().agent()) {
                 Ok((boot, metrics)) => samples.push(self.sample(Some(name), boot, metrics)),
-                Err(e) => tracing::debug!("{name}: its agent tells nothing: {e}"),
+                Err(e) => tracing::debug!("{name}: its agent gives no values: {e}"),
             }
         }
         Ok(samples)
@@ -127,10 +127,10 @@ fn qemu(vmm: &Vmm) -> io::Result<Metrics> {
 fn inside(socket: &Path) -> io::Result<(String, Metrics)> {
     let paths = [BOOT, FILES, MEMORY].map(|name| format!("/proc/{name}"));
     let ran = agent::run(socket, "/bin/cat", &paths.each_ref().map(String::as_str), AGENT).map_err(io::Error::other)?;
-    told(&ran.out)
+    parse(&ran.out)
 }
 
-fn told(text: &str) -> io::Result<(String, Metrics)> {
+fn parse(text: &str) -> io::Result<(String, Metrics)> {
     let mut lines = text.splitn(3, '\n');
     let mut next = |what| lines.next().filter(|line| !line.trim().is_empty()).ok_or_else(|| missing(what));
     let (boot, of_files, of_memory) = (next(BOOT)?, next(FILES)?, next(MEMORY)?);
@@ -197,20 +197,20 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_tells_its_boot_and_what_is_inside() {
+    fn the_values_from_inside_a_guest_are_parsed() {
         let text = format!("5ad1\n300\t12\t9000\n{MEMINFO}SwapTotal: 0 kB\nSwapFree: 0 kB\n");
-        let (boot, found) = told(&text).unwrap();
+        let (boot, found) = parse(&text).unwrap();
         assert_eq!(boot, "5ad1");
         assert_eq!(found["guest_open_files"], 288.into());
         assert_eq!(found["guest_slab_kib"], 70.into());
-        assert!(told("5ad1\n300\t12\t9000\n").is_err(), "cut off");
-        assert!(told("").is_err());
+        assert!(parse("5ad1\n300\t12\t9000\n").is_err(), "incomplete");
+        assert!(parse("").is_err());
     }
 
     #[test]
     fn this_host_has_memory_and_files() {
-        let looker = Looker::new().unwrap();
-        let sample = looker.host().unwrap();
+        let sampler = Sampler::new().unwrap();
+        let sample = sampler.host().unwrap();
         assert!(sample.metrics["free_memory_kib"].as_u64().unwrap() > 0);
         let text = serde_json::to_value(&sample).unwrap();
         assert_eq!((&text["format"], &text["guest"]), (&1.into(), &serde_json::Value::Null));

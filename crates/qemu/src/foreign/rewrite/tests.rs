@@ -235,8 +235,8 @@ fn what_cannot_be_carried_over_is_named() {
         ("-object memory-backend-ram,id=gone,size=1G", "memory backend gone"),
         ("-device a,=b", "nothing before"),
     ] {
-        let said = with(line, &plain);
-        assert!(said.contains(what), "{line}: {said}");
+        let error = with(line, &plain);
+        assert!(error.contains(what), "{line}: {error}");
     }
     assert!(with("-nodefaults", &facts(&["hot"])).contains("device hot: it was plugged in"));
     let more = Facts { backends: vec![backend("pc.ram", 512), backend("dimm0", 64)], ..facts(&[]) };

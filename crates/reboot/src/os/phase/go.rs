@@ -7,7 +7,7 @@ use super::next::{self, Went};
 use super::{Outcome, Skipped};
 use crate::os::Rebooted;
 use crate::vmm::{self, Change, Failure, Left, Problem, RebootError, cold, switch};
-use rekindle_memory::directory::Former;
+use rekindle_memory::directory::PreviousRam;
 use rekindle_protect::restore::Clock;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
@@ -167,7 +167,7 @@ impl Attempt {
         let Self { mut change, over, .. } = self;
         let (stopped, ended) = over.unwrap_or((went.resumed, Ended::Before));
         change.recorder.phase(Phase::Settle);
-        went.former.into_iter().for_each(Former::give_back);
+        went.former.into_iter().for_each(PreviousRam::give_back);
         change.recorder.step("give the former memory back");
         change.recorder.write(&change.held.rundir);
         let report = change.report(&went.vmm, &went.state, (stopped, went.resumed), None);

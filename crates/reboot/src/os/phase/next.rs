@@ -16,7 +16,7 @@ use super::port::{Port, wait_read};
 use crate::vmm::{Change, Problem, RebootError, cold, switch};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::stand_in::StandIn;
-use rekindle_memory::directory::Former;
+use rekindle_memory::directory::PreviousRam;
 use rekindle_protect::candidate::{self, Loaded, Moment, Next};
 use rekindle_protect::pager;
 use rekindle_protect::restore::{Clock, RestoreError};
@@ -49,7 +49,7 @@ pub(super) struct Went {
     /// When it began to run, by the host's clock in µs.
     pub(super) resumed: u64,
     /// Memory of the former guest that is to be given back.
-    pub(super) former: Vec<Former>,
+    pub(super) former: Vec<PreviousRam>,
 }
 
 /// Load the candidate into a new QEMU; bring the former guest to its `end`, if that is not `over`; and let the new one go on.
@@ -166,7 +166,7 @@ fn take_place(
     bring_all: &AtomicBool,
     over: &mut Option<Over>,
     coming: &Coming<'_>,
-) -> Result<(Vec<Former>, Duration), RebootError> {
+) -> Result<(Vec<PreviousRam>, Duration), RebootError> {
     let rundir = change.held.rundir.clone();
     let new = journal.operation.to.clone();
     fault::point("phase.prepare.ready", Some(&change.old), new.as_ref());
@@ -188,7 +188,7 @@ fn take_place(
     disks::start(&rundir, &coming.state.hardware).map_err(LifeError::from)?;
     change.recorder.step("renew its memory");
     // Asked once more, now that nobody can write any of them.
-    phases::go_on(&rundir, &coming.state.hardware, coming.good.about.disks())
+    phases::continue_from(&rundir, &coming.state.hardware, coming.good.about.disks())
         .map_err(|why| RebootError::Against { name: rundir.name().into(), problem: Problem(why) })?;
     // Recorded before the guest can be told.
     coming.state.write(&rundir).map_err(change.file_error("state.json"))?;

@@ -80,10 +80,9 @@ fn redo(section: &Section<'_>, server: bool) -> Option<PathBuf> {
 fn attic_keep(section: &Section<'_>, server: bool) -> Option<Span> {
     let keep = section.quantity::<Span>("attic_keep")?;
     if !server {
-        section.document().conflict(
-            keep.at,
-            "`attic_keep` is for a disk that Rekindle's server has: QEMU keeps nothing of a former guest",
-        );
+        section
+            .document()
+            .conflict(keep.at, "`attic_keep` is for a disk that Rekindle's server has: QEMU retains no cache");
     }
     Some(keep.value)
 }

@@ -54,7 +54,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
 /// Why nothing can be kept over a reboot.
 const NO_CACHE: &str = "no disk has a server, which knows what the guest has cached; let a [[disk]] have one (a raw image, without `server = false`), or \
      leave this out";
-/// Why it cannot go on from a phase.
+/// Why it cannot continue from a phase.
 const NO_PHASE: &str =
     "no phase of its boot is kept; name those that its guest announces under [phase], or leave this out";
 const ON_REBOOT: [(&str, OnReboot); 3] =
@@ -125,7 +125,7 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     let boot_section = top.section("boot");
     let boot = boot(&boot_section);
     let disks = disks::read(&top);
-    if boot_section.is_empty() && top.lacks("disk") {
+    if boot_section.is_empty() && top.is_missing("disk") {
         let why =
             "there is nothing to boot; write [boot] with kernel = \"bzImage\", or [[disk]] with path = \"disk.img\"";
         document.conflict(0, why);
@@ -159,7 +159,7 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     })
 }
 
-/// What is done when a guest ends by itself: `warm` where a disk has a server, else `plain`, unless it is said.
+/// What is done when a guest ends by itself: `warm` where a disk has a server, else `plain`, unless it is given.
 fn after_end<T: Copy + PartialEq>(
     top: &Section<'_>,
     key: &'static str,

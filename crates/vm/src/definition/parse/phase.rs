@@ -14,7 +14,7 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
     if top.at("phase").is_none() {
         return Phase::default();
     }
-    if section.lacks("save") {
+    if section.is_missing("save") {
         section.missing("save", "name the phases that the guest announces, the earliest first, for example save = [\"kernel\", \"services\"]");
     }
     let names = section.texts("save");
@@ -34,8 +34,8 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
             let why = "not one of the phases under `phase.save`; name it there, too";
             section.invalid("healthy", format!("{:?}", healthy.value), healthy.at, why);
         }
-        if top.lacks("probe") && !agent {
-            let why = "nobody can tell when it is healthy; write probe = \"http://HOST/\" at the top, or leave out `agent = false`";
+        if top.is_missing("probe") && !agent {
+            let why = "nothing shows when it is healthy; write probe = \"http://HOST/\" at the top, or leave out `agent = false`";
             section.invalid("healthy", format!("{:?}", healthy.value), healthy.at, why);
         }
     }
@@ -55,7 +55,7 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
     }
 }
 
-/// Whether it can be told if a disk is what it was: its server knows, or nobody writes the file that it is.
+/// Whether a change of the disk is detected: its server records writes, or it is a file that is only read.
 fn is_watched(disk: &Disk) -> bool {
     disk.server || (disk.readonly && disk.format == DiskFormat::Raw)
 }

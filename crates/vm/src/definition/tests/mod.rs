@@ -101,7 +101,7 @@ vmgenid = true
 }
 
 #[test]
-fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_said() {
+fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_given() {
     let dir = folder();
     let disk = |more: &str| {
         let text = format!("name = \"web\"\n[[disk]]\npath = \"disk.img\"\n{more}");
@@ -176,7 +176,7 @@ fn load_starts_relative_paths_from_the_files_own_folder() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once_in_the_order_of_the_file() {
+fn all_mistakes_are_reported_together_in_the_order_of_the_file() {
     let dir = folder();
     let text = r#"memmory = "1G"
 vcpus = 0
@@ -209,7 +209,7 @@ forward = ["127.0.0.1:2222:22"]
 }
 
 #[test]
-fn every_error_of_syntax_is_told() {
+fn every_error_of_syntax_is_reported() {
     let found = errors("memory = 512M\nvcpus = \n");
     assert_eq!(found.len(), 2, "{found:#?}");
     assert!(found[0].starts_with("web.toml:2:") && found[0].contains("not valid TOML: "), "{found:#?}");
@@ -218,7 +218,7 @@ fn every_error_of_syntax_is_told() {
 
 /// `messages.txt` holds texts and what they are answered with; to see all of it anew, empty it but for the texts.
 #[test]
-fn every_message_names_key_value_and_mend() {
+fn every_message_names_key_value_and_hint() {
     let cases = include_str!("messages.txt").split("\n\n").filter(|case| !case.starts_with('#'));
     let mut seen = 0;
     for case in cases {
@@ -277,7 +277,7 @@ fn an_explicit_format_is_believed() {
 }
 
 #[test]
-fn what_cannot_be_carried_is_told_with_the_reason() {
+fn what_cannot_be_carried_over_is_reported_with_the_reason() {
     let dir = folder();
     let args = |list: &[&str]| {
         let list = serde_json::to_string(list).unwrap();
