@@ -245,14 +245,17 @@ fn act(kind: &str) {
     }
 }
 
-/// A filter by which `getpid` fails with EPERM, or raises SIGSYS, which is ignored by a handler.
+/// Sets a filter by which `getpid` fails with EPERM; or `getpid` and `close` raise SIGSYS, whose handler does nothing.
 fn deny_getpid(trap: bool) {
     extern "C" fn ignore(_: i32) {}
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let denied = if trap { libc::SECCOMP_RET_TRAP } else { libc::SECCOMP_RET_ERRNO | libc::EPERM as u32 };
+    let is = |call: libc::c_long| statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, call as u32);
+    let second = if trap { libc::SYS_close } else { libc::SYS_getpid };
     let mut filter = [
         statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
-        libc::sock_filter { jf: 1, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_getpid as u32) },
+        libc::sock_filter { jt: 1, ..is(libc::SYS_getpid) },
+        libc::sock_filter { jf: 1, ..is(second) },
         statement(libc::BPF_RET | libc::BPF_K, denied),
         statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
     ];
@@ -553,6 +556,11 @@ fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result(
     assert!(session.tracee.has_pending(victim.process, libc::SIGSYS));
     session.filtered = true;
     assert!(matches!(session.call(call), Err(InjectError::Filtered { .. })));
+    drop(session);
+    // `close` is among the harmless calls, so it is made although there is a filter; the filter traps it.
+    let mut session = StoppedThread { injector: victim.injector(), tracee: stopped(&victim), filtered: true };
+    let closed = session.call(Call::new("close", libc::SYS_close, [12345]));
+    assert!(matches!(closed, Err(InjectError::Filtered { .. })), "a call that was not made returned {closed:?}");
     drop(session);
     victim.input.as_mut().unwrap().write_all(b"x").unwrap();
     // A handler that returns lets the interrupted `read` begin again, since `signal` asks for that.

@@ -121,7 +121,15 @@ const CAUSED: &str = r#"{"timestamp": {"seconds": 18446744073709551615, "microse
 
 #[test]
 fn events_without_an_end_are_no_answer_and_take_no_memory() {
-    let mut qmp = qemu(|mut out| while writeln!(out, "{CAUSED}").is_ok() {});
+    // Several writers, so that the socket is never empty. A write as small as this one is not torn.
+    let mut qmp = qemu(|out| {
+        let event = format!("{CAUSED}\n");
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| while (&out).write_all(event.as_bytes()).is_ok() {});
+            }
+        });
+    });
     qmp.timeout = Duration::from_millis(300);
     let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
     assert!(matches!(&e, QmpError::Timeout { during, .. } if during == "query-status"), "{e}");
