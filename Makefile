@@ -1,17 +1,17 @@
-# Rekindle. `make help` lists what there is.
+# Rekindle. `make help` lists the targets.
 
 .PHONY: help build demo demo-cluster test lint unit guests host cluster lab benches bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo             replace QEMU 7.2 by 10.0, 11.1 and 7.2 under a guest; saved and cold; reboot a guest cold and'
-	@echo '                      with a warm cache; crash a guest and restore it; end with the plan for that VM'
-	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest goes on on another, with the timeline'
+	@echo '                      with a warm cache; crash a guest and restore it; print the plan for that VM'
+	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest resumes on another; print the timeline'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
-	@echo '                      TRIAL=1: only whether every case works)'
+	@echo '                      TRIAL=1: only check that every case works)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'
 	@echo '                      run a designed experiment of ours (TRIAL=1: one run a level)'
 	@echo 'make lint | unit | guests | host | cluster | lab | benches   parts of make test'

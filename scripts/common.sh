@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the shell scripts share. Sourced, never run.
+# Functions and constants of the shell scripts. Sourced, never run.
 
 RELEASE=bookworm
 # shellcheck disable=SC2034  # used by the scripts that source this
@@ -25,7 +25,7 @@ as_root() {
 apt_update() {
 	say "updating apt's package lists"
 	as_root apt-get update -qq ||
-		die "apt-get update failed (see above); mend the sources in /etc/apt, or run this again if another apt held the lock"
+		die "apt-get update failed (see above); fix the sources in /etc/apt, or run this again if another apt held the lock"
 }
 
 # "SITE SUITE COMPONENT" for each package index apt has, whichever form its sources are written in.
