@@ -18,7 +18,7 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     })
 }
 
-/// Make descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)` inside
+/// Makes descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)` inside
 /// the process. See [`crate::inject`] for what that does to it.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Let the kernel begin to write `len` bytes of a file from `offset` on to its disk, without waiting for it, so that a
+/// Lets the kernel begin to write `len` bytes of a file from `offset` on to its disk, without waiting for it, so that a
 /// later sync has less to do. It makes nothing durable.
 ///
 /// # Errors
@@ -19,7 +19,7 @@ pub fn start_writeback(file: impl AsFd, offset: u64, len: u64) -> io::Result<()>
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Give the room of `len` bytes of a file from `offset` on back; they read as zero then.
+/// Gives the room of `len` bytes of a file from `offset` on back; they read as zero then.
 ///
 /// # Errors
 /// The system's.
@@ -64,7 +64,7 @@ pub(crate) fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock>
     Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
 }
 
-/// Lock one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: another
+/// Locks one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: another
 /// open file has it locked.
 ///
 /// # Errors

@@ -12,7 +12,7 @@ const KEXEC_FILE_UNLOAD: c_ulong = 1;
 const KEXEC_FILE_NO_INITRAMFS: c_ulong = 4;
 const _: () = assert!(libc::SYS_kexec_file_load == 320, "the number of the call on x86-64");
 
-/// Load `kernel` with its initial RAM disk and command line. What was loaded before is replaced; nothing runs yet.
+/// Loads `kernel` with its initial RAM disk and command line. What was loaded before is replaced; nothing runs yet.
 ///
 /// # Errors
 /// `PermissionDenied` without `CAP_SYS_BOOT`, or in lockdown for a kernel that is not signed; `InvalidInput` and
@@ -30,7 +30,7 @@ pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Res
     if done == 0 { Ok(()) } else { Err(named(kernel, io::Error::last_os_error())) }
 }
 
-/// Unload what is loaded. Nothing loaded is no error.
+/// Unloads what is loaded. Nothing loaded is no error.
 ///
 /// # Errors
 /// `PermissionDenied` without `CAP_SYS_BOOT`.

@@ -32,22 +32,22 @@ impl Large {
         Self { start: NonNull::dangling(), capacity: 0, len: 0 }
     }
 
-    /// Forget what it holds. Its memory stays.
+    /// Forgets what it holds. Its memory stays.
     pub fn clear(&mut self) {
         self.len = 0;
     }
 
-    /// Forget what lies behind `len`.
+    /// Forgets what lies behind `len`.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// Append `bytes`.
+    /// Appends `bytes`.
     pub fn extend_from_slice(&mut self, bytes: &[u8]) {
         self.grow(bytes.len()).copy_from_slice(bytes);
     }
 
-    /// Append `more` bytes, and give them to be filled: they hold anything that was here before.
+    /// Appends `more` bytes, and returns them to be filled: they hold anything that was here before.
     pub fn grow(&mut self, more: usize) -> &mut [u8] {
         let before = self.len;
         let Some(len) = before.checked_add(more) else { handle_alloc_error(Layout::new::<u8>()) };
@@ -58,7 +58,7 @@ impl Large {
         self.get_mut(before..).unwrap_or_default()
     }
 
-    /// Have room for `len` bytes.
+    /// Ensures room for `len` bytes.
     fn map(&mut self, len: usize) {
         let failed = || handle_alloc_error(Layout::from_size_align(len, 1).unwrap_or(Layout::new::<u8>()));
         let Some(capacity) = len.max(self.capacity.saturating_mul(2)).checked_next_multiple_of(HUGE) else { failed() };

@@ -42,7 +42,7 @@ pub(crate) fn up_by(socket: &OwnedFd, name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Put the interface `name` into a bridge, both in the network namespace of the calling thread.
+/// Puts the interface `name` into a bridge, both in the network namespace of the calling thread.
 ///
 /// # Errors
 /// `ResourceBusy` where it is in a bridge already, this one or another. When one of the two is not there or cannot be

@@ -28,7 +28,7 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Open the file that is mapped, whatever has become of its name. `None` for anonymous memory.
+    /// Opens the file that is mapped, whatever has become of its name. `None` for anonymous memory.
     ///
     /// # Errors
     /// `PermissionDenied` unless root.

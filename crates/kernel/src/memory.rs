@@ -20,7 +20,7 @@ const IOV_MAX: usize = 1024;
 /// `/proc/PID/pagemap`: bit 63 = in RAM, bit 62 = swapped out (`Documentation/admin-guide/mm/pagemap.rst`).
 const POPULATED: u64 = 0b11 << 62;
 
-/// Read `buffer.len()` bytes at `address` of `process`.
+/// Reads `buffer.len()` bytes at `address` of `process`.
 ///
 /// # Errors
 /// `PermissionDenied` without the right to trace the process (same user, or `CAP_SYS_PTRACE`); `UnexpectedEof` when
@@ -41,7 +41,7 @@ pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()>
     Ok(())
 }
 
-/// Read pieces of `process`, given as `(address, bytes)`, one after the other into `buffer`, which holds exactly them.
+/// Reads pieces of `process`, given as `(address, bytes)`, one after the other into `buffer`, which holds exactly them.
 ///
 /// A thousand pieces cost one system call.
 ///
@@ -75,7 +75,7 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
     Ok(())
 }
 
-/// Write `bytes` at `address` of `process`.
+/// Writes `bytes` at `address` of `process`.
 ///
 /// # Errors
 /// `PermissionDenied` without the right to trace the process; `UnexpectedEof` when a part of the range is not mapped or
@@ -104,7 +104,7 @@ fn unmapped(process: Process, address: u64) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("process {} has nothing mapped at {address:#x}", process.pid))
 }
 
-/// Give the heap of a process all its pages now, so that it need not take them one fault at a time when it matters.
+/// Gives the heap of a process all its pages now, so that it need not take them one fault at a time when it matters.
 /// Linux 5.14.
 ///
 /// # Errors
@@ -115,7 +115,7 @@ pub fn populate_heap(injector: Injector) -> io::Result<()> {
     Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
 }
 
-/// Set aside, for ever, every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can come to have.
+/// Sets aside, for ever, every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can come to have.
 ///
 /// The kernel reserves them when a file is first mapped shared, and leaves them to the file until it is truncated or
 /// removed, mapped or not: so a process that maps it later and touches a page gets it.
@@ -170,7 +170,7 @@ pub struct PageMap {
 }
 
 impl PageMap {
-    /// Open the page map of `process`.
+    /// Opens the page map of `process`.
     ///
     /// # Errors
     /// `PermissionDenied` for the process of another user.

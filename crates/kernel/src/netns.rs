@@ -13,7 +13,7 @@ pub fn path(name: &str) -> PathBuf {
     PathBuf::from("/run/netns").join(name)
 }
 
-/// Run `work` on a thread of its own inside the network namespace `name` (as made by `ip netns add`).
+/// Runs `work` on a thread of its own inside the network namespace `name` (as made by `ip netns add`).
 ///
 /// The calling thread stays where it is; descriptors that `work` returns keep the namespace they were opened in.
 ///

@@ -148,7 +148,7 @@ impl Capture {
         Ok(Some((address.sll_pkttype == libc::PACKET_OUTGOING, at, len as usize)))
     }
 
-    /// Send a frame into the interface once more.
+    /// Sends a frame into the interface once more.
     ///
     /// # Errors
     /// When the interface is down or has gone.

@@ -168,7 +168,7 @@ pub struct Scanner {
 }
 
 impl Scanner {
-    /// Open the page map of `process`.
+    /// Opens the page map of `process`.
     ///
     /// # Errors
     /// [`ScanError::Open`], [`ScanError::Unsupported`].
@@ -312,7 +312,7 @@ pub fn reports_given_back() -> bool {
     *REPORTS.get_or_init(|| try_given_back().unwrap_or(false))
 }
 
-/// Try it on memory of our own.
+/// Tries it on memory of our own.
 fn try_given_back() -> Option<bool> {
     const TABLE: usize = 2 << 20;
     let features = Features::WP_ASYNC | Features::WP_UNPOPULATED;
@@ -345,7 +345,7 @@ fn try_given_back() -> Option<bool> {
     reported
 }
 
-/// Add a run to ascending ones.
+/// Adds a run to ascending ones.
 fn join(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,

@@ -59,7 +59,7 @@ impl Process {
         }
     }
 
-    /// Send `SIGTERM`. A process that has ended already is no error.
+    /// Sends `SIGTERM`. A process that has ended already is no error.
     ///
     /// # Errors
     /// When the kernel refuses, e.g. because the process belongs to another user.
@@ -67,7 +67,7 @@ impl Process {
         self.signal(Signal::TERM)
     }
 
-    /// Send `SIGKILL`. A process that has ended already is no error.
+    /// Sends `SIGKILL`. A process that has ended already is no error.
     ///
     /// # Errors
     /// When the kernel refuses, e.g. because the process belongs to another user.
@@ -83,7 +83,7 @@ impl Process {
         self.signal(Signal::STOP)
     }
 
-    /// Send `SIGCONT`.
+    /// Sends `SIGCONT`.
     ///
     /// # Errors
     /// When the kernel refuses, e.g. because the process belongs to another user.
@@ -140,7 +140,7 @@ impl Process {
         }
     }
 
-    /// Wait until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on it holds
+    /// Waits until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on it holds
     /// no resources; [`Process::is_alive`] only shows whether its first thread has ended.
     ///
     /// On success: `true` if it has ended. The process need not be a child.

@@ -39,7 +39,7 @@ pub struct PriorityBoost {
 }
 
 impl PriorityBoost {
-    /// Put this thread first, and the threads that it creates meanwhile.
+    /// Puts this thread first, and the threads that it creates meanwhile.
     ///
     /// # Errors
     /// `PermissionDenied` without `CAP_SYS_NICE`.
@@ -47,7 +47,7 @@ impl PriorityBoost {
         self.add(0, 0, Rank::First)
     }
 
-    /// Give those threads of `process` a rank to which `rank` gives one, by their names.
+    /// Gives those threads of `process` a rank to which `rank` gives one, by their names.
     ///
     /// # Errors
     /// `PermissionDenied` without `CAP_SYS_NICE`; `NotFound` if it has ended.
@@ -86,7 +86,7 @@ impl Drop for PriorityBoost {
     }
 }
 
-/// Schedule normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has left behind that was never
+/// Schedules normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has left behind that was never
 /// dropped.
 ///
 /// # Errors

@@ -38,7 +38,7 @@ pub fn works() -> bool {
     *WORKS.get_or_init(|| try_it().unwrap_or(false))
 }
 
-/// Try it on memory of our own.
+/// Tries it on memory of our own.
 fn try_it() -> io::Result<bool> {
     const PAGE: usize = crate::memory::PAGE_SIZE;
     let size = const { NonZero::new(PAGE).unwrap() };

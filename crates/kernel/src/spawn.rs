@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 /// Children that were disowned and may run still.
 static LEFT: Mutex<Vec<Child>> = Mutex::new(Vec::new());
 
-/// Let `command` start in a session of its own, without standard input: neither a closed terminal nor an interrupt
+/// Lets `command` start in a session of its own, without standard input: neither a closed terminal nor an interrupt
 /// of the starter reaches it.
 pub fn detach(command: &mut Command) -> &mut Command {
     command.stdin(Stdio::null());
@@ -31,7 +31,7 @@ pub fn disown(child: Child) {
     left.push(child);
 }
 
-/// Let `command` end when the thread that starts it ends, however that comes about.
+/// Lets `command` end when the thread that starts it ends, however that comes about.
 pub fn die_with_starter(command: &mut Command) -> &mut Command {
     let starter = rustix::process::getpid();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; prctl and getppid are, and the closure

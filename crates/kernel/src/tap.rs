@@ -22,7 +22,7 @@ mod ioctl {
     nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
 }
 
-/// Open the tap interface `name`, making it where it does not exist, in the network namespace of the calling thread.
+/// Opens the tap interface `name`, making it where it does not exist, in the network namespace of the calling thread.
 ///
 /// On success: a non-blocking descriptor fit for `-netdev tap,fd=`, with virtio-net headers. The interface stays when
 /// the descriptor is closed, until [`remove`].
@@ -42,7 +42,7 @@ pub fn open_transient(name: &str) -> io::Result<OwnedFd> {
     attach(name, None)
 }
 
-/// Remove a persistent tap interface. One that does not exist is no error.
+/// Removes a persistent tap interface. One that does not exist is no error.
 ///
 /// # Errors
 /// As for [`open`]; an interface that is in use stays.

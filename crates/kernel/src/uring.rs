@@ -205,7 +205,7 @@ impl Ring {
         !self.free.is_empty()
     }
 
-    /// Begin an operation. It is known by `token` when it ends, and begins at the latest with the next [`Ring::wait`].
+    /// Begins an operation. It is known by `token` when it ends, and begins at the latest with the next [`Ring::wait`].
     ///
     /// # Errors
     /// The operation itself, if there is no room for it.

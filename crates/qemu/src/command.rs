@@ -272,7 +272,7 @@ pub enum Start {
     Incoming,
 }
 
-/// Double the commas, as QEMU's `key=value` options want it.
+/// Doubles the commas, as QEMU's `key=value` options want it.
 fn escaped(text: &str) -> String {
     text.replace(',', ",,")
 }

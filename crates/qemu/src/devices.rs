@@ -54,7 +54,7 @@ const OPAQUE: &str = "rekindle-devices";
 /// QEMU wants 31 bits.
 const FIRST_SET: u64 = 0x7265_0000;
 
-/// Take back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
+/// Takes back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
 ///
 /// QEMU drops it by itself only when no client is connected to any of its monitors.
 ///
@@ -88,7 +88,7 @@ pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
 }
 
 impl DeviceState {
-    /// Hand QEMU the place. It has it until [`sweep`].
+    /// Hands QEMU the place. It has it until [`sweep`].
     ///
     /// # Errors
     /// [`DeviceStateError`].
@@ -117,7 +117,7 @@ impl DeviceState {
         Ok(Self { writer, memory: memory.into(), set: fdset_id })
     }
 
-    /// Send ahead what can be sent of the command, on a connection that has nothing else to do until [`DeviceState::begin`].
+    /// Sends ahead what can be sent of the command, on a connection that has nothing else to do until [`DeviceState::begin`].
     ///
     /// # Errors
     /// When QEMU has gone.
@@ -130,7 +130,7 @@ impl DeviceState {
         json!({"filename": format!("/dev/fdset/{}", self.set), "live": false})
     }
 
-    /// Begin to save with the guest stopped; the command was staged if `staged`. Other work can be done meanwhile.
+    /// Begins to save with the guest stopped; the command was staged if `staged`. Other work can be done meanwhile.
     ///
     /// # Errors
     /// When QEMU has gone.
@@ -144,7 +144,7 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Wait until QEMU has saved. What it wrote is then for [`DeviceState::take`].
+    /// Waits until QEMU has saved. What it wrote is then for [`DeviceState::take`].
     ///
     /// # Errors
     /// [`DeviceStateError::Qmp`] when it failed.

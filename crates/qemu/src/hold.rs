@@ -42,7 +42,7 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Hold what the guest sends on `nets` from here on. Frames that are held already stay held.
+    /// Holds what the guest sends on `nets` from here on. Frames that are held already stay held.
     ///
     /// # Errors
     /// When QEMU refuses: a card is served by the kernel (vhost), or has several queues. Then it holds nothing more than before.
@@ -89,7 +89,7 @@ impl Hold {
         self.nets.iter().try_for_each(|net| empty(qmp, "now", net))
     }
 
-    /// Let out what the guest had sent until the last [`Hold::cut`].
+    /// Lets out what the guest had sent until the last [`Hold::cut`].
     ///
     /// # Errors
     /// When QEMU does not answer; then it is held still, or out.
@@ -102,7 +102,7 @@ impl Hold {
         })
     }
 
-    /// Let out all, and hold nothing more.
+    /// Lets out all, and holds nothing more.
     ///
     /// # Errors
     /// When QEMU does not answer; it can be done again.
@@ -140,7 +140,7 @@ fn make(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
     object("now", json!({"qom-type": "filter-buffer", "interval": LONGEST}))
 }
 
-/// Take away what there is of a card's filters. A buffer that goes is emptied.
+/// Takes away what there is of a card's filters. A buffer that goes is emptied.
 fn remove(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
     for kind in KINDS.iter().rev() {
         absent_is_fine(qmp.execute("object-del", json!({"id": id(kind, net)})))?;

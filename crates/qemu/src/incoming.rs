@@ -62,7 +62,7 @@ pub struct Incoming<R> {
 }
 
 impl<R: Read> Incoming<R> {
-    /// Read the beginning: what blocks there are.
+    /// Reads the beginning: what blocks there are.
     ///
     /// # Errors
     /// [`IncomingError`] when it is no such stream.

@@ -34,7 +34,7 @@ const COMPLAINT: usize = 1 << 16;
 /// The number at which a `virsh` inherits a descriptor.
 const FD: i32 = 9;
 
-/// Speak QMP to the QEMU of a libvirt domain.
+/// Speaks QMP to the QEMU of a libvirt domain.
 ///
 /// # Errors
 /// [`QmpError::Libvirt`] with virsh's message.

@@ -36,7 +36,7 @@ impl std::fmt::Display for Monitor {
 }
 
 impl Monitor {
-    /// Connect to it.
+    /// Connects to it.
     ///
     /// # Errors
     /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`].
@@ -47,7 +47,7 @@ impl Monitor {
         }
     }
 
-    /// Find out about the QEMU behind it. The guest is not touched.
+    /// Finds out about the QEMU behind it. The guest is not touched.
     ///
     /// # Errors
     /// [`AdoptError`]; also when the process cannot be identified for certain.

@@ -27,7 +27,7 @@ pub struct OptionsError {
 }
 
 impl Options {
-    /// Read a value. `implied`: the key of a first item that has none; empty where the option has none in mind.
+    /// Reads a value. `implied`: the key of a first item that has none; empty where the option has none in mind.
     ///
     /// # Errors
     /// It begins as JSON and is no JSON object; an item has no key.
@@ -80,7 +80,7 @@ impl Options {
         }
     }
 
-    /// Give a key this text, in the place where it was, or at the end.
+    /// Gives a key this text, in the place where it was, or at the end.
     pub fn set(&mut self, key: &str, text: &str) {
         match self {
             Self::Pairs(pairs) => {
@@ -98,7 +98,7 @@ impl Options {
         }
     }
 
-    /// Take away every key for which `which` is true.
+    /// Takes away every key for which `which` is true.
     pub fn remove(&mut self, which: impl Fn(&str) -> bool) {
         match self {
             Self::Pairs(pairs) => pairs.retain(|(name, _)| !which(name)),

@@ -47,7 +47,7 @@ const STOPPED: [&str; 10] = [
 ];
 
 impl<'q> Stopped<'q> {
-    /// Ask QEMU whether its guest is stopped.
+    /// Asks QEMU whether its guest is stopped.
     ///
     /// # Errors
     /// [`NotStopped::Runs`], also while a state is coming in or the guest sleeps (`suspended`).
@@ -64,7 +64,7 @@ impl<'q> Stopped<'q> {
         Ok(Self { qmp: Some(qmp) })
     }
 
-    /// Stop a guest that runs, by the `stop` that was staged on `qmp`. QEMU answers when its I/O has ended.
+    /// Stops a guest that runs, by the `stop` that was staged on `qmp`. QEMU answers when its I/O has ended.
     ///
     /// Also gives when it was stopped: microseconds of the host's clock since 1970.
     ///

@@ -68,7 +68,7 @@ pub enum StreamError {
     },
 }
 
-/// Check that `stream` is whole, and give what follows the header.
+/// Checks that `stream` is whole, and returns what follows the header.
 ///
 /// # Errors
 /// [`StreamError::Header`] and [`StreamError::CutShort`].

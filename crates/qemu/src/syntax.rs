@@ -18,7 +18,7 @@ pub struct Syntax {
     pub thread_names: bool,
 }
 
-/// That of the oldest QEMU that is supported.
+/// The syntax of the oldest QEMU that is supported.
 impl Default for Syntax {
     fn default() -> Self {
         Self { reconnect_ms: false, monitor_objects: false, thread_names: true }

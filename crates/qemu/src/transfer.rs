@@ -57,7 +57,7 @@ pub enum TransferError {
 /// Migration capabilities to switch, with what they shall be.
 pub type Capabilities<'a> = &'a [(&'a str, bool)];
 
-/// Set migration capabilities.
+/// Sets migration capabilities.
 ///
 /// # Errors
 /// When QEMU does not know one.
@@ -117,7 +117,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Let the QEMU read its state from a pipe. `capabilities`: those that it has not been given yet.
+    /// Lets the QEMU read its state from a pipe. `capabilities`: those that it has not been given yet.
     ///
     /// On success: it reads, and takes what is written as it comes.
     ///
@@ -136,7 +136,7 @@ impl Feed {
         Ok(Self { pipe: writer })
     }
 
-    /// Write a part of the stream.
+    /// Writes a part of the stream.
     ///
     /// # Errors
     /// [`TransferError::Pipe`] when the QEMU has gone; [`TransferError::Stuck`].
@@ -153,7 +153,7 @@ impl Feed {
     }
 }
 
-/// Wait until a descriptor is ready.
+/// Waits until a descriptor is ready.
 fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
     let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
     match poll(&mut [PollFd::new(&fd, flags)], Some(&limit)) {
@@ -163,7 +163,7 @@ fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
     }
 }
 
-/// Wait until an incoming state is loaded. The QEMU must have the capability `events`.
+/// Waits until an incoming state is loaded. The QEMU must have the capability `events`.
 ///
 /// # Errors
 /// [`TransferError::Failed`] with QEMU's words; [`QmpError::Closed`] when it ended, as it does on a bad state.
@@ -171,7 +171,7 @@ pub fn wait_loaded(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError
     wait_migration(qmp, "load", timeout)
 }
 
-/// Wait until an outgoing state is written. The QEMU must have the capability `events`.
+/// Waits until an outgoing state is written. The QEMU must have the capability `events`.
 ///
 /// # Errors
 /// [`TransferError::Failed`] with QEMU's words.
@@ -232,7 +232,7 @@ impl Drop for Fifo {
 }
 
 impl Tap {
-    /// Prepare to save by `xen-save-devices-state`.
+    /// Prepares to save by `xen-save-devices-state`.
     ///
     /// # Errors
     /// When no pipe can be made in the QEMU's directory.
@@ -240,7 +240,7 @@ impl Tap {
         Fifo::make(directory.0.join("state.fifo")).map(Self::Devices).map_err(TransferError::Pipe)
     }
 
-    /// Prepare to save by `migrate` with `x-ignore-shared`.
+    /// Prepares to save by `migrate` with `x-ignore-shared`.
     ///
     /// # Errors
     /// When the QEMU refuses the descriptor or the capability.
@@ -255,7 +255,7 @@ impl Tap {
         Ok(Self::Migration(reader))
     }
 
-    /// Send ahead what can be sent of the command to save, on a connection that has nothing else to do.
+    /// Sends ahead what can be sent of the command to save, on a connection that has nothing else to do.
     ///
     /// # Errors
     /// When QEMU has gone.
@@ -266,7 +266,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Begin to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work can be done.
+    /// Begins to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work can be done.
     ///
     /// # Errors
     /// When QEMU has gone, or refuses.
@@ -284,7 +284,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Take the state as it comes, giving each part to `take`, until QEMU reports that it is complete.
+    /// Takes the state as it comes, giving each part to `take`, until QEMU reports that it is complete.
     ///
     /// # Errors
     /// When QEMU has gone or failed, or `take` did.

@@ -13,7 +13,7 @@ use std::fs::{self, OpenOptions};
 /// Name by which QEMU knows the descriptor.
 const FD_NAME: &str = "rekindle-userfaultfd";
 
-/// Hand QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or fails with an
+/// Hands QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or fails with an
 /// error.
 ///
 /// # Errors
@@ -38,7 +38,7 @@ pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> 
     Ok(device_in(process).ok().flatten())
 }
 
-/// Have QEMU close what [`hand`] gave it. One that it does not have is no error.
+/// Makes QEMU close what [`hand`] gave it. One that it does not have is no error.
 ///
 /// # Errors
 /// When QEMU does not answer.

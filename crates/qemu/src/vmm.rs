@@ -83,7 +83,7 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    /// Start a QEMU in `directory`, which must exist and be its own. `fds` are put at the given numbers.
+    /// Starts a QEMU in `directory`, which must exist and be its own. `fds` are put at the given numbers.
     ///
     /// On success: the process runs, in a session of its own; it need not have opened its sockets yet.
     ///
@@ -115,7 +115,7 @@ impl Vmm {
         })
     }
 
-    /// Wait until the QEMU greets on its QMP socket, at most for `timeout`.
+    /// Waits until the QEMU greets on its QMP socket, at most for `timeout`.
     ///
     /// # Errors
     /// [`VmmError::Ended`] with its output, when it ends instead; [`VmmError::Silent`].
@@ -205,7 +205,7 @@ impl Vmm {
         Err(io::Error::other(format!("QEMU (process {}) has ended, but a thread of it does not end", self.pid)))
     }
 
-    /// Kill it and wait until it is gone, so that its RAM mapping, its locks and its taps are free.
+    /// Kills it and waits until it is gone, so that its RAM mapping, its locks and its taps are free.
     ///
     /// # Errors
     /// When it may not be killed, or has not ended 10 s later (a process stuck in the kernel).

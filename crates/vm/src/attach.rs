@@ -115,7 +115,7 @@ pub struct Protection {
 }
 
 impl Protection {
-    /// Take it.
+    /// Takes it.
     ///
     /// # Errors
     /// [`AttachError::Protected`] when another protector holds it.
@@ -147,7 +147,7 @@ pub fn protector(rundir: &RunDir) -> Option<Process> {
     flock_holder(&lock_path(rundir)).ok().flatten().and_then(|pid| Process::of(pid).ok())
 }
 
-/// Attach to the QEMU behind `monitor` as VM `name`.
+/// Attaches to the QEMU behind `monitor` as VM `name`.
 ///
 /// *Needs:* the right to trace it (root, or its user with `kernel.yama.ptrace_scope=0`); nothing that cannot be protected or
 /// restored. *On success:* it has a run directory; neither QEMU nor its guest was changed. *On failure:* nothing is left.
@@ -222,7 +222,7 @@ fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     Ok(tried?)
 }
 
-/// That no other VM is this QEMU.
+/// Rejects a QEMU that is already another VM.
 fn other_name(host: &Host, adopted: &Adopted) -> Result<(), AttachError> {
     for other in RunDir::list(&host.root).unwrap_or_default() {
         let Ok(Some(state)) = State::read(&RunDir::new(&host.root, &other)) else { continue };

@@ -180,7 +180,7 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
 /// The epochs that disks are wanted at, by their ids; the others are wanted as they are.
 pub type Epochs = BTreeMap<String, At>;
 
-/// Have a server for each disk that is to have one; those that are there stay.
+/// Starts a server for each disk that is to have one and has none.
 ///
 /// *On success:* a QEMU can connect to each of them; gives how many were started.
 ///
@@ -265,7 +265,7 @@ enum Begin<'a> {
     Waiting,
 }
 
-/// Restart the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a VM that ends or moves.
+/// Restarts the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a VM that ends or moves.
 ///
 /// *On success:* a QEMU can connect to each of them; gives how many were started.
 ///
@@ -384,7 +384,7 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
     Ok(())
 }
 
-/// End the servers of a VM whose QEMUs have ended. Those that are gone already are no error.
+/// Ends the servers of a VM whose QEMUs have ended. Those that are gone already are no error.
 ///
 /// *On success:* no server has the images open.
 ///
@@ -469,7 +469,7 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     served(hardware).filter_map(problem).collect()
 }
 
-/// Merge what is left of the redo logs of a VM's disks, none of which has a server: each is the newest disk then.
+/// Merges what is left of the redo logs of a VM's disks, none of which has a server: each is the newest disk then.
 ///
 /// # Errors
 /// [`DisksError::Redo`]; that log can be merged again.
@@ -481,7 +481,7 @@ pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     })
 }
 
-/// Merge the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is kept, and a warning logged.
+/// Merges the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is kept, and a warning logged.
 pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     for disk in served(hardware).filter(|disk| !disk.readonly) {
         let ended = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.end_epochs(MERGE));

@@ -128,7 +128,7 @@ fn wanted() -> Option<&'static (String, Action)> {
         .as_ref()
 }
 
-/// Pass the point `name`. The QEMUs are those of the operation in hand.
+/// Passes the point `name`. The QEMUs are those of the operation in hand.
 pub fn point(name: &'static str, old: Option<&Vmm>, new: Option<&Vmm>) {
     debug_assert!(POINTS.contains(&name), "fault point {name} is not listed");
     let Some((_, action)) = wanted().filter(|(point, _)| point == name) else { return };

@@ -97,7 +97,7 @@ pub fn record(rundir: &RunDir) -> Record {
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
-/// Write the record of a VM.
+/// Writes the record of a VM.
 ///
 /// # Errors
 /// When it cannot be written; the old one stays.

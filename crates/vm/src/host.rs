@@ -146,7 +146,7 @@ impl Host {
         }
     }
 
-    /// Make the run directory of a VM, and have its logs where they belong. One that exists is no error.
+    /// Makes the run directory of a VM, and links its logs. One that exists is no error.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -188,7 +188,7 @@ impl Host {
         self.root.join(crate::rundir::BINARIES)
     }
 
-    /// Take Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
+    /// Takes Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
     pub fn release_ram(&self) {
         if let RamPlace::OwnTmpfs { path, .. } = &self.ram {
             RamDirectory::release_own_tmpfs(path);

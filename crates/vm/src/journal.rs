@@ -153,7 +153,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Open a journal: the first entry is on disk when this returns.
+    /// Opens a journal: the first entry is on disk when this returns.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -208,7 +208,7 @@ impl Journal {
         }
     }
 
-    /// Write that `step` is about to be taken.
+    /// Writes that `step` is about to be taken.
     ///
     /// # Errors
     /// When it cannot be written: then the step must not be taken.

@@ -295,7 +295,7 @@ pub struct Held {
 }
 
 impl Held {
-    /// Lock VM `name` for `operation` and read its state.
+    /// Locks VM `name` for `operation` and reads its state.
     ///
     /// # Errors
     /// No such VM; busy; an operation was interrupted.
@@ -359,7 +359,7 @@ impl Held {
         Ok((Self { rundir, state, _lock: lock }, journal))
     }
 
-    /// That Rekindle has started it, for `what`.
+    /// Rejects `what` for a VM that Rekindle did not start.
     ///
     /// # Errors
     /// [`LifeError::Attached`].
@@ -384,7 +384,7 @@ impl Held {
     }
 }
 
-/// Start a VM from its definition.
+/// Starts a VM from its definition.
 ///
 /// *Needs:* what the definition names; room for its RAM; root for taps. A disk whose redo log a failure has left: `newest_disk`, which
 /// merges the log, so that no checkpoint's disk is available any more.
@@ -545,7 +545,7 @@ pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
     Ok(found)
 }
 
-/// Remove all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
+/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
 /// it can be repeated after an interruption.
 ///
 /// # Errors

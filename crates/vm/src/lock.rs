@@ -89,7 +89,7 @@ impl Drop for Lock {
 }
 
 impl Lock {
-    /// Lock the VM of `rundir` for `operation`. The run directory must exist.
+    /// Locks the VM of `rundir` for `operation`. The run directory must exist.
     ///
     /// # Errors
     /// [`LockError::Held`] immediately, with the holder.
@@ -143,7 +143,7 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// Wait for it, at most for `patience`. None where the VM has no run directory.
+    /// Waits for it, at most for `patience`. None where the VM has no run directory.
     ///
     /// # Errors
     /// The system's; that it is held for so long.
@@ -157,7 +157,7 @@ impl Servers {
                 other => other?,
             };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // The run directory may have been removed and made anew since it was opened.
+                // The run directory may have been removed and recreated since it was opened.
                 Ok(()) if is_at(&file, &path)? => return Ok(Some(Self { _file: file })),
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
@@ -184,7 +184,7 @@ pub struct RunState {
 }
 
 impl RunState {
-    /// Wait for it, at most for `patience`.
+    /// Waits for it, at most for `patience`.
     ///
     /// # Errors
     /// [`LockError::Held`] when another process holds it for so long.

@@ -31,7 +31,7 @@ const QEMUS: u32 = 3;
 /// What a guest can make a process write is in one of these, whatever the VM has.
 const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
 
-/// Have the logs of a VM, whose run directory exists, in its directory below `root`. What an earlier VM of its name has left there becomes
+/// Links the logs of a VM, whose run directory exists, to its directory below `root`. What an earlier VM of its name has left there becomes
 /// the older parts. Where that is not possible the logs are in the run directory, bounded all the same.
 ///
 /// # Errors
@@ -67,12 +67,12 @@ pub fn directory(rundir: &RunDir) -> PathBuf {
     fs::read_link(&link).unwrap_or_else(|_| if link.exists() { link } else { rundir.path().to_owned() })
 }
 
-/// Have the log `name` of the run directory in the directory of the logs.
+/// Links the log `name` of the run directory to the directory of the logs.
 pub(crate) fn link_log(rundir: &RunDir, name: &str) {
     link(rundir, &rundir.file(name), &Path::new(DIRECTORY).join(name));
 }
 
-/// Have the log of the `generation`-th QEMU there. Those of the last few QEMUs stay.
+/// Links the log of the `generation`-th QEMU. Those of the last few QEMUs stay.
 pub(crate) fn link_qemu(rundir: &RunDir, generation: u32) {
     let name = |generation: u32| format!("qemu-{generation}.log");
     // The user may have removed it to free space.
@@ -99,7 +99,7 @@ fn link(rundir: &RunDir, at: &Path, to: &Path) {
     }
 }
 
-/// Remove a log with its older parts.
+/// Removes a log with its older parts.
 fn remove(log: &Path) {
     for path in (1..=KEPT).map(|n| part(log, n)).chain([log.to_owned()]) {
         let _ = fs::remove_file(path);
@@ -120,7 +120,7 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.path())).collect()
 }
 
-/// Make each log of a directory an older part.
+/// Makes each log of a directory an older part.
 fn set_aside(directory: &Path) -> io::Result<()> {
     listed(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
         shift(log)?;
@@ -128,7 +128,7 @@ fn set_aside(directory: &Path) -> io::Result<()> {
     })
 }
 
-/// Have a log begin anew: what is in it becomes an older part. Its writer has ended.
+/// Starts a log again: its content becomes an older part. Its writer has ended.
 ///
 /// # Errors
 /// The system's. One that is not there is no error.
@@ -143,7 +143,7 @@ pub fn begin_anew(log: &Path) -> io::Result<()> {
     }
 }
 
-/// Make room for another older part.
+/// Makes room for another older part.
 fn shift(log: &Path) -> io::Result<()> {
     for n in (1..KEPT).rev() {
         match fs::rename(part(log, n), part(log, n + 1)) {
@@ -154,7 +154,7 @@ fn shift(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Rotate each log of a VM that is longer than `limit`. Gives those that cannot be bounded, and why.
+/// Rotates each log of a VM that is longer than `limit`. Returns those that cannot be bounded, and why.
 pub fn bound(rundir: &RunDir, limit: u64) -> Vec<(PathBuf, io::Error)> {
     let in_place = |directory: &Path| listed(directory).unwrap_or_default();
     let mut logs = in_place(rundir.path());
@@ -169,7 +169,7 @@ pub fn bound(rundir: &RunDir, limit: u64) -> Vec<(PathBuf, io::Error)> {
     failed
 }
 
-/// Copy the last `limit` bytes of a log to its newest older part, and truncate it.
+/// Copies the last `limit` bytes of a log to its newest older part, and truncates it.
 fn rotate(log: &Path, limit: u64) -> io::Result<()> {
     let log = fs::canonicalize(log)?;
     let mut file = OpenOptions::new().read(true).write(true).open(&log)?;

@@ -94,7 +94,7 @@ fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
     Err(NetworkError::Ip { command, message: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
 }
 
-/// Do something with an interface in the namespace of the tap.
+/// Does something with an interface in the namespace of the tap.
 fn in_namespace<T: Send + 'static>(
     tap: &Tap,
     ifname: &str,
@@ -108,7 +108,7 @@ fn in_namespace<T: Send + 'static>(
     }
 }
 
-/// Send the frames once more that a stopped QEMU may have taken out of its tap: QEMU takes one after its guest has
+/// Sends the frames once more that a stopped QEMU may have taken out of its tap: QEMU takes one after its guest has
 /// stopped, which would be lost, and a TCP client would wait 200 ms before it sends it again.
 ///
 /// Which one it took cannot be seen. The first after the stop is sent again, and those shortly before it, which a
@@ -158,7 +158,7 @@ fn has_interface(name: &str) -> bool {
     socket.is_ok_and(|socket| name_to_index(&socket, name).is_ok())
 }
 
-/// Wait until the bridges of a definition are there: after a boot of the host they may come a moment later.
+/// Waits until the bridges of a definition are there: after a boot of the host they may come a moment later.
 ///
 /// # Errors
 /// [`NetworkError::NoBridge`].
@@ -176,7 +176,7 @@ pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(
     Ok(())
 }
 
-/// Make and connect the taps of a VM whose definition [`check`] has found good.
+/// Makes and connects the taps of a VM whose definition [`check`] has found good.
 ///
 /// On success: the taps' descriptors at the numbers that its command line names.
 ///
@@ -232,7 +232,7 @@ pub struct Duplicates {
     pub stand_ins: Vec<StandIn>,
 }
 
-/// Duplicate the taps of a VM out of the QEMU that uses them now.
+/// Duplicates the taps of a VM out of the QEMU that uses them now.
 ///
 /// # Errors
 /// [`NetworkError::Tap`].
@@ -278,7 +278,7 @@ pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError
     hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
 }
 
-/// Forward the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once. One
+/// Forwards the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once. One
 /// that is unavailable only causes a warning.
 pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     for (id, rule) in hardware.forwards() {
@@ -290,7 +290,7 @@ pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     }
 }
 
-/// Remove the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
+/// Removes the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
 ///
 /// # Errors
 /// [`NetworkError::Tap`] when a tap is in use.

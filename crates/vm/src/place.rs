@@ -59,7 +59,7 @@ impl Plan {
 }
 
 impl<'a> Site<'a> {
-    /// Take the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is removed.
+    /// Takes the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is removed.
     ///
     /// # Errors
     /// [`LifeError`]: it runs, is being worked on, or needs recovery.
@@ -111,7 +111,7 @@ impl<'a> Site<'a> {
         self.lost.as_ref()
     }
 
-    /// End what waits here.
+    /// Ends what waits here.
     ///
     /// # Errors
     /// What cannot be removed.
@@ -125,7 +125,7 @@ impl<'a> Site<'a> {
         Ok(())
     }
 
-    /// Leave it as it was found.
+    /// Leaves it as it was found.
     pub fn leave(self) {
         if self.state.is_none() {
             let _ = self.rundir.remove();
@@ -147,7 +147,7 @@ impl<'a> Site<'a> {
         plan(self.host, &self.rundir, definition, qemu, fit)
     }
 
-    /// Use the site for what was planned, in the place of whatever waits there.
+    /// Uses the site for what was planned, in the place of whatever waits there.
     ///
     /// # Errors
     /// [`LifeError::RunDir`]; then nothing is left behind.
@@ -197,7 +197,7 @@ pub struct Made {
 }
 
 impl<'a> VmSlot<'a> {
-    /// Take the place of the VM of `definition`, for `operation`.
+    /// Takes the place of the VM of `definition`, for `operation`.
     ///
     /// On success: nothing exists but the run directory with the lock and `state.json`.
     ///
@@ -232,7 +232,7 @@ impl<'a> VmSlot<'a> {
         Self { epochs: Some(epochs), ..self }
     }
 
-    /// Make the network and the RAM file, and start the servers of disks, under a journal of `kind`.
+    /// Makes the network and the RAM file, and starts the servers of disks, under a journal of `kind`.
     ///
     /// # Errors
     /// [`LifeError`]; what was made is for [`VmSlot::undo`].
@@ -278,7 +278,7 @@ impl<'a> VmSlot<'a> {
         Ok(Made { journal, directory, fds })
     }
 
-    /// Promise the RAM to the QEMU that waits here, and open the journal of its restore.
+    /// Promises the RAM to the QEMU that waits here, and opens the journal of its restore.
     ///
     /// # Errors
     /// [`LifeError::Ram`], and then it waits on as it was; [`LifeError::RunDir`].
@@ -294,7 +294,7 @@ impl<'a> VmSlot<'a> {
         Ok(journal)
     }
 
-    /// Record the QEMU that waits here for a checkpoint, and end the operation.
+    /// Records the QEMU that waits here for a checkpoint, and ends the operation.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -306,7 +306,7 @@ impl<'a> VmSlot<'a> {
         Ok(state)
     }
 
-    /// Record the QEMU that runs the guest in this place, and end the operation.
+    /// Records the QEMU that runs the guest in this place, and ends the operation.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -325,7 +325,7 @@ impl<'a> VmSlot<'a> {
         left.filter(|operation| operation.step >= Step::Resume).and_then(|operation| operation.to).filter(Vmm::is_alive)
     }
 
-    /// Take everything away again, QEMUs that were started here too.
+    /// Takes everything away again, QEMUs that were started here too.
     pub fn undo(self) {
         if let Err(e) = clean_up(self.host, &self.rundir, &self.state) {
             tracing::warn!("after a failed start: {e}");

@@ -9,7 +9,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Give a VM whose QEMUs have ended RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
+/// Gives a VM whose QEMUs have ended RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
 ///
 /// # Errors
 /// [`RamError`].
@@ -60,7 +60,7 @@ pub fn name(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Make RAM for a QEMU that is to wait while another one runs the guest: nothing is promised to it. Gives the machine that has it.
+/// Makes RAM for a QEMU that is to wait while another one runs the guest: nothing is promised to it. Returns the machine that has it.
 ///
 /// # Errors
 /// [`RamError`].

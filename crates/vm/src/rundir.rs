@@ -32,7 +32,7 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// That of VM `name` under `root`; it need not exist.
+    /// The run directory of VM `name` under `root`; it need not exist.
     #[must_use]
     pub fn new(root: &Path, name: &str) -> Self {
         Self { path: root.join(name), name: name.to_owned() }
@@ -83,7 +83,7 @@ impl RunDir {
         self.path.is_dir()
     }
 
-    /// Make it, private to this user. One that exists is no error.
+    /// Makes it, private to this user. One that exists is no error.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -91,7 +91,7 @@ impl RunDir {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.path)
     }
 
-    /// Remove it with all that is in it. The logs stay where they are.
+    /// Removes it with all that is in it. The logs stay where they are.
     ///
     /// # Errors
     /// When something in it cannot be removed.
@@ -161,7 +161,7 @@ impl RunDir {
         Directory(self.file(&format!("vmm-{generation}")))
     }
 
-    /// Make the directory of the `generation`-th QEMU, empty: what an earlier attempt left there is removed.
+    /// Makes the directory of the `generation`-th QEMU, empty: what an earlier attempt left there is removed.
     ///
     /// # Errors
     /// When it cannot be made, or a QEMU runs in it.
@@ -181,7 +181,7 @@ impl RunDir {
     }
 }
 
-/// Replace the file at `path` by `content` as JSON: after a crash there is the old content or the new, never a part.
+/// Replaces the file at `path` by `content` as JSON: after a crash there is the old content or the new, never a part.
 ///
 /// # Errors
 /// When it cannot be written; the old content stays.
@@ -191,7 +191,7 @@ pub fn write_json(path: &Path, content: &impl Serialize) -> io::Result<()> {
     write_atomically(path, &text)
 }
 
-/// Replace the file at `path` by `content`, as [`write_json`] does.
+/// Replaces the file at `path` by `content`, as [`write_json`] does.
 ///
 /// # Errors
 /// When it cannot be written; the old content stays.
@@ -206,7 +206,7 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     sync_directory(path.parent().unwrap_or(Path::new("/")))
 }
 
-/// Make a rename or removal in `directory` last.
+/// Makes a rename or removal in `directory` last.
 ///
 /// # Errors
 /// When the directory cannot be synced.
@@ -223,7 +223,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("state.json");
         write_json(&path, &1).unwrap();
-        // A directory in the way of the temporary file.
+        // A directory with the name of the temporary file.
         fs::create_dir(path.with_extension("new")).unwrap();
         assert!(write_json(&path, &2).is_err());
         assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");

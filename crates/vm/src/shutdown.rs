@@ -67,11 +67,11 @@ impl Ended {
     }
 }
 
-/// QEMU's run states of a guest that has come to its end by itself: there is nothing to be asked.
+/// QEMU's run states of a guest that has ended by itself: it need not be shut down.
 pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
-/// That of one that has powered itself off, or has reset itself where that is no reset in place.
+/// The run state of a guest that has powered itself off, or has reset itself without a reset in place.
 pub const OFF: &str = "shutdown";
-/// That of one whose kernel has panicked.
+/// The run state of a guest whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
 
 /// Ends a guest in the given way. One whose file systems cannot be frozen is shut down.
@@ -97,7 +97,7 @@ pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> 
     shut_down(vmm, patience)
 }
 
-/// Shut a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
+/// Shuts a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
 /// of `patience`; after `patience` by powering it off, as a reset does. `patience` zero: immediately.
 ///
 /// On success: its QEMU has ended. [`Ended`] is the method that worked.
@@ -171,7 +171,7 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let deadline = Instant::now() + BUSY;
     while let Some(state) = State::read(rundir).map_err(failed)? {
         let (lock, alone) = match Lock::acquire(rundir, "ending it") {
-            // The operation in hand is our own, and has come to its end by this.
+            // The operation in hand is our own, and ends by this.
             Err(LockError::Held { .. }) if lock::is_ours(rundir) => (None, true),
             Err(LockError::Held { .. }) if Instant::now() < deadline => (None, false),
             other => (Some(other?), true),

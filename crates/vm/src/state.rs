@@ -79,7 +79,7 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// What speaks against using it.
+    /// What prevents using it.
     ///
     /// # Errors
     /// A text: it has ended, or a file is not what it has read.
@@ -130,7 +130,7 @@ impl State {
         }
     }
 
-    /// Write it.
+    /// Writes it.
     ///
     /// # Errors
     /// When it cannot be written; the old one stays.

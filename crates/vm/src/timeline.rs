@@ -82,7 +82,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Begin with the phase `prepare`.
+    /// Begins with the phase `prepare`.
     #[must_use]
     pub fn new(vm: &str, operation: &str) -> Self {
         let started = (host_us(), mono_ns());
@@ -116,7 +116,7 @@ impl Recorder {
         &self.entries
     }
 
-    /// Append the steps to the VM's timeline. The operation is not undone because its timeline cannot be written.
+    /// Appends the steps to the VM's timeline. The operation is not undone because its timeline cannot be written.
     pub fn write(&self, rundir: &RunDir) {
         if let Err(e) = append(rundir, &self.entries) {
             tracing::warn!("{}: {e}", rundir.file(FILE).display());
@@ -128,7 +128,7 @@ const FILE: &str = "timeline.jsonl";
 /// Bytes of it, above which the next operation begins a new one. One older one is kept, as `timeline.jsonl.1`.
 const LONGEST: u64 = 1 << 20;
 
-/// Append steps to the timeline of a VM.
+/// Appends steps to the timeline of a VM.
 ///
 /// # Errors
 /// When it cannot be written.

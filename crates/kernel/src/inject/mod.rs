@@ -11,7 +11,7 @@
 //! - **System calls that were interrupted** are restarted by the kernel, those with a time-out with what is left of it
 //!   (`restart_block` stays as it was, since a call of ours never waits). The few that Linux does not restart
 //!   (`epoll_wait`, `semop`, ...: signal(7)) are made to: their `EINTR` is turned into `ERESTARTNOHAND`, with which the
-//!   kernel restarts the call unless a signal handler runs. Only a time-out begins anew then, and such threads are
+//!   kernel restarts the call unless a signal handler runs. Only a time-out starts again then, and such threads are
 //!   taken last.
 //! - **Job control**: a thread that is stopped by `SIGSTOP` makes the call and is stopped again.
 //! - **seccomp**: a filter may end the process for a call that it does not like. It is suspended for our calls where
@@ -186,7 +186,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// Call `number` (as `libc::SYS_*`), called `name` in errors, with up to six arguments.
+    /// Calls `number` (as `libc::SYS_*`), called `name` in errors, with up to six arguments.
     ///
     /// It must not wait: a call that does not return keeps the thread, and a call that sets a `restart_block` breaks the
     /// call that was interrupted. Addresses among the arguments are addresses of the other process.
@@ -209,7 +209,7 @@ pub struct Injector {
 }
 
 impl Injector {
-    /// Get ready for `process`: find the `syscall` instruction of its vDSO.
+    /// Prepares for `process`: finds the `syscall` instruction of its vDSO.
     ///
     /// # Errors
     /// [`InjectError::Gone`], [`InjectError::Forbidden`], [`InjectError::Unfit`].
@@ -223,7 +223,7 @@ impl Injector {
         self.process
     }
 
-    /// Let the process make one call, and give what it returns.
+    /// Lets the process make one call, and returns what it returns.
     ///
     /// # Errors
     /// [`InjectError`]; the process continues unchanged.
@@ -231,7 +231,7 @@ impl Injector {
         self.run(|session| session.call(call))
     }
 
-    /// Stop a thread of the process once and let it make the calls of `work`, one after the other.
+    /// Stops a thread of the process once and lets it make the calls of `work`, one after the other.
     ///
     /// # Errors
     /// [`InjectError`]; calls that were made before the error have been made.
@@ -259,7 +259,7 @@ impl Injector {
         }
     }
 
-    /// Stop thread `tid` and let it do `work`. `None`: it could not be stopped, and runs.
+    /// Stops thread `tid` and lets it do `work`. `None`: it could not be stopped, and runs.
     fn run_in<T: Send>(
         &self,
         tid: i32,
@@ -281,7 +281,7 @@ impl Injector {
         })
     }
 
-    /// Stop thread `tid`. `None`: it ended, or does not stop, or is not to be used now.
+    /// Stops thread `tid`. `None`: it ended, or does not stop, or is not to be used now.
     fn stop(&self, tid: i32) -> Result<Option<StoppedThread>, InjectError> {
         let pid = self.process.pid;
         let Ok(filtered) = thread::is_filtered(self.process, tid) else { return Ok(None) };
@@ -335,7 +335,7 @@ pub struct StoppedThread {
 }
 
 impl StoppedThread {
-    /// Let the thread make one call, and give what it returns.
+    /// Lets the thread make one call, and returns what it returns.
     ///
     /// # Errors
     /// [`InjectError::Failed`] with the call's own error; [`InjectError::Filtered`]; [`InjectError::Gone`].
@@ -367,7 +367,7 @@ impl StoppedThread {
                         break result;
                     }
                 }
-                // The thread has its own registers again: the handler is entered, or the call restarted, as ever.
+                // The thread has its own registers again: the handler is entered, or the call restarted, as without us.
                 Stop::Signal(signal) => {
                     self.tracee.deliver(signal).map_err(failed)?;
                     self.halt_again(failed)?;

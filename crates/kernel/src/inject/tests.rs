@@ -36,7 +36,7 @@ impl Victim {
         Injector::new(self.process).unwrap()
     }
 
-    /// Inject calls until the victim reports that it has finished; at least one.
+    /// Injects calls until the victim reports that it has finished; at least one.
     fn disturb_until_the_end(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;
@@ -51,7 +51,7 @@ impl Victim {
         count
     }
 
-    /// That it ended, undisturbed.
+    /// Asserts that it ended, undisturbed.
     fn right(mut self) {
         drop(self.input.take());
         wait_line(&mut self.output, "right");
@@ -66,7 +66,7 @@ impl Drop for Victim {
     }
 }
 
-/// Wait for a line with `wanted`; what follows in it.
+/// Waits for a line with `wanted`; what follows in it.
 fn wait_line(output: &mut impl BufRead, wanted: &str) -> String {
     let mut seen = String::new();
     loop {
@@ -100,7 +100,7 @@ fn timespec(duration: Duration) -> libc::timespec {
 const WAIT: Duration = Duration::from_millis(30);
 const ROUNDS_OF_WAITING: u32 = 15;
 
-/// Wait again and again by `wait`, which returns an error unless it ended by its time-out; none may end early.
+/// Waits again and again by `wait`, which returns an error unless it ended by its time-out; none may end early.
 fn waits(mut wait: impl FnMut() -> Result<(), String>) {
     println!("started");
     for round in 0..ROUNDS_OF_WAITING {
@@ -111,7 +111,7 @@ fn waits(mut wait: impl FnMut() -> Result<(), String>) {
     println!("right");
 }
 
-/// That a call gave `value`, and on -1 this error.
+/// Asserts that a call returned `value`, and on -1 this error.
 fn gave(result: i64, value: i64, error: i32) -> Result<(), String> {
     if result == value && (value >= 0 || errno() == error) { Ok(()) } else { Err(format!("{result}, {}", errno())) }
 }
@@ -367,7 +367,7 @@ fn waits_with_a_time_out_end_by_it_and_never_by_a_call_of_ours() {
 }
 
 impl Victim {
-    /// As [`Victim::disturb_until_the_end`], but with a pause longer than a time-out in between, since some begin anew.
+    /// As [`Victim::disturb_until_the_end`], but with a pause longer than a time-out in between, since some start again.
     fn disturb_gently(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;

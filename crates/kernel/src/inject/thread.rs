@@ -58,7 +58,7 @@ enum Suited {
     Computes,
     /// Waits in a call of another kind.
     Elsewhere,
-    /// Waits in a call whose time-out begins anew.
+    /// Waits in a call whose time-out starts again.
     BeginsAnew,
     /// Waits for a disk or a page: may take long to stop.
     Blocked,
@@ -86,7 +86,7 @@ pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     Ok(rated.into_iter().map(|(_, tid)| tid).collect())
 }
 
-/// Judge a thread by its state letter and by `/proc/PID/task/TID/syscall`. `None`: it has ended.
+/// Judges a thread by its state letter and by `/proc/PID/task/TID/syscall`. `None`: it has ended.
 fn suited(state: char, call: &str) -> Option<Suited> {
     match (state, call.split_whitespace().next().map(str::parse::<i64>)) {
         ('Z' | 'X', _) => None,

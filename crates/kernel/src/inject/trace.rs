@@ -108,13 +108,13 @@ pub(super) struct Tracee {
 }
 
 impl Tracee {
-    /// Become the tracer of thread `tid`, with these options. It runs on.
+    /// Becomes the tracer of thread `tid`, with these options. It runs on.
     pub(super) fn seize(tid: c_int, options: c_int) -> io::Result<Self> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, options as usize)?;
         Ok(Self { tid, home: None, away: false, at_entry: false, set_up: None, signal: 0 })
     }
 
-    /// Stop it with its own registers, wherever it is. `false`: it did not stop by the deadline.
+    /// Stops it with its own registers, wherever it is. `false`: it did not stop by the deadline.
     ///
     /// Signals that come first are delivered.
     pub(super) fn halt(&mut self, deadline: Instant) -> io::Result<bool> {
@@ -173,7 +173,7 @@ impl Tracee {
         }
     }
 
-    /// Send it into system call `number`, through the instruction at `instruction`.
+    /// Sends it into system call `number`, through the instruction at `instruction`.
     pub(super) fn enter(
         &mut self,
         instruction: u64,
@@ -219,7 +219,7 @@ impl Tracee {
         Ok(Stop::Signal(stopped.signal))
     }
 
-    /// Let it do the call that it has entered, and give what the call returns. None: it was interrupted before it did anything.
+    /// Lets it do the call that it has entered, and returns what the call returns. None: it was interrupted before it did anything.
     ///
     /// A call that has not returned by the deadline is interrupted. One that the kernel does not let be interrupted is waited for: a thread
     /// that is within the kernel cannot be given its registers back, and would continue with ours.
@@ -283,7 +283,7 @@ impl Tracee {
         mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
     }
 
-    /// Stop it, wherever it has come to with our registers, and give it its own.
+    /// Stops it, wherever it is with our registers, and restores its own.
     fn recall(&mut self) -> io::Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
         // Without a stop its registers cannot be restored, and released it would continue with ours.
@@ -317,7 +317,7 @@ impl Tracee {
         ptrace(libc::PTRACE_CONT, self.tid, 0, signal as usize)
     }
 
-    /// Let the thread run.
+    /// Lets the thread run.
     pub(super) fn resume(&mut self) -> io::Result<()> {
         self.deliver(0)
     }

@@ -137,7 +137,7 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         assert!(written(Rearm::No).is_empty(), "{kind:?}: reading is not writing");
         area.set(1, 6);
         assert_eq!(written(Rearm::Yes), vec![1..2; 1], "{kind:?}");
-        // Protection of a missing page does not stand in the way of its coming.
+        // Protection of a missing page does not prevent filling it.
         userfault.write_protect(area.address(4)..area.address(6), true).unwrap();
         userfault.copy_protected(area.address(4), &content, true).unwrap();
         userfault.copy(area.address(5), &content, true).unwrap();

@@ -171,7 +171,7 @@ impl Userfault {
         Self::shake_hands(features::open_own(0)?, features)
     }
 
-    /// Agree with the kernel on what `fd`, fresh from the kernel, does.
+    /// Agrees with the kernel on what `fd`, fresh from the kernel, does.
     ///
     /// # Errors
     /// [`UserfaultError::Unsupported`] with all that is missing.
@@ -203,7 +203,7 @@ impl Userfault {
         self.features
     }
 
-    /// Register the memory at `range` (whole pages) for `mode`.
+    /// Registers the memory at `range` (whole pages) for `mode`.
     ///
     /// # Errors
     /// [`UserfaultError::Busy`], [`UserfaultError::Unfit`].
@@ -219,7 +219,7 @@ impl Userfault {
         }
     }
 
-    /// Undo [`Userfault::register`], and with it every write protection. Waiting threads continue.
+    /// Undoes [`Userfault::register`], and with it every write protection. Waiting threads continue.
     ///
     /// # Errors
     /// When the kernel refuses, e.g. because nothing is mapped there any more.
@@ -231,7 +231,7 @@ impl Userfault {
             .map_err(|e| failed("unregister", range, e))
     }
 
-    /// Let threads that wait for a page of `range` try again.
+    /// Lets threads that wait for a page of `range` try again.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -241,7 +241,7 @@ impl Userfault {
         unsafe { call::wake(self.fd.as_raw_fd(), &raw mut raw) }.map(drop).map_err(|e| failed("wake", range, e))
     }
 
-    /// Write-protect the pages of `range`, or allow writing (and wake waiting writers).
+    /// Write-protects the pages of `range`, or allows writing (and wakes waiting writers).
     ///
     /// # Errors
     /// [`UserfaultError::Failed`], with `NotFound` when the range is not registered for it.
@@ -259,7 +259,7 @@ impl Userfault {
         }
     }
 
-    /// Put `pages` at `address` of the process, and wake the threads that wait for them if `wake`.
+    /// Puts `pages` at `address` of the process, and wakes the threads that wait for them if `wake`.
     ///
     /// # Errors
     /// [`UserfaultError::Failed`]; outcomes that are not failures are in [`Filled`].
@@ -288,7 +288,7 @@ impl Userfault {
         })
     }
 
-    /// Put pages of zeroes at `range`. Not for hugetlbfs.
+    /// Puts pages of zeroes at `range`. Not for hugetlbfs.
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -302,7 +302,7 @@ impl Userfault {
         })
     }
 
-    /// Map the pages of `range` that are in the page cache ([`Mode::MINOR`]).
+    /// Maps the pages of `range` that are in the page cache ([`Mode::MINOR`]).
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -316,7 +316,7 @@ impl Userfault {
         })
     }
 
-    /// Make pages of `range` that are lost for good raise `SIGBUS` (under KVM: a machine check) when they are touched.
+    /// Makes pages of `range` that are lost for good raise `SIGBUS` (under KVM: a machine check) when they are touched.
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -329,7 +329,7 @@ impl Userfault {
         })
     }
 
-    /// Fill a range by a call that may come to an end half way.
+    /// Fills a range by a call that may come to an end half way.
     fn fill(
         &self,
         what: &'static str,

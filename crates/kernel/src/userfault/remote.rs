@@ -69,7 +69,7 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Let the process of `injector` make a userfaultfd, and agree on `features`. With `device`, the number of a
+    /// Lets the process of `injector` make a userfaultfd, and agrees on `features`. With `device`, the number of a
     /// descriptor of [`DEVICE`] that the process has, it is made through that.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ impl Remote {
         self.injector.process()
     }
 
-    /// Close the process's own copy, so that everything ends with ours: all registered ranges and their protection go,
+    /// Closes the process's own copy, so that everything ends with ours: all registered ranges and their protection go,
     /// and waiting threads continue. For missing pages that would destroy the guest; see [`super`].
     ///
     /// # Errors
@@ -134,7 +134,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Close both copies. What is still registered is released by that, once no child of ours that was just forked has a
+    /// Closes both copies. What is still registered is released by that, once no child of ours that was just forked has a
     /// copy any more: to be sure, unregister it first.
     ///
     /// # Errors

@@ -98,7 +98,7 @@ pub struct Adopted {
     pub backends: Vec<Backend>,
     /// It has a device through which the guest gives memory back (balloon, virtio-mem).
     pub gives_back: bool,
-    /// What stands in the way of protecting it, each with the reason. Empty: nothing.
+    /// What prevents protecting it, each with the reason. Empty: nothing.
     pub obstacles: Vec<Obstacle>,
 }
 
@@ -110,7 +110,7 @@ impl Adopted {
     }
 }
 
-/// Find out about the QEMU whose QMP socket is `socket`. The guest is not touched.
+/// Finds out about the QEMU whose QMP socket is `socket`. The guest is not touched.
 ///
 /// On success: what is known of it, and the connection.
 ///

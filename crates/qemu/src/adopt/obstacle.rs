@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fs;
 
-/// Something that stands in the way.
+/// Something that prevents protecting a guest.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Obstacle {
     /// What it is, as QEMU or the kernel names it.
     pub what: String,
-    /// Why it stands in the way.
+    /// Why it prevents that.
     pub why: String,
 }
 
@@ -108,7 +108,7 @@ fn children(qmp: &mut Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError
     Ok(properties.into_iter().filter_map(child).collect())
 }
 
-/// All that stands in the way, each thing once.
+/// Lists all obstacles, each once.
 pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result<Vec<Obstacle>, AdoptError> {
     let mut found: Vec<_> = devices
         .iter()

@@ -49,7 +49,7 @@ pub struct Ran {
     pub err: String,
 }
 
-/// Run `program` in the guest whose agent is behind the socket at `path`, and wait until it ends.
+/// Runs `program` in the guest whose agent is behind the socket at `path`, and waits until it ends.
 ///
 /// *On failure:* it may have run.
 ///

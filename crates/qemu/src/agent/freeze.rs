@@ -54,7 +54,7 @@ fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
     }
 }
 
-/// Have the agent behind the socket at `path` write out all file systems of the guest that are on disks, and freeze them. Gives how many.
+/// Flushes and freezes all file systems of the guest that are on disks, through the agent behind the socket at `path`. Returns how many.
 ///
 /// *On success:* what programs have written to their files is on the disks, and nothing is written there any more; journals are clean. A file
 /// system that knows no freezing (VFAT) is left out by the agent.
@@ -73,7 +73,7 @@ pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
     })
 }
 
-/// Have the agent behind the socket at `path` thaw what is frozen.
+/// Thaws what is frozen, through the agent behind the socket at `path`.
 ///
 /// # Errors
 /// When no agent answers within `timeout`, or the agent refuses.

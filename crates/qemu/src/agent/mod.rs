@@ -20,7 +20,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Bytes that an answer may have: what a program that was run has written is in it, which is short.
 const LONGEST: usize = 4 << 20;
 
-/// Ask the agent behind the socket at `path` to shut the guest down.
+/// Asks the agent behind the socket at `path` to shut the guest down.
 ///
 /// On success: an agent answered and was asked; that the guest obeys is for the caller to see.
 ///
@@ -36,7 +36,7 @@ pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Ask the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a checkpoint
+/// Asks the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a checkpoint
 /// has the time of the checkpoint.
 ///
 /// # Errors
@@ -81,7 +81,7 @@ struct Agent {
 }
 
 impl Agent {
-    /// Connect and make sure that an agent listens: what an earlier client left unread is skipped by a number that only
+    /// Connects and makes sure that an agent listens: what an earlier client left unread is skipped by a number that only
     /// this answer has.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
@@ -121,7 +121,7 @@ impl Agent {
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
     }
 
-    /// Ask, and give what is returned.
+    /// Asks, and returns what is returned.
     fn ask(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
         self.send(command, arguments)?;
         let mut answer = self.answer()?;

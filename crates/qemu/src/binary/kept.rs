@@ -173,7 +173,7 @@ fn read(path: &Path, directory: &Path) -> Option<Binary> {
     is_as_it_was.then_some(Binary { kept: true, ..kept.binary })
 }
 
-/// Keep it: a concurrent reader finds the previous file or this one, complete.
+/// Keeps it: a concurrent reader finds the previous file or this one, complete.
 fn write(path: &Path, directory: &Path, kept: &Kept) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     let json = serde_json::to_vec(kept)?;

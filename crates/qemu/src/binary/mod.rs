@@ -88,7 +88,7 @@ struct Named {
 }
 
 impl Binary {
-    /// Start the QEMU at `path` with an empty machine, ask it what it knows, and end it.
+    /// Starts the QEMU at `path` with an empty machine, asks it what it knows, and ends it.
     ///
     /// A name without a slash is looked up in `PATH`. Takes about 0.1 s.
     ///
@@ -147,7 +147,7 @@ impl Binary {
     }
 }
 
-/// End the child and give what it wrote to standard error.
+/// Ends the child and returns what it wrote to standard error.
 fn end(mut child: Child) -> String {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, Signal::KILL);

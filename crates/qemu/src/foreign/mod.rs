@@ -94,7 +94,7 @@ pub struct Facts {
     pub cwd: PathBuf,
 }
 
-/// Find out what machine `adopted` is, from its command line and from QMP. The inner error names all that
+/// Finds out what machine `adopted` is, from its command line and from QMP. The inner error names all that
 /// cannot be carried over.
 ///
 /// # Errors

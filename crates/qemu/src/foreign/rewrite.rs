@@ -62,7 +62,7 @@ struct Line {
     nographic: bool,
 }
 
-/// Rewrite `arguments`, those of a QEMU of which also `facts` are known.
+/// Rewrites `arguments`, those of a QEMU of which also `facts` are known.
 ///
 /// # Errors
 /// Everything that cannot be carried over.

@@ -67,7 +67,7 @@ fn find(table: &'static [(&'static [&'static str], Fate)], option: &str) -> Opti
     table.iter().find(|(names, _)| names.contains(&option)).map(|(_, fate)| *fate)
 }
 
-/// Take a command line apart, without the program's name.
+/// Takes a command line apart, without the program's name.
 ///
 /// # Errors
 /// The option that is not known, or has no value: whether the next word is its value is then unknown.

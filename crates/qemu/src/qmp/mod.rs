@@ -188,7 +188,7 @@ pub struct Qmp {
     timeout: Duration,
 }
 
-/// Connect to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the time.
+/// Connects to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the time.
 pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
@@ -198,7 +198,7 @@ pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixS
 }
 
 impl Qmp {
-    /// Connect to the QMP socket at `path`.
+    /// Connects to the QMP socket at `path`.
     ///
     /// On success: past the greeting, ready for commands.
     ///
@@ -219,7 +219,7 @@ impl Qmp {
         })
     }
 
-    /// Speak QMP over a socket whose other end is a QEMU's monitor.
+    /// Speaks QMP over a socket whose other end is a QEMU's monitor.
     ///
     /// # Errors
     /// As for [`Qmp::connect`].
@@ -252,7 +252,7 @@ impl Qmp {
         &self.version
     }
 
-    /// Run `command` and give what it returns.
+    /// Runs `command` and returns what it returns.
     ///
     /// # Errors
     /// [`QmpError::Refused`] with QEMU's words; [`QmpError::Timeout`]; [`QmpError::Closed`] when QEMU has ended.
@@ -261,7 +261,7 @@ impl Qmp {
         self.reply(command)
     }
 
-    /// Run `command`, handing it descriptors (for `getfd` and `add-fd`).
+    /// Runs `command`, handing it descriptors (for `getfd` and `add-fd`).
     ///
     /// # Errors
     /// As for [`Qmp::execute`].
@@ -275,7 +275,7 @@ impl Qmp {
         self.reply(command)
     }
 
-    /// Run a command of the human monitor and give its text.
+    /// Runs a command of the human monitor and returns its text.
     ///
     /// # Errors
     /// As for [`Qmp::execute`]. The human monitor reports its own errors as text.
@@ -283,7 +283,7 @@ impl Qmp {
         self.execute("human-monitor-command", serde_json::json!({ "command-line": line }))
     }
 
-    /// Send a command without waiting. Its reply must be fetched by [`Qmp::try_reply`] or [`Qmp::reply`] before the
+    /// Sends a command without waiting. Its reply must be fetched by [`Qmp::try_reply`] or [`Qmp::reply`] before the
     /// next command.
     ///
     /// # Errors
@@ -292,7 +292,7 @@ impl Qmp {
         self.write(command, &text(command, arguments)?, fds)
     }
 
-    /// Send all of a command but the brace that closes it; [`Qmp::fire`] sends that.
+    /// Sends all of a command but the brace that closes it; [`Qmp::fire`] sends that.
     ///
     /// QEMU reads its monitor byte by byte, at some 5 µs each: a command of a hundred bytes takes half a millisecond
     /// to arrive. Staged, it takes the time of one byte. Dropped without being fired it has no effect.
@@ -305,7 +305,7 @@ impl Qmp {
         self.write(command, most, &[])
     }
 
-    /// Send the last byte of the command that was staged.
+    /// Sends the last byte of the command that was staged.
     ///
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
@@ -332,7 +332,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Wait for the reply to the command that was sent.
+    /// Waits for the reply to the command that was sent.
     ///
     /// # Errors
     /// As for [`Qmp::execute`].
@@ -401,7 +401,7 @@ impl Qmp {
         self.events.keep(bytes, Event { name, data, host_us: timestamp.host_us() });
     }
 
-    /// Take the first kept or coming event for which `wanted` gives a value; earlier ones are dropped.
+    /// Takes the first kept or coming event for which `wanted` gives a value; earlier ones are dropped.
     ///
     /// # Errors
     /// [`QmpError::Timeout`] naming `what` when it does not come within `timeout`.
@@ -437,7 +437,7 @@ impl Qmp {
         self.events.iter()
     }
 
-    /// Forget the events kept so far.
+    /// Forgets the events kept so far.
     pub fn drop_events(&mut self) {
         self.events.clear();
     }

@@ -32,7 +32,7 @@ pub struct RamBlock {
     pub address: Option<u64>,
 }
 
-/// Ask a QEMU for its RAM blocks.
+/// Asks a QEMU for its RAM blocks.
 ///
 /// # Errors
 /// When QEMU does not answer, or with something that is not its block table.

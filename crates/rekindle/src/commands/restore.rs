@@ -30,7 +30,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         let text = format!(
             "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: rekindle restore {} --store {}",
             waits.name,
-            if waits.replaced { " anew" } else { "" },
+            if waits.replaced { " again" } else { "" },
             waits.pid,
             bytes(waits.resident_bytes),
             bytes(waits.ram_bytes),

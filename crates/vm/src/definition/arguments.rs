@@ -79,7 +79,7 @@ fn option(argument: &str) -> Option<&str> {
 
 /// Device models that cannot be carried, by the start of their name. The first that fits counts.
 const UNCARRIABLE_DEVICES: &[(&str, &str)] = &[
-    ("vfio-", "the state of a passed-through host device is in the device, where no new VMM can take it up"),
+    ("vfio-", "the state of a passed-through host device is in the device, where a new QEMU cannot get it"),
     ("vhost-user-", "its state is in a foreign process, which serves one QEMU only and writes guest RAM unseen"),
     ("vhost-", "its state is in the host's kernel, which writes guest RAM unseen by QEMU"),
     ("usb-host", "the state of a passed-through USB device is in the device"),
@@ -116,7 +116,7 @@ const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
 ];
 
 /// What in the VM's `qemu_args` cannot be carried to another VMM, each with the reason. Such a VM runs, but can only be
-/// rebooted cold. Empty: nothing stands in the way.
+/// rebooted cold. Empty: nothing prevents it.
 ///
 /// Devices of the definition's own keys can all be carried over, and are not checked.
 pub fn uncarriable(definition: &Definition) -> Vec<String> {

@@ -196,7 +196,7 @@ pub struct Devices {
 pub struct Phase {
     /// The phases, as the guest calls them, the earliest first.
     pub save: Vec<String>,
-    /// The one of them that the guest does not announce: it has come to it when its `probe` first answers or, without one, its agent.
+    /// The one of them that the guest does not announce: it is reached when its `probe` first answers or, without one, its agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healthy: Option<String>,
 }

@@ -66,12 +66,12 @@ pub enum UnitError {
 pub struct Bytes(u64);
 
 impl Bytes {
-    /// So many bytes.
+    /// This many bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// So many MiB.
+    /// This many MiB.
     pub const fn from_mib(mib: u32) -> Self {
         Self((mib as u64) << 20)
     }
@@ -88,12 +88,12 @@ impl Bytes {
 pub struct Span(u64);
 
 impl Span {
-    /// So many milliseconds.
+    /// This many milliseconds.
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis)
     }
 
-    /// So many seconds.
+    /// This many seconds.
     pub const fn from_secs(secs: u32) -> Self {
         Self(secs as u64 * 1000)
     }

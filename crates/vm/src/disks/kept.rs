@@ -114,7 +114,7 @@ impl<'a> Idle<'a> {
         }
     }
 
-    /// Keep what it has. `is_claimed`: others have some in the same memory.
+    /// Keeps what it has. `is_claimed`: others have some in the same memory.
     fn keep(mut self, rundir: &RunDir, is_claimed: bool) -> Option<Keeping<'a>> {
         let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
         match self.control.ask::<u64>(&Ask::Keep { claim: is_claimed.then(|| claim.clone()) }) {

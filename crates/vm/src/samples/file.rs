@@ -36,7 +36,7 @@ pub struct SampleFile {
 }
 
 impl SampleFile {
-    /// Open it, or make it. A piece of a line at its end, of a writer that was killed, is taken off.
+    /// Opens it, or makes it. A piece of a line at its end, of a writer that was killed, is taken off.
     ///
     /// # Errors
     /// [`SampleFileError`].
@@ -52,7 +52,7 @@ impl SampleFile {
         Ok(Self { path: path.into(), file, length })
     }
 
-    /// Append samples, and make that last: all of them, or none.
+    /// Appends samples, and makes that last: all of them, or none.
     ///
     /// # Errors
     /// [`SampleFileError`].

@@ -136,7 +136,7 @@ fn guess_format(section: &Section<'_>, path: &Path) -> Option<DiskFormat> {
     let why = match (named, is) {
         (true, true) => return Some(DiskFormat::Qcow2),
         (false, false) => return Some(DiskFormat::Raw),
-        (true, false) => "is called .qcow2, but is no qcow2 image; add format = \"raw\", or make the image anew",
+        (true, false) => "is called .qcow2, but is no qcow2 image; add format = \"raw\", or recreate the image",
         (false, true) => {
             "begins like a qcow2 image; add format = \"qcow2\" (or \"raw\", if the guest keeps one on its raw disk)"
         }

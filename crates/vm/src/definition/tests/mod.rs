@@ -216,7 +216,7 @@ fn every_error_of_syntax_is_reported() {
     assert!(found[1].starts_with("web.toml:3:"), "{found:#?}");
 }
 
-/// `messages.txt` holds texts and what they are answered with; to see all of it anew, empty it but for the texts.
+/// `messages.txt` holds texts and what they are answered with; to recreate it, delete all but the texts.
 #[test]
 fn every_message_names_key_value_and_hint() {
     let cases = include_str!("messages.txt").split("\n\n").filter(|case| !case.starts_with('#'));
@@ -290,7 +290,7 @@ fn what_cannot_be_carried_over_is_reported_with_the_reason() {
     assert_eq!(
         args(&["-device", "vfio-pci,host=01:00.0", "-netdev", "tap,id=x,vhost=on"]),
         [
-            "-device vfio-pci,host=01:00.0: the state of a passed-through host device is in the device, where no new VMM can take it up",
+            "-device vfio-pci,host=01:00.0: the state of a passed-through host device is in the device, where a new QEMU cannot get it",
             "-netdev tap,id=x,vhost=on: the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU",
         ]
     );
