@@ -329,7 +329,7 @@ pub(super) fn state_directory(state: &State) -> PathBuf {
 /// Creates that directory and writes the record's token to it.
 ///
 /// # Errors
-/// The system's.
+/// Errors of the operating system.
 pub(super) fn write_token(state: &State, token: &str) -> io::Result<()> {
     let directory = state_directory(state);
     DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;

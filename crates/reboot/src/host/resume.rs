@@ -426,10 +426,10 @@ fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
 fn compare_cpu(name: &str, entry: &SuspendedGuest, qmp: &mut Qmp) -> Result<(), RebootError> {
     let now = cpu::features(qmp)?;
     let differences = cpu::differences(&entry.cpu, &now);
-    let resumed: Vec<_> = differences.iter().filter(|(_, before, now)| before & !now != 0).collect();
-    if resumed.is_empty() {
+    let missing: Vec<_> = differences.iter().filter(|(_, before, now)| before & !now != 0).collect();
+    if missing.is_empty() {
         return Ok(());
     }
-    let words = resumed.iter().map(|(word, before, now)| format!("{word} was {before:#x} and is {now:#x}"));
+    let words = missing.iter().map(|(word, before, now)| format!("{word} was {before:#x} and is {now:#x}"));
     Err(RebootError::FewerFeatures { name: name.into(), words: words.collect::<Vec<_>>().join(", ") })
 }

@@ -151,10 +151,10 @@ fn shut_down_and_boot(
         true => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
     let prevents = |state: &State| prevents(state).or_else(|| warm.then(|| why_no_cache(&state.hardware)).flatten());
-    vmm::reboot_cold(host, name, (operation, kind), end, prevents).map(|again| OsRebootReport {
-        report: again.report,
-        kept: again.retained,
-        ended: Some(again.ended),
+    vmm::reboot_cold(host, name, (operation, kind), end, prevents).map(|booted| OsRebootReport {
+        report: booted.report,
+        kept: booted.retained,
+        ended: Some(booted.ended),
         kexec: None,
         phase: None,
     })

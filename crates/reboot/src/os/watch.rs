@@ -69,8 +69,8 @@ pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<
     if helper.process(rundir).is_some() {
         return Ok(());
     }
-    let reported = rundir.file(&format!("{name}.log"));
-    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&reported);
+    let log = rundir.file(&format!("{name}.log"));
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
     let mut command = Command::new(std::env::current_exe()?);
     command.args([name, rundir.name()]).stdout(open()?).stderr(open()?);
     if let Some(root) = rundir.path().parent() {
@@ -86,9 +86,7 @@ pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<
     let failed = child.try_wait()?.filter(|status| !status.success());
     disown(child);
     match failed {
-        Some(status) => {
-            Err(io::Error::other(format!("`rekindle {name}` ended with {status}; see {}", reported.display())))
-        }
+        Some(status) => Err(io::Error::other(format!("`rekindle {name}` ended with {status}; see {}", log.display()))),
         None => Ok(()),
     }
 }
@@ -250,7 +248,7 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Gu
 /// checkpoint. As long as the store is unreachable, QEMU stays, stopped, which shows that the guest has shut down;
 /// until another operation ends it.
 fn report_end(rundir: &RunDir, vmm: &Vmm) {
-    let mut log = false;
+    let mut reported = false;
     // An operation that holds the VM has requested the shutdown, or handles it.
     while vmm.is_alive() && lock::holder(rundir).is_none() {
         let result = match (Owned::read(rundir), State::read(rundir)) {
@@ -266,7 +264,7 @@ fn report_end(rundir: &RunDir, vmm: &Vmm) {
                 return;
             }
             Err(e) => {
-                if !std::mem::replace(&mut log, true) {
+                if !std::mem::replace(&mut reported, true) {
                     let name = rundir.name();
                     tracing::warn!("{name} has shut down; cannot report this to its store, retrying: {e}");
                 }

@@ -376,13 +376,13 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
             batch.barrier.wait();
             // Guests that already run again must not delay this one. Without the privilege to raise its priority, they
             // do.
-            let mut first = PriorityBoost::default();
-            let _ = first.this_thread();
-            let switched = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
-            drop(first);
+            let mut boost = PriorityBoost::default();
+            let _ = boost.this_thread();
+            let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
+            drop(boost);
             // Ending a source QEMU takes processor time that guests which are still stopped need more.
             batch.barrier.wait();
-            switched?.settle()
+            completed?.settle()
         }
         RebootMethod::Saved => {
             batch.barrier.wait();
@@ -390,7 +390,7 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
         }
         RebootMethod::Cold => {
             batch.barrier.wait();
-            cold::reboot(replacement?, Kind::VmmCold, End::Shutdown).map(|again| again.report)
+            cold::reboot(replacement?, Kind::VmmCold, End::Shutdown).map(|booted| booted.report)
         }
     }
 }
@@ -411,9 +411,9 @@ pub(crate) fn reboot_cold(
     name: &str,
     (operation, kind): (&str, Kind),
     end: End,
-    against: impl FnOnce(&State) -> Option<Problem>,
+    prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<ColdReboot, Failure> {
-    cold::reboot(begin_cold_reboot(host, name, operation, against)?, kind, end)
+    cold::reboot(begin_cold_reboot(host, name, operation, prevents)?, kind, end)
 }
 
 /// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
@@ -421,11 +421,11 @@ pub(crate) fn begin_cold_reboot(
     host: &Host,
     name: &str,
     operation: &str,
-    against: impl FnOnce(&State) -> Option<Problem>,
+    prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Replacement, Failure> {
     let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
     let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
-    let replacement = replacement.and_then(|replacement| match against(&replacement.held.state) {
+    let replacement = replacement.and_then(|replacement| match prevents(&replacement.held.state) {
         None => Ok(replacement),
         Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
     });

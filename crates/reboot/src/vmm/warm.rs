@@ -77,7 +77,7 @@ struct StateTransfer {
 /// Where the RAM blocks come from that the two QEMUs do not share.
 enum BlockSource {
     /// They are read from the source QEMU's memory. `ahead` was sent while the guest ran.
-    MemoryComparison { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
+    QemuMemory { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
     /// They are part of the stream that the source QEMU writes.
     Stream,
 }
@@ -132,7 +132,7 @@ impl PreparedHandover {
             // Discard frames captured before the hand-over.
             let _ = capture.frames();
         }
-        let first = raise_priority(&replacement.source_qemu, &destination_qemu);
+        let boost = raise_priority(&replacement.source_qemu, &destination_qemu);
         let times = hand_over(
             &mut replacement,
             &mut journal,
@@ -142,7 +142,7 @@ impl PreparedHandover {
             &destination_qemu,
             &mut destination_qmp,
         );
-        drop(first);
+        drop(boost);
         // QEMU serves one client at a time, and a return to the source connects anew.
         drop(source_qmp);
         match times {
@@ -249,12 +249,12 @@ fn prepare_destination(replacement: &mut Replacement, journal: &mut Journal) -> 
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
         kept.write(&part)?;
-        (transfer::Tap::devices(&source_qemu.directory())?, BlockSource::MemoryComparison { blocks, ahead, section })
+        (transfer::Tap::devices(&source_qemu.directory())?, BlockSource::QemuMemory { blocks, ahead, section })
     } else {
         (transfer::Tap::migration(&mut source_qmp)?, BlockSource::Stream)
     };
     let mut save_qmp = match source {
-        BlockSource::MemoryComparison { .. } => {
+        BlockSource::QemuMemory { .. } => {
             Qmp::connect(&source_qemu.directory().watch(), Duration::from_millis(100)).ok()
         }
         // A descriptor that was passed to one monitor is unknown to the other.
@@ -266,7 +266,7 @@ fn prepare_destination(replacement: &mut Replacement, journal: &mut Journal) -> 
     destination_qmp.drop_events();
     // Not with a stream of `migrate`: it states that the guest was stopped, which overrides a `cont` during the load.
     // Not with a memory comparison either, which sends further commands to the destination before `cont`.
-    let early = matches!(source, BlockSource::MemoryComparison { .. }) && !replacement.options.verify_memory;
+    let early = matches!(source, BlockSource::QemuMemory { .. }) && !replacement.options.verify_memory;
     let staged_cont = early && replacement.running;
     if staged_cont {
         destination_qmp.stage("cont", ())?;
@@ -330,16 +330,16 @@ pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
 /// to a lower rank, the destination's virtual processors, which load their registers. Without it they would wait for
 /// other guests, and for other work of the two QEMUs.
 fn raise_priority(source_qemu: &Vmm, destination_qemu: &Vmm) -> PriorityBoost {
-    let mut first = PriorityBoost::default();
+    let mut boost = PriorityBoost::default();
     let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
-    let rank_new = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
-    let asked = first
+    let destination_rank = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
+    let asked = boost
         .threads_of(source_qemu.process(), rank)
-        .and_then(|()| first.threads_of(destination_qemu.process(), rank_new));
+        .and_then(|()| boost.threads_of(destination_qemu.process(), destination_rank));
     if let Err(e) = asked {
         tracing::debug!("cannot raise the priority of the hand-over: {e}");
     }
-    first
+    boost
 }
 
 /// Returns whether a thread of this name is a virtual processor.
@@ -393,7 +393,7 @@ fn hand_over(
     points("warm.suspend.taps");
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;
-    if let BlockSource::MemoryComparison { blocks, ahead, mut section } = source {
+    if let BlockSource::QemuMemory { blocks, ahead, mut section } = source {
         let now = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let moved = || {
             unreadable(

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_legacy_device_at_that_address_is_ours() {
+    fn only_a_legacy_device_at_that_address_is_accepted() {
         let root = tempfile::tempdir().unwrap();
         let sys = root.path();
         let reserve = Reserve { start: 4 * GIB, bytes: GIB };

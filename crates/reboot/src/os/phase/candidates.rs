@@ -84,7 +84,7 @@ pub(super) fn path_of(host: &Host, rundir: &RunDir, state: &State, phase: &str) 
 pub(super) struct UsableCandidate {
     pub(super) name: String,
     pub(super) store: StoreUrl,
-    pub(super) about: CandidateInfo,
+    pub(super) info: CandidateInfo,
 }
 
 /// A phase and its candidate.
@@ -106,7 +106,7 @@ pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> 
         Err(RestoreError::Store(StoreError::Empty { .. })) => none("none was saved of this phase".into()),
         Err(e) => none(chain(&e)),
         Ok(found) => {
-            let usable = judge(rundir, state, &found).map(|about| UsableCandidate { name: phase.into(), store, about });
+            let usable = judge(rundir, state, &found).map(|info| UsableCandidate { name: phase.into(), store, info });
             CandidateCheck { taken_us: Some(found.taken_us), bytes: found.bytes, usable }
         }
     }

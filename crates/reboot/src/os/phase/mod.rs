@@ -8,8 +8,8 @@
 //! | `health` | the phase that is detected from outside |
 //! | [`saver`] | the process that waits for phases and has candidates saved |
 //! | `save` | saving one candidate |
-//! | `go` | the reboot |
-//! | `next` | the QEMU that is loaded while the previous one still runs, and then replaces it |
+//! | `reboot` | the reboot |
+//! | `successor` | the QEMU that is loaded while the previous one still runs, and then replaces it |
 //!
 //! A candidate may be used as long as none of the blocks that its guest had read or written has been written since:
 //! `docs/os-reboot.md` has the argument.

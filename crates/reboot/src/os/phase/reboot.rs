@@ -151,9 +151,9 @@ impl Attempt {
 
     fn boot(mut self, mut journal: Journal, skipped: Vec<SkippedCandidate>) -> Result<OsRebootReport, RebootError> {
         let (stopped, ended) = self.shut_down(&mut journal)?;
-        let again = cold::boot(&mut self.replacement, journal, stopped, ended)?;
+        let booted = cold::boot(&mut self.replacement, journal, stopped, ended)?;
         let phase = Some(PhaseOutcome { candidate: None, skipped, clock: None, load_us: None });
-        Ok(OsRebootReport { report: again.report, kept: None, ended: Some(ended), kexec: None, phase })
+        Ok(OsRebootReport { report: booted.report, kept: None, ended: Some(ended), kexec: None, phase })
     }
 
     /// Undoes a failed load: ends the destination QEMU and resets the journal. Returns `None` if `recover` must decide,

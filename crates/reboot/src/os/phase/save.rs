@@ -26,12 +26,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Result of saving a candidate.
 pub(super) enum SaveOutcome {
-    Now {
+    Saved {
         stopped_us: u64,
         bytes: u64,
     },
     /// A usable candidate exists already.
-    Before,
+    Existing,
 }
 
 /// Saves a candidate of `phase`, in which the guest of `vmm` is, unless a usable one exists.
@@ -56,7 +56,7 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
         ));
     }
     if candidates::find(host, rundir, state, phase).usable.is_ok() {
-        return Ok(SaveOutcome::Before);
+        return Ok(SaveOutcome::Existing);
     }
     let deadline = Instant::now() + BUSY_TIMEOUT;
     while rundir.fill().exists() {
@@ -81,7 +81,7 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     // Between the two steps there is no candidate.
     let put = remove(&path).and_then(|()| fs::rename(&new, &path)).and_then(|()| sync_directory(&directory));
     put.map_err(|e| failed(&path, e))?;
-    Ok(SaveOutcome::Now { stopped_us: taken.stopped_us, bytes: taken.bytes })
+    Ok(SaveOutcome::Saved { stopped_us: taken.stopped_us, bytes: taken.bytes })
 }
 
 /// Returns an image that QEMU has open and that is not a `[[disk]]`. Disks without a server are only read.

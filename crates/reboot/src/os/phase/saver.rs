@@ -87,11 +87,11 @@ fn serve_guest(
 /// Ensures a candidate of a phase. Returns the answer for the guest.
 fn save_phase(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str, throttle: &mut Throttle) -> String {
     match save(host, rundir, vmm, phase) {
-        Ok(SaveOutcome::Now { stopped_us, bytes }) => {
+        Ok(SaveOutcome::Saved { stopped_us, bytes }) => {
             tracing::info!("saved phase {phase}: {bytes} bytes, guest stopped for {stopped_us} µs");
             "saved".into()
         }
-        Ok(SaveOutcome::Before) => "kept".into(),
+        Ok(SaveOutcome::Existing) => "kept".into(),
         Err(why) => {
             // A guest may announce phases continuously.
             match throttle.admit(Instant::now()) {

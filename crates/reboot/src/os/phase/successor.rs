@@ -102,14 +102,7 @@ pub(super) fn load(
         started: &|vmm| {
             // Connect before the state is loaded: to the guest, the port has been open all the time.
             let connect = || {
-                PhasePort::connect(vmm)
-                    .map_err(|e| {
-                        tracing::debug!(
-                            "cannot connect to its port for \
-             phases: {e}"
-                        )
-                    })
-                    .ok()
+                PhasePort::connect(vmm).map_err(|e| tracing::debug!("cannot connect to its port for phases: {e}")).ok()
             };
             *port.borrow_mut() = is_announced.then(connect).flatten();
             *destination_qemu.borrow_mut() = Some(vmm.clone());
@@ -202,7 +195,7 @@ fn replace_source(
     disks::start(&rundir, &next_guest.state.hardware).map_err(LifeError::from)?;
     replacement.recorder.step("renew its memory");
     // Checked again, now that no QEMU can write to the disks.
-    phases::continue_from(&rundir, &next_guest.state.hardware, next_guest.candidate.about.disks())
+    phases::continue_from(&rundir, &next_guest.state.hardware, next_guest.candidate.info.disks())
         .map_err(|why| RebootError::Prevented { name: rundir.name().into(), problem: Problem(why) })?;
     // Recorded before the guest can be notified.
     next_guest.state.write(&rundir).map_err(replacement.file_error("state.json"))?;
