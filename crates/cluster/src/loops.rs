@@ -111,8 +111,7 @@ pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
     let Some(process) = running(rundir) else { return Ok(()) };
     if recorded(rundir) != Some(process) {
         tracing::warn!(
-            "{}: ending process {}, which takes checkpoints of it and was not started by the \
-         cluster",
+            "{}: ending process {}, which takes checkpoints of it and was not started by the cluster",
             rundir.name(),
             process.pid
         );

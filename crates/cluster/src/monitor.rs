@@ -135,10 +135,9 @@ fn ensure_protector(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
             tracing::warn!("{name}: it had no protector; started one. Last message of the previous one: {message}");
             None
         }
-        Err(e) => Some(Verdict::Failed(format!(
-            "no checkpoints are taken of it, since its protector cannot be \
-         started: {e}"
-        ))),
+        Err(e) => {
+            Some(Verdict::Failed(format!("no checkpoints are taken of it, since its protector cannot be started: {e}")))
+        }
     }
 }
 
@@ -221,11 +220,9 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
         Status::Busy(_) => None,
         Status::Prepared | Status::Ended => Some(Verdict::NotRunning),
         Status::Suspended => Some(Verdict::Failed("it is suspended for a reboot of this host".into())),
-        Status::NeedsRecovery => Some(Verdict::Failed(
-            "an operation on it was interrupted; run: rekindle \
-         recover"
-                .into(),
-        )),
+        Status::NeedsRecovery => {
+            Some(Verdict::Failed("an operation on it was interrupted; run: rekindle recover".into()))
+        }
     }
 }
 

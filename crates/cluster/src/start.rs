@@ -40,8 +40,8 @@ pub enum StartError {
     Store(#[source] StoreError),
     /// There is no store. Its storage may not be mounted, and then a booted guest could be a second one.
     #[error(
-        "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one node: rekindle store init \
-         {store}"
+        "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one \
+         node: rekindle store init {store}"
     )]
     NotAStore { store: String },
     /// There is no store, and the guest cannot be booted either.

@@ -94,8 +94,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     let how = if runs && !shut_down { StopMethod::Suspend } else { how };
     if let Some(why) = &lost {
         tracing::error!(
-            "{}: no last checkpoint was taken, so it will resume from the previous one: \
-         {why}",
+            "{}: no last checkpoint was taken, so it will resume from the previous one: {why}",
             resource.name
         );
     }

@@ -112,10 +112,7 @@ fn method_for(
             return Err(problem("it is still suspended; resume it first: rekindle host resume".into()));
         }
         Status::Busy(operation) => {
-            return Err(problem(format!(
-                "the operation `{operation}` holds it; wait for that to \
-         end"
-            )));
+            return Err(problem(format!("the operation `{operation}` holds it; wait for that to end")));
         }
         Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Silent | Status::Protected => {}
     }

@@ -213,8 +213,7 @@ fn start_watch(rundir: &RunDir) -> Result<(), RebootError> {
         && let Err(e) = watch::start(rundir, &state)
     {
         tracing::warn!(
-            "{}: cannot start `rekindle watch`, so its guest stays stopped if it reboots itself: \
-         {e}",
+            "{}: cannot start `rekindle watch`, so its guest stays stopped if it reboots itself: {e}",
             rundir.name()
         );
     }
@@ -395,8 +394,7 @@ fn missing_disks(entry: &SuspendedGuest) -> Result<(), RebootError> {
     for disk in &entry.state.hardware.disks {
         std::fs::metadata(&disk.path).map_err(|e| {
             let text = format!(
-                "{e}; the guest stays suspended: mount the missing file system, then run: rekindle \
-             host resume"
+                "{e}; the guest stays suspended: mount the missing file system, then run: rekindle host resume"
             );
             RebootError::File { path: disk.path.clone(), source: io::Error::new(e.kind(), text) }
         })?;

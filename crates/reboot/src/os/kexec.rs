@@ -95,7 +95,7 @@ fn check_guest(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
     held.refuse_attached("rebooting its guest")?;
     if !held.state.hardware.agent {
         let why = "it has no port for the agent that would start the kernel; remove agent = false under [devices] and \
-         restart the VM, or use --how cold";
+                   restart the VM, or use --how cold";
         return Err(prevented(held, why));
     }
     let mut qmp = vmm.connect(vmm::START)?;
@@ -129,9 +129,9 @@ fn prepare(held: &Held, request: &KexecRequest, recorder: &mut Recorder) -> Resu
 /// Describes a failure of [`LOAD_SCRIPT`] by its exit status.
 fn load_failure(status: Option<i64>, kernel: &str, initrd: &str, out: &str, err: &str) -> String {
     let why = match status {
-        Some(10) => "the guest does not run systemd, which would shut it down cleanly before the new kernel \
-         starts"
-            .into(),
+        Some(10) => {
+            "the guest does not run systemd, which would shut it down cleanly before the new kernel starts".into()
+        }
         Some(11) => "the guest has no program `kexec`; install kexec-tools in it".into(),
         Some(12) => "the guest's kernel is built without kexec (CONFIG_KEXEC)".into(),
         Some(13) if kernel.is_empty() => {

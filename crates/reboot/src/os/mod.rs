@@ -164,7 +164,7 @@ fn shut_down_and_boot(
 fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
     if !hardware.disks.iter().any(|disk| disk.server) {
         let why = "none of its disks has a server, which records what the guest has cached; set `server = true` for a \
-         disk and restart the VM, or use --how cold";
+                   disk and restart the VM, or use --how cold";
         return Some(Problem(why.into()));
     }
     huge_pages(hardware).map(|directory| {
@@ -189,8 +189,8 @@ fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
     let otherwise = |why: String| Some(Problem(format!("{why}; or omit --end freeze")));
     if !state.hardware.agent {
         return otherwise(
-            "it has no port for the agent that would freeze its file systems; remove agent = false under \
-         [devices] and restart the VM"
+            "it has no port for the agent that would freeze its file systems; remove agent = false under [devices] \
+             and restart the VM"
                 .into(),
         );
     }

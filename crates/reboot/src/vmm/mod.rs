@@ -151,8 +151,8 @@ pub enum RebootError {
     NoRollback { name: String },
     /// The source QEMU died before the guest's state was saved.
     #[error(
-        "the source QEMU of {name} died before its guest's state was saved, so the guest's memory is lost; to boot the \
-         guest from its disks: rekindle recover {name}"
+        "the source QEMU of {name} died before its guest's state was saved, so the guest's memory is lost; to boot \
+         the guest from its disks: rekindle recover {name}"
     )]
     Lost { name: String },
     /// The destination QEMU died after it had run the guest.
@@ -163,9 +163,10 @@ pub enum RebootError {
     DiedRunning { name: String, log: String },
     /// A QEMU that may run the guest does not answer.
     #[error(
-        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was changed. If it is \
-         stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, end that one; then: rekindle \
-         recover {name}. To kill it, with what its guest has not written to disk: rekindle recover {name} --force",
+        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was \
+         changed. If it is stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, \
+         end that one; then: rekindle recover {name}. To kill it, with what its guest has not written to disk: \
+         rekindle recover {name} --force",
         waited.as_secs()
     )]
     Silent {

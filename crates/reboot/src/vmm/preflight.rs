@@ -45,7 +45,7 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         problems.push(Problem(format!(
             "its memory is still being loaded from a checkpoint, and another QEMU would read zeros for the missing \
              pages; wait until the load is complete (rekindle show {name}); if its pager has died: rekindle recover \
-            {name}"
+             {name}"
         )));
     }
     if replacement.options.how != RebootMethod::Cold {
@@ -174,8 +174,8 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
     let (source, destination) = (cpu::features(source)?, cpu::features(destination)?);
     let problem = |(word, value, now): (String, u64, u64)| {
         Problem(format!(
-            "the guest would see different processor features: {word} is {value:#x} in the source QEMU and {now:#x} in \
-             the destination; set `cpu` to a model and features that both have"
+            "the guest would see different processor features: {word} is {value:#x} in the source QEMU and {now:#x} \
+             in the destination; set `cpu` to a model and features that both have"
         ))
     };
     Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())

@@ -396,13 +396,7 @@ fn hand_over(
     if let BlockSource::QemuMemory { blocks, ahead, mut section } = source {
         let now = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let moved = || {
-            unreadable(
-                &source_qemu,
-                io::Error::other(
-                    "a RAM block changed its size during the hand-over; \
-         try again",
-                ),
-            )
+            unreadable(&source_qemu, io::Error::other("a RAM block changed its size during the hand-over; try again"))
         };
         let mut part = Vec::new();
         for (block, offset, page) in now.changes_since(&ahead).ok_or_else(moved)? {

@@ -171,9 +171,12 @@ fn parameter(target: &SetupTarget, bytes: u64, start: Option<u64>) -> Result<Vec
     let reserve = match Reserve::of(&line) {
         Some(now) if now.bytes == bytes && start.is_none_or(|start| start == now.start) => now,
         _ => {
-            let ram = firmware_ram(&target.path("/sys"))
-                .map_err(|e| format!("/sys/firmware/memmap: {e}, so the addresses of RAM are unknown: choose a range with --start, and add \
-                     memmap=SIZE!START to the kernel's command line yourself"))?;
+            let ram = firmware_ram(&target.path("/sys")).map_err(|e| {
+                format!(
+                    "/sys/firmware/memmap: {e}, so the addresses of RAM are unknown: choose a range \
+                     with --start, and add memmap=SIZE!START to the kernel's command line yourself"
+                )
+            })?;
             Reserve::choose(&ram, bytes, start)?
         }
     };

@@ -58,7 +58,7 @@ pub(in crate::os) fn prevents(
     let phases = &state.definition.phase.save;
     if phases.is_empty() {
         let why = "no phase of its boot is saved; list the phases that its guest announces under [phase] and restart \
-         the VM, or use --how cold";
+                   the VM, or use --how cold";
         return Some(Problem(why.into()));
     }
     if let Some(why) = super::why_unfit(&state.hardware) {
