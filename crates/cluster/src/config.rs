@@ -1,26 +1,26 @@
-//! Lines for the cluster manager's configuration, with what the VM takes as utilization, so that it is placed where there is room.
+//! Commands for the cluster manager's configuration, with the VM's utilization, so that it is placed on a node with
+//! enough room.
 
 use rekindle_vm::definition::Definition;
 use std::path::Path;
 
-/// What a VM takes of a node.
+/// The capacity that a VM takes from a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Utilization {
-    /// RAM in MiB: its guest's. QEMU itself has some 100 MiB more, which a node's capacity should leave out.
+    /// The guest's RAM in MiB. QEMU itself takes about 100 MiB more, to be left out of a node's capacity.
     pub memory: u64,
     /// Virtual CPUs.
     pub vcpus: u8,
 }
 
 impl Utilization {
-    /// Of a VM.
     #[must_use]
     pub fn of(definition: &Definition) -> Self {
         Self { memory: definition.memory.as_u64().div_ceil(1 << 20), vcpus: definition.vcpus }
     }
 }
 
-/// Timeouts of the operations, in seconds: name, interval, timeout, depth of the look.
+/// Operations: name, interval (s), timeout (s), check level.
 const OPERATIONS: [(&str, u32, u32, u32); 6] = [
     ("start", 0, 120, 0),
     ("stop", 0, 120, 0),
@@ -30,10 +30,10 @@ const OPERATIONS: [(&str, u32, u32, u32); 6] = [
     ("monitor", 60, 30, 10),
 ];
 
-/// After so many failures on a node it is another one's turn; after a minute they are forgotten.
-const META: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
+/// After this many failures on a node the cluster uses another one; failures expire after a minute.
+const META_ATTRIBUTES: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
 
-/// A word of a shell command.
+/// Quotes a word for a shell command.
 fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
@@ -43,7 +43,8 @@ fn quoted(text: &str) -> String {
     }
 }
 
-/// The lines for `crm` (crmsh) and for `pcs`, each whole by itself. `parameters`: what the resource is told beside the definition.
+/// Returns the commands for `crm` (crmsh) and for `pcs`, each set complete by itself. `parameters`: resource parameters
+/// besides the definition.
 #[must_use]
 pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
     let Utilization { memory, vcpus } = Utilization::of(definition);
@@ -52,7 +53,7 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
     let given: Vec<_> =
         std::iter::once(&file).chain(parameters).map(|(key, value)| quoted(&format!("{key}={value}"))).collect();
     let given = given.join(" ");
-    // Who this node is to a store on a server goes with it.
+    // The node's identity for a store on a server.
     let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quoted(url)).unwrap_or_default();
     let tls = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
     let store = tls.fold(store, |line, (key, file)| format!("{line} --{key} {}", quoted(file)));
@@ -66,22 +67,22 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
     let crm = operations("op ", "op_params OCF_CHECK_LEVEL").join(" \\\n    ");
     let pcs = operations("", "OCF_CHECK_LEVEL").join(" \\\n    ");
     format!(
-        "# A node is told once what it has for guests, in MiB and processors, e.g. 60 GiB and 16:\n\
+        "# Set each node's capacity for guests once, in MiB and processors, e.g. 60 GiB and 16:\n\
          #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
          #   pcs node utilization NODE memory=61440 vcpus=16\n\
-         # and the cluster to go by that, not to move what runs, and to try a start that has failed again, since a store may be away:\n\
+         # Place by capacity, do not move running VMs, and repeat a failed start, since a store may be unreachable:\n\
          #   crm configure property placement-strategy=balanced start-failure-is-fatal=false\n\
          #   crm configure rsc_defaults resource-stickiness=100\n\
          #   pcs property set placement-strategy=balanced start-failure-is-fatal=false\n\
          #   pcs resource defaults update resource-stickiness=100\n\
-         # The store is created once, on one node:\n\
+         # Create the store once, on one node:\n\
          #   rekindle store init {store}\n\
          \n# crmsh\n\
          crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
-         utilization memory={memory} vcpus={vcpus} \\\n    meta {META}\n\
+         utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
          \n# pcs\n\
          pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs} \\\n    \
-         meta {META}\n\
+         meta {META_ATTRIBUTES}\n\
          pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
     )
 }
@@ -98,7 +99,7 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
         let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
         assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
-        let told = lines(
+        let text = lines(
             &definition,
             Path::new("/etc/rekindle/my web.toml"),
             &[("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())],
@@ -110,7 +111,7 @@ mod tests {
             "pcs resource utilization web memory=1536 vcpus=3",
             "#   rekindle store init tls://s:7001/web --cert /c.pem\n",
         ] {
-            assert!(told.contains(wanted), "{wanted} is not in:\n{told}");
+            assert!(text.contains(wanted), "{wanted} is not in:\n{text}");
         }
     }
 }

@@ -1,16 +1,19 @@
-//! A VM as a resource of a cluster manager: what `packaging/ocf/rekindle` has done by `rekindle ocf`.
+//! A VM as a resource of a cluster manager: the work behind `packaging/ocf/rekindle`, called as `rekindle ocf`.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`resource`] | what the cluster manager is told of the VM |
-//! | [`start`] | the guest goes on from its newest checkpoint, or is booted |
-//! | [`stop`] | a last checkpoint, then off; or shut down |
-//! | [`migrate`] | it goes to another node while it runs |
-//! | [`monitor`] | whether the guest really runs |
-//! | [`loops`] | the process that takes checkpoints beside it |
-//! | [`config`] | lines for the cluster manager's configuration |
+//! | [`resource`] | the VM's parameters, as the cluster manager has them |
+//! | [`start`] | resumes the guest from its newest checkpoint, or boots it |
+//! | [`stop`] | takes a last checkpoint and ends QEMU, or shuts the guest down |
+//! | [`migrate`] | moves the running guest to another node |
+//! | [`monitor`] | checks whether the guest really runs |
+//! | [`loops`] | the protector: the process that takes checkpoints of the guest |
+//! | [`config`] | commands for the cluster manager's configuration |
 //!
-//! Who may run the guest is told by its store: [`rekindle_protect::owned`]. `docs/cluster.md` has what is promised.
+//! The store decides which node may run the guest: [`rekindle_protect::owned`]. `docs/cluster.md` states the
+//! guarantees.
+
+#![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
 pub mod config;
 pub mod loops;

@@ -1,5 +1,5 @@
-//! A node gives the VM to another one while its guest runs: `migrate_to`. `migrate_from` there is a look whether it runs: what has brought
-//! it has let it go on already, and whoever looks gives it a protector ([`crate::monitor`]).
+//! Moves a VM to another node while its guest runs: `migrate_to`. There, `migrate_from` only checks that it runs: the
+//! move has already resumed the guest, and the check starts a protector ([`crate::monitor`]).
 
 use crate::loops;
 use crate::resource::Resource;
@@ -12,19 +12,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// What a move of the VM to the node that `far` leads to needs to know.
+/// Returns the settings of a move to the node that `far` leads to.
 #[must_use]
 pub fn settings(resource: &Resource, far: Far) -> Settings {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
     Settings { far, store, create_store: false, identity, definition: None, qemu: None }
 }
 
-/// Move the VM to the node that `far` leads to; what is not done by `deadline` is not begun any more.
+/// Moves the VM to the node that `far` leads to. Steps that are not started by `deadline` are not started any more.
 ///
-/// *Needs:* what a move needs: a store and disk images that both nodes reach, and a way for commands from one to the other.
-/// *On success:* its guest runs there; nothing of it is left here.
-/// *On failure:* it goes on here, and checkpoints of it are taken as before, but for what [`MoveError::needs_recovery`] is true of: a stop
-/// here, and a start anywhere, mend that.
+/// *Needs:* a store and disk images that both nodes reach, and a way to run commands on the other node.
+/// *On success:* its guest runs there; nothing of it remains here.
+/// *On failure:* it continues to run here, and checkpoints of it are taken as before, unless
+/// [`MoveError::needs_recovery`] is true: then a stop here, followed by a start on any node, repairs it.
 ///
 /// # Errors
 /// [`MoveError`].
@@ -33,7 +33,7 @@ pub fn migrate_to(
     resource: &Resource,
     far: Far,
     deadline: Instant,
-    tell: &mut dyn FnMut(&Event),
+    report: &mut dyn FnMut(&Event),
 ) -> Result<Moved, MoveError> {
     let settings = settings(resource, far);
     let late = Arc::new(AtomicBool::new(false));
@@ -42,13 +42,13 @@ pub fn migrate_to(
         thread::sleep(deadline.saturating_duration_since(Instant::now()));
         is_late.store(true, Ordering::Relaxed);
     });
-    start(host, &resource.name, &settings, &late, tell).inspect_err(|e| {
+    start(host, &resource.name, &settings, &late, report).inspect_err(|e| {
         let rundir = RunDir::new(&host.root, resource.name.as_str());
         if !e.needs_recovery()
             && rundir.exists()
             && let Err(e) = loops::ensure(&rundir, resource)
         {
-            tracing::error!("{}: it goes on here, and nobody takes checkpoints of it: {e}", resource.name);
+            tracing::error!("{}: it runs on this node, but its protector cannot be started: {e}", resource.name);
         }
     })
 }

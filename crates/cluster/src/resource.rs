@@ -1,4 +1,4 @@
-//! What the cluster manager is told of a VM, the same on each of its nodes.
+//! A VM's parameters as the cluster manager has them, the same on each of its nodes.
 
 use rekindle_protect::protector::{Disks, Settings};
 use rekindle_vm::definition::Name;
@@ -8,17 +8,15 @@ use std::path::PathBuf;
 /// A VM as a resource.
 #[derive(Debug, Clone)]
 pub struct Resource {
-    /// The VM.
     pub name: Name,
-    /// Its definition, for when it is booted; a restored one is built as it was at the checkpoint.
+    /// Path of its definition, used when it is booted; a restored VM is built as it was at the checkpoint.
     pub definition: PathBuf,
-    /// How it is protected, and where.
     pub protect: Settings,
 }
 
 impl Resource {
-    /// The arguments of the `rekindle protect` that takes its checkpoints; `last`: that takes the last one, from which the guest does
-    /// not go on.
+    /// Returns the arguments of the `rekindle protect` that takes its checkpoints; with `last`, of the one that takes
+    /// the last checkpoint, after which the guest stays stopped.
     #[must_use]
     pub fn protect_arguments(&self, last: bool) -> Vec<OsString> {
         let Settings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
@@ -49,7 +47,7 @@ impl Resource {
             Disks::Hook(command) => add("--disk-hook", command.into()),
         }
         if last {
-            // One while the guest runs: there is less for the pause.
+            // One checkpoint while the guest runs, so that less remains for the pause.
             all.extend(["--count", "1", "--stay"].map(OsString::from));
         }
         all

@@ -1,10 +1,10 @@
-//! A node gets the VM: its guest goes on from its newest checkpoint; or it is booted, where there is none, or where it was shut down in
-//! order since.
+//! Starts the VM on a node: its guest resumes from its newest checkpoint; or it is booted, if there is none, or if it
+//! was shut down cleanly since.
 
 use crate::loops;
-use crate::monitor::{Verdict, has_shut_down, monitor, stays_when_shut_down};
+use crate::monitor::{Verdict, has_shut_down, monitor, pause_at_shutdown};
 use crate::resource::Resource;
-use crate::stop::report_end;
+use crate::stop::report_shutdown;
 use rekindle_protect::owned::{OwnError, Owned};
 use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
@@ -21,80 +21,65 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a guest may be stopped by a checkpoint.
-const PAUSE: Duration = Duration::from_secs(2);
-/// What is left of the time for a store that cannot be asked: the rest is for the guest.
-const STORE: u32 = 60;
-/// Between two attempts at that.
-const LOOK: Duration = Duration::from_millis(200);
+/// How long to wait for a guest that a checkpoint has stopped.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Percentage of the time for a store that does not answer: the rest is for the guest.
+const STORE_SHARE: u32 = 60;
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Why the VM does not run here.
+/// Why the VM does not run on this node.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// Its definition.
     #[error(transparent)]
     Definition(#[from] DefinitionErrors),
-    /// Its definition is of another VM.
-    #[error("the definition is of VM {found}, and the resource is {name}: they have to have the same name")]
-    Name {
-        /// The resource.
-        name: String,
-        /// The VM.
-        found: String,
-    },
-    /// The store: it is not known whether there is a checkpoint, nor who runs the guest.
-    #[error("it is not known where its guest is to go on from")]
+    /// The definition has the name of another VM.
+    #[error("the definition has the name {found}, but the resource is {name}: they must be the same")]
+    Name { name: String, found: String },
+    /// The store does not answer: it is unknown whether there is a checkpoint, and which node runs the guest.
+    #[error("cannot determine its newest checkpoint")]
     Store(#[source] StoreError),
-    /// There is no store: its storage may not be mounted, and a guest that is booted then would be a second one.
+    /// There is no store. Its storage may not be mounted, and then a booted guest could be a second one.
     #[error(
-        "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one node: rekindle store init \
-         {store}"
+        "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one \
+         node: rekindle store init {store}"
     )]
-    NotAStore {
-        /// The store.
-        store: String,
-    },
-    /// There is no store, and it cannot be booted either.
-    #[error("{store} has no checkpoint of it (is the storage that it is on mounted?), and it cannot be booted")]
+    NotAStore { store: String },
+    /// There is no store, and the guest cannot be booted either.
+    #[error("{store} has no checkpoint of it (is its storage mounted on this node?), and it cannot be booted")]
     NoStore {
-        /// The store.
         store: String,
-        /// Why.
         #[source]
         source: LifeError,
     },
-    /// The guest cannot go on.
     #[error(transparent)]
     Restore(#[from] RestoreError),
-    /// It cannot be booted.
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// The store cannot be owned.
+    /// This node cannot become owner of the store.
     #[error(transparent)]
     Own(#[from] OwnError),
-    /// The run directory.
     #[error(transparent)]
     RunDir(#[from] TargetError),
-    /// A QEMU of it runs here and does not answer.
+    /// A QEMU of the VM runs here and does not answer.
     #[error(
-        "its QEMU runs here and does not answer, so that its guest may run; it is not replaced by another one: let the cluster stop the \
-         resource, or resume the process"
+        "its QEMU runs on this node but does not answer; its guest may run, so no other QEMU is started: let the \
+         cluster stop the resource, or resume the process"
     )]
     Silent,
-    /// Its protector has ended at once.
-    #[error("no checkpoints can be taken of it, so that it was not left running: {said}")]
+    /// Its protector ended immediately.
+    #[error("no checkpoints can be taken of it, so it was stopped again: {message}")]
     Unprotected {
-        /// The protector's last words.
-        said: String,
+        /// The protector's last message.
+        message: String,
     },
-    /// The guest runs, and nobody takes checkpoints of it.
-    #[error("its guest runs, and its protector cannot be started")]
+    /// The guest runs without a protector.
+    #[error("its guest runs, but its protector cannot be started")]
     Protector(#[source] io::Error),
 }
 
 impl StartError {
-    /// Whether the store may be there later.
-    fn may_pass(&self) -> bool {
+    /// Returns whether the store may become available later.
+    fn is_transient(&self) -> bool {
         match self {
             Self::Store(e) => e.may_pass(),
             Self::NotAStore { .. } => true,
@@ -103,90 +88,87 @@ impl StartError {
     }
 }
 
-/// How its guest came to run here.
+/// How its guest was started on this node.
 #[derive(Debug, Serialize)]
 #[serde(tag = "started", rename_all = "kebab-case")]
-pub enum Started {
-    /// It ran already.
+pub enum StartResult {
     Already,
-    /// It goes on from a checkpoint.
     Restored(Restored),
-    /// It was booted.
-    Booted {
-        /// Why it was not restored.
-        why: &'static str,
-    },
+    Booted { why: &'static str },
 }
 
-/// Have the VM run here.
+/// Starts the VM on this node.
 ///
-/// *Needs:* that nothing runs its guest on another node, which the cluster manager's fencing sees to; the store; room for its RAM.
-/// *On success:* its guest runs, a protector takes checkpoints of it, and whoever ran it before can commit nothing any more.
-/// *On failure:* nothing runs here; the checkpoint is where it was.
+/// *Needs:* no other node runs its guest, which the cluster manager's fencing ensures; the store; room for its RAM.
+/// *On success:* its guest runs, a protector takes checkpoints of it, and a previous node can commit nothing any more.
+/// *On failure:* nothing of it runs here; its checkpoints are unchanged.
 ///
 /// # Errors
 /// [`StartError`].
-pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Started, StartError> {
+pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<StartResult, StartError> {
     let name = resource.name.as_str();
     let rundir = RunDir::new(&host.root, name);
-    // A guest that a checkpoint has just stopped runs.
-    let verdict = monitor(host, resource, deadline.min(Instant::now() + PAUSE), false);
+    // A guest that a checkpoint has just stopped counts as running.
+    let verdict = monitor(host, resource, deadline.min(Instant::now() + PAUSE_TIMEOUT), false);
     if matches!(verdict, Verdict::Running | Verdict::Degraded(_)) {
-        return Ok(Started::Already);
+        return Ok(StartResult::Already);
     }
     if has_shut_down(&rundir) {
-        // Before the store is asked what there is.
-        report_end(&rundir);
+        // Before the store is queried.
+        report_shutdown(&rundir);
     }
-    let found =
-        find_until(resource, Instant::now() + deadline.saturating_duration_since(Instant::now()) * STORE / 100)?;
+    let found = find_with_retries(
+        resource,
+        Instant::now() + deadline.saturating_duration_since(Instant::now()) * STORE_SHARE / 100,
+    )?;
     let restorable = found.as_ref().and_then(Listing::restorable);
-    clear(host, &rundir, restorable.is_some(), deadline)?;
+    remove_previous(host, &rundir, restorable.is_some(), deadline)?;
     let started = match (&found, restorable) {
-        (_, Some(_)) => Started::Restored(restore(host, &resource.name, &request(resource))?),
+        (_, Some(_)) => StartResult::Restored(restore(host, &resource.name, &request(resource))?),
         (found, None) => {
             boot(host, resource, found.as_ref())?;
             let why = match found {
                 None => "its store is new",
-                Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down in order",
+                Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down cleanly",
                 Some(_) => "there is no checkpoint of it since it was booted",
             };
-            Started::Booted { why }
+            StartResult::Booted { why }
         }
     };
-    // What the guest does before it is told so is told by the next look at it.
-    if let Err(e) = stays_when_shut_down(&rundir) {
+    // If this fails, the next monitor repeats it.
+    if let Err(e) = pause_at_shutdown(&rundir) {
         tracing::debug!("{name}: {e}");
     }
     loops::ensure(&rundir, resource).map_err(StartError::Protector)?;
-    // A guest that has just been booted has nothing to lose, and its owner learns now that it is not protected.
-    if matches!(started, Started::Booted { .. })
-        && let Err(said) = loops::attached(&rundir, deadline)
+    // A guest that was just booted has nothing to lose, and the user learns immediately that it is not protected.
+    if matches!(started, StartResult::Booted { .. })
+        && let Err(message) = loops::wait_attached(&rundir, deadline)
     {
         life::stop(host, name, Some(Duration::ZERO))?;
-        return Err(StartError::Unprotected { said });
+        return Err(StartError::Unprotected { message });
     }
     Ok(started)
 }
 
-/// What its store has, as soon as that can be asked: it may be on its way to another node itself. `None`: no VM has used it yet.
-fn find_until(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
-    let mut told = false;
+/// Queries the store, and repeats that until `deadline`: the store may itself be failing over to another node. `None`:
+/// no VM has used it yet.
+fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
+    let mut reported = false;
     loop {
         match find(resource) {
-            Err(e) if e.may_pass() && Instant::now() < deadline => {
-                if !std::mem::replace(&mut told, true) {
+            Err(e) if e.is_transient() && Instant::now() < deadline => {
+                if !std::mem::replace(&mut reported, true) {
                     let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
-                    tracing::warn!("{}: {why}; it is asked again", resource.name);
+                    tracing::warn!("{}: {why}; retrying", resource.name);
                 }
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
             other => return other,
         }
     }
 }
 
-/// What its store has. `None`: no VM has used it yet.
+/// Queries the store. `None`: no VM has used it yet.
 fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     let store = &resource.protect.store;
     match admin::listing(store, resource.protect.identity.as_ref()) {
@@ -197,8 +179,8 @@ fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     }
 }
 
-/// Remove what an earlier guest has left here. A QEMU that waits for a restore is of use for one.
-fn clear(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
+/// Removes what a previous guest has left here. A QEMU that waits for a restore is kept if there is a checkpoint.
+fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
     if !rundir.exists() || to_restore && matches!(life::status(rundir), Ok(Status::Prepared)) {
         return Ok(());
     }
@@ -206,7 +188,7 @@ fn clear(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> R
         return Err(StartError::Silent);
     }
     if let Err(e) = loops::end(rundir, deadline.min(Instant::now() + Duration::from_secs(1))) {
-        tracing::warn!("{}: its former protector does not end: {e}", rundir.name());
+        tracing::warn!("{}: its previous protector does not end: {e}", rundir.name());
     }
     match life::stop(host, rundir.name(), Some(Duration::ZERO)) {
         Ok(_) | Err(LifeError::Unknown { .. }) => Ok(()),
@@ -220,7 +202,7 @@ fn request(resource: &Resource) -> Request {
     Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, take_over: None }
 }
 
-/// Boot it from its newest disks: no checkpoint is wanted any more that they could belong to.
+/// Boots it from its newest disks: no checkpoint that they could belong to is valid any more.
 fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(), StartError> {
     let name = resource.name.as_str();
     let definition = Definition::load(&resource.definition)?;
@@ -228,9 +210,10 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
         return Err(StartError::Name { name: name.into(), found: definition.name.to_string() });
     }
     let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
-    // A store is of one VM, however often that is booted.
+    // A store belongs to one VM, however often that is booted.
     let uuid = found.map(|found| found.vm.uuid);
-    // The redo logs of its disks are merged only if the store is known to want no checkpoint's: one that is not mounted has none either.
+    // The redo logs of its disks are merged only if the store exists and needs none of them: an unmounted store is
+    // empty, too.
     let newest_disk = found.is_some();
     let booted = life::run_as(host, definition, None, newest_disk, uuid, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };

@@ -4,7 +4,7 @@ use rekindle_protect::moving::MoveError;
 use rekindle_protect::owned::Gone;
 use rekindle_protect::protector::ProtectError;
 use rekindle_protect::restore::RestoreError;
-use rekindle_reboot::vmm::{Failure, Left, RebootError};
+use rekindle_reboot::vmm::{Failure, GuestStatus, RebootError};
 use rekindle_store::StoreError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -111,7 +111,7 @@ pub fn status_of(error: &anyhow::Error) -> u8 {
     let unrecovered = error.downcast_ref::<RebootError>().is_some_and(RebootError::needs_recovery)
         || matches!(error.downcast_ref::<RestoreError>(), Some(RestoreError::MayRun { .. }));
     match error.downcast_ref::<Failure>() {
-        Some(failure) => status_left(failure.left),
+        Some(failure) => status_left(failure.guest),
         None if unrecovered || moved.is_some_and(MoveError::needs_recovery) => 3,
         None if error.downcast_ref::<Usage>().is_some() => 2,
         None => 1,
@@ -119,10 +119,10 @@ pub fn status_of(error: &anyhow::Error) -> u8 {
 }
 
 /// Returns the exit status for the state in which a failed reboot left the guest.
-pub fn status_left(left: Left) -> u8 {
+pub fn status_left(left: GuestStatus) -> u8 {
     match left {
-        Left::AsItWas => 1,
-        Left::NeedsRecovery => 3,
+        GuestStatus::Unchanged => 1,
+        GuestStatus::NeedsRecovery => 3,
     }
 }
 

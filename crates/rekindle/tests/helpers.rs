@@ -134,7 +134,7 @@ fn a_server_that_cannot_be_restarted_is_given_up_and_the_vm_is_degraded() {
     assert!(shown(&guest, "disk:disk0")["given_up"].as_str().unwrap().contains("8 times in a row"));
     // The reason is gone.
     fs::rename(&away, &path).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["the server of a disk had ended; it is there again"]);
+    guest.rekindle(&["recover"]).ok().says(&["a disk server had ended; it was started again"]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     wait_for("that to be noted", DEADLINE, || shown(&guest, "disk:disk0")["given_up"].is_null().then_some(()));

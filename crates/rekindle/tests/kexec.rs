@@ -59,9 +59,9 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     ]);
 
     // What cannot be is said with the mend, and the guest feels nothing of it.
-    kexec(&guest, &["--kernel", "/boot/none"]).status(1).says(&["there is no kernel /boot/none", "--how cold"]);
+    kexec(&guest, &["--kernel", "/boot/none"]).status(1).says(&["the guest has no kernel /boot/none", "--how cold"]);
     kexec(&guest, &["--initrd", "/boot/none"]).status(1).says(&["/boot/none", "--how cold"]);
-    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).says(&["kexec said"]);
+    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).says(&["cannot load another one"]);
     sh(&guest, "cp /boot/vmlinuz /root/vmlinuz-x");
     kexec(&guest, &["--kernel", "/root/vmlinuz-x"]).status(1).says(&["--initrd none"]);
     sh(&guest, "mv /usr/sbin/kexec /sbin/kexec /root/ 2>/dev/null");

@@ -147,7 +147,7 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     // It is shut down: no checkpoint is of it any more.
     assert_eq!(web.ocf("stop", &["--how", "shutdown"]).ok().json()["how"], "shut-down");
     let started = web.start();
-    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
     let second = web.guest.boot_id();
     assert_ne!(second, boot);
     web.wait_checkpoints(1);
@@ -220,7 +220,7 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back
     web.monitor(7);
     web.ocf("stop", &[]).ok();
     let started = web.start();
-    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
     assert_ne!(web.guest.boot_id(), boot);
     web.ocf("stop", &[]).ok();
     lab.assert_empty();
@@ -282,7 +282,7 @@ fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
     web.lab.finish(stop).ok();
     assert!(!protector.is_alive() && !console.exists());
     let started = web.start();
-    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down in order".into()));
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
     assert_ne!(web.guest.boot_id(), boot);
     web.ocf("stop", &[]).ok();
 }
@@ -355,7 +355,7 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
     let mut start = web.command("start", &["--within", "60s"]);
     let start = start.stdout(Stdio::piped()).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
     wait_for("the store to be asked again", DEADLINE, || {
-        fs::read_to_string(&said).unwrap().contains("it is asked again").then_some(())
+        fs::read_to_string(&said).unwrap().contains("retrying").then_some(())
     });
     fs::create_dir(lab.path("share2")).unwrap();
     fs::rename(&away, lab.path("share2").join("web")).unwrap();

@@ -170,7 +170,7 @@ fn what_keeps_no_phases_is_refused_and_what_is_not_wanted_is_not_saved() {
     let freeze = ["--how", "cold", "--end", "freeze"];
     lab.rekindle(["reboot", "os", "plain"].into_iter().chain(freeze))
         .status(1)
-        .says(&["no agent answers", "leave --end freeze out"]);
+        .says(&["no agent answers", "omit --end freeze"]);
     plain.rekindle(&["reboot", "os", "--how", "kexec", "--end", "freeze"]).status(2).says(&["--how kexec"]);
     plain.rekindle(&["reboot", "os", "--candidate", "kernel"]).status(2).says(&["--how phase"]);
     assert_eq!((plain.boot_id(), plain.status()), (boot, "running".into()));
@@ -179,7 +179,7 @@ fn what_keeps_no_phases_is_refused_and_what_is_not_wanted_is_not_saved() {
 
     let guest = guest(&lab, "some", &image(&lab, "disk.raw"));
     wait_saved(&guest, "kernel");
-    reboot(&guest, &["--candidate", "other"]).status(1).says(&["it keeps no phase other", "kernel, services"]);
+    reboot(&guest, &["--candidate", "other"]).status(1).says(&["it saves no phase other", "kernel, services"]);
     let log = || fs::read_to_string(guest.file("phases.log")).unwrap_or_default();
     guest.ask("phase other");
     wait_for("it to be refused", DEADLINE, || log().contains("does not name it").then_some(()));

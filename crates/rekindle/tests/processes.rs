@@ -150,7 +150,7 @@ fn recover_leaves_a_destination_alive_that_was_told_to_resume_and_does_not_answe
     assert!(new.is_alive() && source.is_alive());
     assert_eq!(guest.status(), "needs-recovery");
     signal(new, Signal::CONT);
-    guest.rekindle(&["recover"]).ok().says(&["the guest runs in the new QEMU"]);
+    guest.rekindle(&["recover"]).ok().says(&["the guest runs in the destination QEMU"]);
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(guest.only_qemu().process, new);
     guest.rekindle(&["stop", "--now"]).ok();

@@ -125,7 +125,7 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
             protector.wait("waiting");
             drop(protector);
             // ... nor is a new QEMU given memory with holes in it. That starts the guest's helpers again, and so the pager.
-            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being brought", "rekindle recover"]);
+            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);
@@ -415,7 +415,7 @@ fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
     };
     stop();
     assert!(guest.status().contains("paused"));
-    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "goes on"]);
+    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "it was resumed"]);
     assert_eq!(guest.status(), "running");
     guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
     // Nor is it its owner's pause, which a reboot of its QEMU would keep.

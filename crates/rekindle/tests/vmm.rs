@@ -121,7 +121,7 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
     guest.touch("24M");
     let boot = guest.boot_id();
     let back = guest.reboot("warm", &["--rollback"]).status(1);
-    back.says(&["upgrade", "nothing to roll back to"]);
+    back.says(&["upgrade", "it has run no other QEMU binary"]);
     guest.assert_sound();
 
     let new = qemu_new().to_str().unwrap();

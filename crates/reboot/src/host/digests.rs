@@ -1,10 +1,11 @@
-//! Digests of a guest's RAM that cost little of the time for which it is stopped.
+//! Digests of a guest's RAM that add little to the time for which it is stopped.
 //!
-//! All pages are digested while the guest runs, those that it wrote meanwhile again while it runs, until few are left, and these when it is
-//! stopped. Which they are its page tables tell: by soft-dirty bits where the RAM is in a file with DAX, as it is on a host that is rebooted
-//! under its guests, else by a userfaultfd's write protection. Where neither tells all (a disk's server writes through a mapping of its own;
-//! a kernel without), or tells somebody else (`rekindle protect`), everything is digested with the guest stopped. A page that was missed all
-//! the same has another digest later, and its guest counts as lost: the error is on the safe side.
+//! All pages are digested while the guest runs, then repeatedly those that it has written since, until few are left;
+//! these are digested while it is stopped. Written pages are found through the page tables: by soft-dirty bits if the
+//! RAM is a file with DAX, as on a host that is rebooted under its guests, else by a userfaultfd's write protection. If
+//! neither works (a disk server writes through a mapping of its own; the kernel has no support) or `rekindle protect`
+//! uses it, everything is digested with the guest stopped. A page that was missed nevertheless has another digest
+//! later, and its guest counts as lost: an error on the safe side.
 
 use crate::vmm::{RebootError, stop};
 use rekindle_kernel::inject::Injector;
@@ -25,102 +26,103 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// So little may be left for when the guest is stopped: a hundredth of a second's work.
-const LITTLE: u64 = 16 << 20;
-/// How often it is tried to come there.
-const ROUNDS: usize = 4;
+/// At most this many bytes may remain for the stopped guest: about 10 ms of work.
+const MAX_REMAINING: u64 = 16 << 20;
+/// How many rounds to try to get there.
+const MAX_ROUNDS: usize = 4;
 
-/// Digests of the pages of a guest that runs, with a record of what it writes since.
-pub(super) struct Ahead {
-    record: Record,
+/// Digests of a running guest's pages, with a record of what it has written since.
+pub(super) struct EarlyDigests {
+    record: WriteTracker,
     path: PathBuf,
     pages: Vec<u64>,
 }
 
-/// Which pages were written since the last look.
-enum Record {
+/// Records which pages were written since the last collection.
+enum WriteTracker {
     SoftDirty(SoftDirty),
-    /// With the place of the main RAM among the blocks that are tracked.
+    /// With the index of the main RAM among the tracked blocks.
     Protected(Box<Asynchronous>, usize),
 }
 
-/// Pages, in bytes from the beginning of the RAM.
+/// Changed ranges of RAM, in bytes from its start.
 #[derive(Default)]
-struct Changed {
+struct ChangedPages {
     written: Vec<Range<u64>>,
     zero: Vec<Range<u64>>,
 }
 
-impl Ahead {
-    /// Digest the RAM of a guest, which is stopped for milliseconds now and then. The caller holds its run state.
+impl EarlyDigests {
+    /// Digests the RAM of a running guest, which is stopped for milliseconds a few times. The caller holds its run
+    /// state.
     ///
-    /// `None`: it is not possible here, which is told in the log; the guest is as it was.
+    /// `None`: tracking is not possible here; the log states why, and the guest is unchanged.
     ///
     /// # Errors
-    /// When the guest does not stop or go on.
+    /// If the guest cannot be stopped or resumed.
     pub(super) fn begin(
         vmm: &Vmm,
         qmp: &mut Qmp,
         hardware: &Hardware,
         mark: Option<&Path>,
     ) -> Result<Option<Self>, RebootError> {
-        // A protector's record of what was written belongs to it, and a page has one record only.
+        // A page can have one write record only, and an existing one belongs to a protector.
         let protected = leftovers(vmm.process()).is_ok_and(|found| !found.is_empty());
         if protected || hardware.disks.iter().any(|disk| disk.server) {
             return Ok(None);
         }
         let path = &hardware.ram.path;
         let digested = |e| RebootError::File { path: path.clone(), source: e };
-        let record = match with_guest_stopped(vmm, qmp, mark, |qmp| Record::begin(vmm, qmp, path))? {
+        let record = match with_guest_stopped(vmm, qmp, mark, |qmp| WriteTracker::begin(vmm, qmp, path))? {
             Ok(record) => record,
             Err(why) => {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
                 return Ok(None);
             }
         };
-        let mut ahead = Self { record, path: path.clone(), pages: Vec::new() };
+        let mut early = Self { record, path: path.clone(), pages: Vec::new() };
         match digest::file_pages(path) {
-            Ok(pages) => ahead.pages = pages,
+            Ok(pages) => early.pages = pages,
             Err(e) => {
-                ahead.give_up();
+                early.discard();
                 return Err(digested(e));
             }
         }
-        for _ in 0..ROUNDS {
-            let round = with_guest_stopped(vmm, qmp, mark, |qmp| ahead.record.collect(qmp))?;
+        for _ in 0..MAX_ROUNDS {
+            let round = with_guest_stopped(vmm, qmp, mark, |qmp| early.record.collect(qmp))?;
             let bytes = round.as_ref().map_or(0, |changed| pages::bytes(&changed.written));
-            if let Err(why) = round.and_then(|changed| ahead.take(&changed)) {
+            if let Err(why) = round.and_then(|changed| early.update(&changed)) {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
-                ahead.give_up();
+                early.discard();
                 return Ok(None);
             }
-            if bytes <= LITTLE {
+            if bytes <= MAX_REMAINING {
                 break;
             }
         }
-        Ok(Some(ahead))
+        Ok(Some(early))
     }
 
-    /// The digests as they are now, with the guest stopped.
+    /// Returns the current digests. The guest must be stopped.
     pub(super) fn finish(mut self, qmp: &mut Qmp) -> Result<Vec<u64>, String> {
-        let taken = self.record.collect(qmp).and_then(|changed| self.take(&changed));
+        let taken = self.record.collect(qmp).and_then(|changed| self.update(&changed));
         let pages = std::mem::take(&mut self.pages);
         self.record.end(&self.path);
         taken.map(|()| pages)
     }
 
-    fn take(&mut self, changed: &Changed) -> Result<(), String> {
+    fn update(&mut self, changed: &ChangedPages) -> Result<(), String> {
         digest::zero_pages(&mut self.pages, &changed.zero);
         digest::file_pages_again(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
     }
 
-    /// The guest goes on where it is: leave no trace in its QEMU.
-    pub(super) fn give_up(self) {
+    /// Ends tracking and leaves no trace in QEMU: the guest resumes there.
+    pub(super) fn discard(self) {
         self.record.end(&self.path);
     }
 }
 
-impl Record {
+impl WriteTracker {
     fn begin(vmm: &Vmm, qmp: &mut Qmp, path: &Path) -> Result<Self, String> {
         let text = |e: &dyn std::error::Error| e.to_string();
         let ram = Arc::new(GuestRam::of(qmp, vmm.process()).map_err(|e| text(&e))?);
@@ -136,18 +138,18 @@ impl Record {
         Ok(Self::Protected(Box::new(tracker), index))
     }
 
-    /// What was written since the last time; the guest is stopped.
-    fn collect(&mut self, qmp: &mut Qmp) -> Result<Changed, String> {
+    /// Returns what was written since the last call. The guest must be stopped.
+    fn collect(&mut self, qmp: &mut Qmp) -> Result<ChangedPages, String> {
         let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
         match self {
             Self::SoftDirty(tracker) => {
                 let written = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-                Ok(Changed { written, zero: Vec::new() })
+                Ok(ChangedPages { written, zero: Vec::new() })
             }
             Self::Protected(tracker, index) => {
                 let dirty = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
                 let of_ram = |runs: &Vec<Vec<_>>| runs.get(*index).cloned().unwrap_or_default();
-                Ok(Changed { written: of_ram(&dirty.written), zero: of_ram(&dirty.zero) })
+                Ok(ChangedPages { written: of_ram(&dirty.written), zero: of_ram(&dirty.zero) })
             }
         }
     }
@@ -156,12 +158,13 @@ impl Record {
         if let Self::Protected(tracker, _) = self
             && let Err(e) = tracker.detach()
         {
-            tracing::warn!("{}: the record of what its guest writes stays in QEMU: {e}", path.display());
+            tracing::warn!("{}: cannot end write tracking in QEMU: {e}", path.display());
         }
     }
 }
 
-/// Do something with the guest stopped. If it runs, `mark` is there meanwhile: whoever comes after our death lets it go on.
+/// Runs `work` with the guest stopped. For a running guest, the file `mark` exists meanwhile, so that `recover` resumes
+/// the guest if this process dies.
 fn with_guest_stopped<T>(
     vmm: &Vmm,
     qmp: &mut Qmp,

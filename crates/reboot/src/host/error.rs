@@ -1,60 +1,55 @@
-//! Why a host could not be rebooted, or guests not be suspended.
+//! Errors of reboots of the host, and of suspending and resuming its guests.
 
 use crate::vmm::{Problem, RebootError};
 use std::io;
 use std::path::PathBuf;
 
-/// Why a host could not be rebooted, or guests not be suspended. Unless it says otherwise, all guests run as before.
+/// Why a host could not be rebooted, or guests could not be suspended. Unless a variant states otherwise, all guests
+/// run as before.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// Something speaks against it; nothing was stopped.
-    #[error("nothing was stopped; these VMs speak against it:\n{}", by_vm(.0))]
+    /// The preflight found problems. Nothing was stopped.
+    #[error("host not rebooted, nothing was stopped; these VMs prevent it:\n{}", by_vm(.0))]
     Preflight(Vec<(String, Vec<Problem>)>),
-    /// Guests could not be suspended; all go on.
-    #[error("no guest was suspended, and all go on; these could not be:\n{}", failures(.0))]
+    /// Guests could not be suspended; all continue to run.
+    #[error("no guest was suspended, and all guests still run; these could not be suspended:\n{}", failures(.0))]
     Suspend(Vec<(String, RebootError)>),
-    /// A guest of an earlier time is still suspended.
+    /// Guests of an earlier suspend are still suspended.
     #[error(
-        "still suspended: {}; first let them go on (rekindle host resume), or give them up (rekindle stop NAME)",
+        "these guests are still suspended: {}; resume them (rekindle host resume), or discard them (rekindle stop \
+         NAME)",
         .0.join(", ")
     )]
     StillSuspended(Vec<String>),
     /// The record of suspended guests cannot be written or read.
-    #[error("the record of suspended guests: {}", path.display())]
+    #[error("cannot access the record of suspended guests: {}", path.display())]
     Record {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// All are suspended, and their QEMUs ought to end.
+    /// All guests are suspended, but QEMUs that should have ended have not.
     #[error("all guests are suspended, but not all of their QEMUs have ended:\n{}", failures(.0))]
     Ending(Vec<(String, RebootError)>),
-    /// No kernel to go on with.
+    /// There is no kernel to boot.
     #[error("{0}")]
     Kernel(String),
-    /// The kernel cannot be loaded.
-    #[error("the next kernel cannot be loaded, and guests go on as if nothing had been")]
+    #[error("cannot load the next kernel; all guests run as before")]
     Load(#[source] io::Error),
-    /// systemd does not do it.
-    #[error("`{command}`: {said}")]
+    /// A command failed.
+    #[error("`{command}`: {output}")]
     Command {
-        /// What was run.
         command: String,
-        /// Its words.
-        said: String,
+        /// What it printed to stderr.
+        output: String,
     },
-    /// A file.
     #[error("{}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// This host is not set up for it.
+    /// This host is not set up for reboots under its guests.
     #[error("{0}")]
     Setup(String),
 }

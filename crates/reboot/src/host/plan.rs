@@ -1,12 +1,12 @@
-//! `rekindle reboot host`: what is going to be done with each VM, the kernel to go on with, and the shutdown.
+//! `rekindle reboot host`: the method for each VM, the kernel to boot, and the shutdown.
 //!
-//! What was decided is written down for the unit that suspends the guests at the end of the shutdown. Until systemd has been told to
-//! shut down, everything can be taken back.
+//! The plan is written to a file for the unit that suspends the guests at the end of the shutdown. Everything can be
+//! undone until systemd has received the request to shut down.
 
-use super::one::look;
+use super::guest::preflight;
 use super::setup::{self, reserve};
 use super::survived::{PARAMETER, command_line};
-use super::{HostError, How};
+use super::{HostError, RebootMethod};
 use crate::vmm::{Problem, RebootError};
 use rekindle_kernel::kexec;
 use rekindle_qemu::binary::Binary;
@@ -21,51 +21,48 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What becomes of VMs that cannot be carried as is wanted.
+/// What to do with VMs that cannot be carried over by the requested method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Others {
-    /// Then the host is not rebooted.
+pub enum OthersPolicy {
+    /// Do not reboot the host.
     Refuse,
-    /// Their RAM goes to disk.
+    /// Save their RAM to disk.
     Saved,
-    /// They are shut down, and booted after it.
+    /// Shut them down, and boot them after the reboot.
     Cold,
 }
 
-/// A kernel that is installed.
+/// An installed kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kernel {
-    /// Its version, as its modules' folder is called.
+pub struct InstalledKernel {
+    /// Its version: the name of its folder of modules.
     pub version: String,
-    /// The image.
     pub image: PathBuf,
-    /// Its initial RAM disk, if it has one.
     pub initrd: Option<PathBuf>,
 }
 
-/// What is going to be done.
+/// The plan of a host reboot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Plan {
-    /// What tells it from every other.
+pub struct HostRebootPlan {
+    /// Unique ID of this plan.
     pub token: String,
-    /// How the host is rebooted.
-    pub how: How,
-    /// Each VM that runs, and what is done with it.
-    pub vms: Vec<(String, How)>,
-    /// The kernel that is entered by kexec; none: an ordinary reboot.
-    pub kernel: Option<Kernel>,
+    pub how: RebootMethod,
+    /// Each running VM, with its method.
+    pub vms: Vec<(String, RebootMethod)>,
+    /// The kernel that is entered by kexec. `None`: an ordinary reboot.
+    pub kernel: Option<InstalledKernel>,
 }
 
 fn path(host: &Host) -> PathBuf {
     host.root.join(".host-plan.json")
 }
 
-/// The plan of a reboot that is under way.
+/// Reads the plan of a reboot in progress.
 ///
 /// # Errors
 /// [`HostError::File`].
-pub fn read(host: &Host) -> Result<Option<Plan>, HostError> {
+pub fn read(host: &Host) -> Result<Option<HostRebootPlan>, HostError> {
     let path = path(host);
     let failed = |source| HostError::File { path: path.clone(), source };
     match fs::read(&path) {
@@ -75,77 +72,86 @@ pub fn read(host: &Host) -> Result<Option<Plan>, HostError> {
     }
 }
 
-/// Look at all VMs, and decide. Nothing is changed.
+/// Checks all VMs and makes a plan. Changes nothing.
 ///
 /// # Errors
-/// [`HostError::Preflight`] names every VM that speaks against it, with all reasons.
-pub fn make(host: &Host, how: How, others: Others) -> Result<Plan, HostError> {
+/// [`HostError::Preflight`] names every VM that prevents the reboot, with all reasons.
+pub fn make(host: &Host, how: RebootMethod, others: OthersPolicy) -> Result<HostRebootPlan, HostError> {
     let failed = |source| HostError::File { path: host.root.clone(), source };
     let names = RunDir::list(&host.root).map_err(failed)?;
     let mut vms = Vec::new();
-    let mut against = Vec::new();
+    let mut preventing = Vec::new();
     for name in names {
-        match one(host, &name, how, others) {
+        match method_for(host, &name, how, others) {
             Ok(Some(how)) => vms.push((name, how)),
             Ok(None) => {}
-            Err(problems) => against.push((name, problems)),
+            Err(problems) => preventing.push((name, problems)),
         }
     }
-    if !against.is_empty() {
-        return Err(HostError::Preflight(against));
+    if !preventing.is_empty() {
+        return Err(HostError::Preflight(preventing));
     }
-    let kernel = (how == How::Warm).then(|| newest(Path::new("/"))).transpose()?;
-    Ok(Plan { token: new_token(), how, vms, kernel })
+    let kernel = (how == RebootMethod::Warm).then(|| newest(Path::new("/"))).transpose()?;
+    Ok(HostRebootPlan { token: new_token(), how, vms, kernel })
 }
 
-/// What is done with one VM; none if it does not run.
-fn one(host: &Host, name: &str, how: How, others: Others) -> Result<Option<How>, Vec<Problem>> {
+/// Returns the method for one VM; `None` if it does not run.
+fn method_for(
+    host: &Host,
+    name: &str,
+    how: RebootMethod,
+    others: OthersPolicy,
+) -> Result<Option<RebootMethod>, Vec<Problem>> {
     let rundir = RunDir::new(&host.root, name);
     let problem = |text: String| vec![Problem(text)];
     let status = life::status(&rundir).map_err(|e| problem(e.to_string()))?;
     match status {
         Status::Ended | Status::Prepared => return Ok(None),
         Status::NeedsRecovery => return Err(problem(format!("it needs recovery first: rekindle recover {name}"))),
-        Status::Suspended => return Err(problem("it is suspended still: rekindle host resume".into())),
-        Status::Busy(operation) => return Err(problem(format!("`{operation}` is at work on it; wait for it to end"))),
+        Status::Suspended => {
+            return Err(problem("it is still suspended; resume it first: rekindle host resume".into()));
+        }
+        Status::Busy(operation) => {
+            return Err(problem(format!("the operation `{operation}` holds it; wait for that to end")));
+        }
         Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Silent | Status::Protected => {}
     }
     let state = State::read(&rundir).map_err(|e| problem(e.to_string()))?;
     if let Some(attached) = state.as_ref().and_then(|state| state.attached.as_ref()) {
         let text = format!(
-            "it was attached to ({}): whoever started it has to see to it; let go of it (rekindle detach {name}), and shut it down or \
-             have it saved there",
+            "it was adopted ({}) and cannot be carried over; detach it (rekindle detach {name}), then shut it down or \
+             save it with the program that started it",
             attached.starter
         );
         return Err(problem(text));
     }
-    let mut problems = match state.as_ref().filter(|_| how == How::Warm) {
-        Some(state) => not_kept(&state.hardware.ram.path).into_iter().map(Problem).collect(),
+    let mut problems = match state.as_ref().filter(|_| how == RebootMethod::Warm) {
+        Some(state) => why_not_preserved(&state.hardware.ram.path).into_iter().map(Problem).collect(),
         None => Vec::new(),
     };
-    let carries = |how| look(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
-    problems.extend(carries(how).err().map(told).unwrap_or_default());
+    let carries = |how| preflight(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
+    problems.extend(carries(how).err().map(problems_of).unwrap_or_default());
     if problems.is_empty() {
         return Ok(Some(how));
     }
     let other = match others {
-        Others::Refuse => {
-            problems.push(Problem("to carry it otherwise: --others saved, or --others cold".into()));
+        OthersPolicy::Refuse => {
+            problems.push(Problem("to use another method for it: --others saved, or --others cold".into()));
             return Err(problems);
         }
-        Others::Saved => How::Saved,
-        Others::Cold => How::Cold,
+        OthersPolicy::Saved => RebootMethod::Saved,
+        OthersPolicy::Cold => RebootMethod::Cold,
     };
     match carries(other) {
         Ok(()) => Ok(Some(other)),
         Err(error) => {
-            problems.extend(told(error));
+            problems.extend(problems_of(error));
             Err(problems)
         }
     }
 }
 
-fn told(error: RebootError) -> Vec<Problem> {
+fn problems_of(error: RebootError) -> Vec<Problem> {
     match error {
         RebootError::Preflight { problems, .. } => problems,
         other => {
@@ -155,24 +161,24 @@ fn told(error: RebootError) -> Vec<Problem> {
     }
 }
 
-/// Why RAM at `path` would not outlive the kernel.
-fn not_kept(path: &Path) -> Option<String> {
+/// Returns why RAM at `path` would not survive the reboot.
+fn why_not_preserved(path: &Path) -> Option<String> {
     let text = match reserve::holds(path) {
         Ok(true) => return None,
-        Ok(false) => "is not in memory that outlives this kernel".into(),
-        Err(e) => format!("cannot be looked at: {e}"),
+        Ok(false) => "is not in reserved memory, so it is lost with this kernel".into(),
+        Err(e) => format!("cannot be checked: {e}"),
     };
     Some(format!(
-        "its RAM {} {text}; set this host up for it (rekindle host init), and start the VM again without `ram.dir`",
+        "its RAM {} {text}; set this host up (rekindle host init), and restart the VM without `ram.dir`",
         path.display()
     ))
 }
 
-/// The newest kernel installed below `root`, with its initial RAM disk.
+/// Returns the newest kernel installed under `root`, with its initial RAM disk.
 ///
 /// # Errors
 /// [`HostError::Kernel`].
-pub fn newest(root: &Path) -> Result<Kernel, HostError> {
+pub fn newest(root: &Path) -> Result<InstalledKernel, HostError> {
     let boot = root.join("boot");
     let files = fs::read_dir(&boot).map_err(|source| HostError::File { path: boot.clone(), source })?;
     let names = files.flatten().filter_map(|file| file.file_name().into_string().ok());
@@ -186,10 +192,10 @@ pub fn newest(root: &Path) -> Result<Kernel, HostError> {
     };
     let initrds = [format!("initrd.img-{version}"), format!("initramfs-{version}.img"), format!("initrd-{version}")];
     let initrd = initrds.iter().map(|name| boot.join(name)).find(|path| path.exists());
-    Ok(Kernel { image: boot.join(format!("vmlinuz-{version}")), initrd, version })
+    Ok(InstalledKernel { image: boot.join(format!("vmlinuz-{version}")), initrd, version })
 }
 
-/// A version as it is compared: numbers by their value.
+/// Converts a version for comparison: numbers compare by value.
 fn numbers(version: &str) -> Vec<(u64, String)> {
     let mut parts = Vec::new();
     let mut rest = version;
@@ -198,39 +204,39 @@ fn numbers(version: &str) -> Vec<(u64, String)> {
         let (before, after) = rest.split_at(text);
         let digits = after.find(|c: char| !c.is_ascii_digit()).unwrap_or(after.len());
         let (number, after) = after.split_at(digits);
-        // Text sorts before a number of the same place: 6.1-rc1 before 6.1.1.
+        // Text sorts before a number in the same position: 6.1-rc1 before 6.1.1.
         parts.push((number.parse().unwrap_or(0), before.replace('-', " ")));
         rest = after;
     }
     parts
 }
 
-/// The command line for the next kernel: this one's, but for what the boot loader added, with the token.
+/// Returns the command line for the next kernel: the current one, without what the boot loader added, plus the token.
 fn next_command_line(now: &str, token: &str) -> String {
     let stays = |word: &&str| !["BOOT_IMAGE=", "initrd=", PARAMETER].iter().any(|start| word.starts_with(start));
     let words = now.split_whitespace().filter(stays);
     words.map(str::to_owned).chain([format!("{PARAMETER}{token}")]).collect::<Vec<_>>().join(" ")
 }
 
-/// Load the kernel, write the plan down, and have systemd shut the host down.
+/// Loads the kernel, writes the plan, and makes systemd shut the host down.
 ///
-/// *On success:* the shutdown has begun. *On failure:* guests go on as if nothing had been.
+/// *On success:* the shutdown has started. *On failure:* all guests run as before.
 ///
 /// # Errors
 /// [`HostError`].
-pub fn carry_out(host: &Host, plan: &Plan) -> Result<(), HostError> {
+pub fn carry_out(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     setup::check_units()?;
-    let begun = begin(host, plan);
-    if begun.is_err() {
+    let started = begin(host, plan);
+    if started.is_err() {
         let _ = fs::remove_file(path(host));
         if plan.kernel.is_some() {
             let _ = kexec::unload();
         }
     }
-    begun
+    started
 }
 
-fn begin(host: &Host, plan: &Plan) -> Result<(), HostError> {
+fn begin(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     if let Some(kernel) = &plan.kernel {
         let now = command_line().map_err(|source| HostError::File { path: "/proc/cmdline".into(), source })?;
         let line = next_command_line(&now, &plan.token);
@@ -242,9 +248,9 @@ fn begin(host: &Host, plan: &Plan) -> Result<(), HostError> {
     run("systemctl", &["--no-block", if plan.kernel.is_some() { "kexec" } else { "reboot" }])
 }
 
-/// systemd ends the session that a guest was started from before the services, and the guest with it. So guests get a scope of their
-/// own, which a shutdown leaves alone until the last.
-fn keep_over_shutdown(host: &Host, plan: &Plan) -> Result<(), HostError> {
+/// Moves the guests to a scope of their own, which systemd leaves alone until the end of the shutdown. Otherwise it
+/// would end them with the session that they were started from, before it stops the services.
+fn keep_over_shutdown(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     let mut pids = Vec::new();
     for (name, _) in &plan.vms {
         let rundir = RunDir::new(&host.root, name);
@@ -271,18 +277,18 @@ fn keep_over_shutdown(host: &Host, plan: &Plan) -> Result<(), HostError> {
     run("busctl", &arguments)
 }
 
-/// All VMs that run, one way for all, whether or not their RAM outlives the kernel: for a suspend by hand, with no reboot in sight.
+/// Plans a manual suspend: all running VMs, with the same method, whether or not their RAM would survive a reboot.
 ///
 /// # Errors
 /// [`HostError::File`].
-pub fn for_now(host: &Host, how: How) -> Result<Plan, HostError> {
+pub fn for_manual_suspend(host: &Host, how: RebootMethod) -> Result<HostRebootPlan, HostError> {
     let names = RunDir::list(&host.root).map_err(|source| HostError::File { path: host.root.clone(), source })?;
     let runs = |name: &String| {
         let status = life::status(&RunDir::new(&host.root, name));
         !matches!(status, Ok(Status::Ended | Status::Prepared | Status::Suspended) | Err(_))
     };
     let vms = names.into_iter().filter(runs).map(|name| (name, how)).collect();
-    Ok(Plan { token: new_token(), how, vms, kernel: None })
+    Ok(HostRebootPlan { token: new_token(), how, vms, kernel: None })
 }
 
 fn new_token() -> String {
@@ -290,23 +296,24 @@ fn new_token() -> String {
 }
 
 pub(super) fn run(program: &str, arguments: &[&str]) -> Result<(), HostError> {
-    let failed = |said: String| HostError::Command { command: format!("{program} {}", arguments.join(" ")), said };
+    let failed =
+        |stderr: String| HostError::Command { command: format!("{program} {}", arguments.join(" ")), output: stderr };
     let output = Command::new(program).args(arguments).output().map_err(|e| failed(e.to_string()))?;
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Err(failed(if said.is_empty() { output.status.to_string() } else { said }))
+    let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(failed(if stderr.is_empty() { output.status.to_string() } else { stderr }))
 }
 
-/// The VMs of a plan that are still to be suspended, as of now: one that has ended since is left out.
+/// Returns the VMs of a plan that are still to be suspended, without those that have ended since.
 #[must_use]
-pub fn still_running(host: &Host, plan: &Plan) -> Vec<(String, How)> {
+pub fn still_running(host: &Host, plan: &HostRebootPlan) -> Vec<(String, RebootMethod)> {
     let runs = |name: &str| {
         let rundir = RunDir::new(&host.root, name);
         let status = life::status(&rundir);
         if let Some(holder) = lock::holder(&rundir) {
-            tracing::warn!("{name}: `{holder}` is at work on it");
+            tracing::warn!("{name}: the operation `{holder}` holds it");
         }
         !matches!(status, Ok(Status::Ended) | Err(_)) && rundir.exists()
     };
@@ -343,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_command_line_has_one_token_and_nothing_of_the_boot_loader() {
+    fn the_next_command_line_has_one_token_and_no_words_of_the_boot_loader() {
         let now = "BOOT_IMAGE=/vmlinuz root=/dev/vda ro memmap=1G!4G rekindle.token=old initrd=x quiet\n";
         assert_eq!(next_command_line(now, "new"), "root=/dev/vda ro memmap=1G!4G quiet rekindle.token=new");
     }

@@ -1,27 +1,27 @@
 //! The record of suspended guests.
 //!
 //! ```text
-//! SUSPEND_DIR/              on a disk: a host whose RAM is lost must still know whom it has lost
-//!   lock                    flock: held by who suspends or resumes
-//!   host.json               written last: it makes the others count, if they have its token
-//!   guests/NAME.json        one guest; in a folder of their own, so that a VM may have any name
-//! RAM_DIR/.suspended/       beside the RAM, and gone with it
-//!   token                   the token once more: this RAM belongs to that record
-//!   NAME-HASH.stream        a guest without its main RAM
+//! SUSPEND_DIR/              on a disk: a host whose RAM is lost must still know which guests it has lost
+//!   lock                    flock: held by the process that suspends or resumes
+//!   host.json               written last: it validates the other files that have its token
+//!   guests/NAME.json        one guest; in a separate folder, so that a VM may have any name
+//! RAM_DIR/.suspended/       next to the RAM, and lost with it
+//!   token                   the same token: this RAM belongs to that record
+//!   NAME-HASH.stream        a guest's state without main RAM
 //!   NAME-HASH.pages         a digest of each page of its RAM
 //! ```
 //!
-//! All files are written whole or not at all. A guest's file is marked `struck`, and that is made last, before the guest is let go: from then on no
-//! other QEMU may be given its state.
+//! All files are written atomically. A guest's file is durably marked `struck` before the guest is resumed: from then
+//! on no other QEMU may get its state.
 
 use super::HostError;
-use crate::vmm::How;
+use crate::vmm::RebootMethod;
 use rekindle_qemu::cpu::Features;
 use rekindle_vm::journal::SavedState;
 use rekindle_vm::life::unique_name;
 use rekindle_vm::rundir::{RunDir, sync_directory, write_json};
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Entry as Span, host_us};
+use rekindle_vm::timeline::{Entry as StepEntry, host_us};
 use rustix::fs::{FlockOperation, flock};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -32,31 +32,29 @@ use std::path::{Path, PathBuf};
 
 /// The format of these files.
 ///
-/// 1: guests beside `host.json`, as `NAME.json`. Such files are still read.
+/// 1: guests as `NAME.json` next to `host.json`. Such files are still read.
 const FORMAT: u32 = 2;
 const HOST: &str = "host.json";
 const GUESTS: &str = "guests";
 const LOCK: &str = "lock";
-/// Beside the RAM.
-const BESIDE: &str = ".suspended";
+/// Next to the RAM.
+const STATE_DIR: &str = ".suspended";
 
-/// What holds for all guests of one suspend.
+/// Data common to all guests of one suspend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Head {
-    /// The format of the record.
+pub struct RecordHeader {
     pub format: u32,
-    /// What tells this suspend from every other.
+    /// Unique ID of this suspend.
     pub token: String,
-    /// The boot ID of the kernel under which it was.
+    /// Boot ID of the kernel under which it happened.
     pub boot_id: String,
     /// When it was committed: host clock, microseconds since 1970.
     pub committed_us: u64,
 }
 
-/// A file with what it must hold.
+/// A file with its expected length and digest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
-    /// The file.
+pub struct FileDigest {
     pub path: PathBuf,
     /// Its length in bytes.
     pub bytes: u64,
@@ -66,43 +64,42 @@ pub struct Kept {
 
 /// One suspended guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
-    /// That of its [`Head`].
+pub struct SuspendedGuest {
+    /// Must equal that of the [`RecordHeader`].
     pub token: String,
-    /// How it was suspended.
-    pub how: How,
-    /// Its VM.
+    pub how: RebootMethod,
     pub state: State,
-    /// Whether it ran, or was paused by its owner and stays so.
+    /// `false` if its owner had paused it: then it stays paused.
     pub running: bool,
-    /// Its state; none if it was shut down.
+    /// Its device state; `None` if it was shut down.
     pub saved: Option<SavedState>,
-    /// The digests of the pages of its RAM.
-    pub pages: Option<Kept>,
-    /// What it saw of its processors.
+    /// Digests of the pages of its RAM.
+    pub pages: Option<FileDigest>,
+    /// Processor features that it saw.
     pub cpu: Features,
-    /// The modification times of its disks' images; none where they tell nothing.
+    /// Modification times of its disk images; `None` if they do not show writes.
     pub disks: Option<Vec<(PathBuf, i128)>>,
     /// When it was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why it was shut down although something else was wanted.
+    /// Why it was shut down although another method was requested.
     pub fell_back: Option<String>,
-    /// A QEMU was about to be let go with it: nobody else may have it.
+    /// Set before a QEMU resumes it: no other QEMU may get its state.
     pub struck: bool,
     /// The steps of its suspend.
-    pub steps: Vec<Span>,
-    /// What its QEMU is started from, to be read ahead.
+    pub steps: Vec<StepEntry>,
+    /// Files that its QEMU is started from, to be read ahead.
     #[serde(default)]
     pub files: Vec<PathBuf>,
 }
 
-impl Entry {
-    /// That of a guest which could neither be suspended nor shut down, and ends with the host: so that it is booted after.
+impl SuspendedGuest {
+    /// Entry of a guest that could neither be suspended nor shut down, and ends with the host, so that it is booted
+    /// later.
     #[must_use]
-    pub fn given_up(token: &str, state: State, why: String) -> Self {
+    pub fn not_suspended(token: &str, state: State, why: String) -> Self {
         Self {
             token: token.into(),
-            how: How::Cold,
+            how: RebootMethod::Cold,
             disks: None,
             state,
             running: true,
@@ -120,33 +117,33 @@ impl Entry {
 
 /// The record of a host.
 #[derive(Debug)]
-pub struct Record {
+pub struct SuspendRecord {
     directory: PathBuf,
-    /// Held by who suspends or resumes: one at a time.
+    /// Held by the process that suspends or resumes, one at a time.
     lock: Option<File>,
-    /// What makes entries count; none: nobody is suspended.
-    pub head: Option<Head>,
+    /// Validates the entries; `None`: no guest is suspended.
+    pub head: Option<RecordHeader>,
 }
 
-impl Record {
-    /// Read the record in `directory`, which need not exist.
+impl SuspendRecord {
+    /// Reads the record in `directory`, which need not exist.
     ///
     /// # Errors
-    /// [`HostError::Record`]: it is there and cannot be understood.
+    /// [`HostError::Record`]: it exists and cannot be parsed.
     pub fn read(directory: &Path) -> Result<Self, HostError> {
-        let head: Option<Head> = read_json(&directory.join(HOST))?;
-        if let Some(Head { format, .. }) = head.as_ref().filter(|head| head.format > FORMAT) {
-            let text = format!("it is of format {format}, written by a newer Rekindle; use that one");
+        let head: Option<RecordHeader> = read_json(&directory.join(HOST))?;
+        if let Some(RecordHeader { format, .. }) = head.as_ref().filter(|head| head.format > FORMAT) {
+            let text = format!("it has format {format}, written by a newer Rekindle; use that version");
             return Err(HostError::Record { path: directory.join(HOST), source: io::Error::other(text) });
         }
         Ok(Self { directory: directory.to_owned(), lock: None, head })
     }
 
-    /// The same, once nobody else suspends or resumes guests, and nobody does until this is dropped.
+    /// Reads the record once no other process suspends or resumes guests, and excludes them until this is dropped.
     ///
     /// # Errors
     /// [`HostError::Record`].
-    pub fn hold(directory: &Path) -> Result<Self, HostError> {
+    pub fn lock(directory: &Path) -> Result<Self, HostError> {
         let path = directory.join(LOCK);
         let failed = |source| HostError::Record { path: path.clone(), source };
         DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
@@ -156,7 +153,7 @@ impl Record {
         Ok(Self { lock: Some(lock), ..Self::read(directory)? })
     }
 
-    /// The names of those who are suspended.
+    /// Returns the names of suspended VMs.
     ///
     /// # Errors
     /// [`HostError::Record`].
@@ -174,26 +171,26 @@ impl Record {
     }
 
     fn files(&self) -> Result<Vec<String>, HostError> {
-        let old = json_files(&self.directory)?.into_iter().filter(|name| self.old_file(name).is_some());
+        let old = json_files(&self.directory)?.into_iter().filter(|name| self.format_1_file(name).is_some());
         let mut names: Vec<_> = json_files(&self.directory.join(GUESTS))?.into_iter().chain(old).collect();
         names.sort();
         names.dedup();
         Ok(names)
     }
 
-    /// What is known of VM `name`, if it is suspended.
+    /// Returns the entry of VM `name`, if it is suspended.
     ///
     /// # Errors
     /// [`HostError::Record`].
-    pub fn entry(&self, name: &str) -> Result<Option<Entry>, HostError> {
+    pub fn entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
         let Some(head) = &self.head else { return Ok(None) };
         Ok(self.read_entry(name)?.filter(|entry| entry.token == head.token))
     }
 
-    fn read_entry(&self, name: &str) -> Result<Option<Entry>, HostError> {
+    fn read_entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
         match read_json(&self.file(name))? {
             Some(entry) => Ok(Some(entry)),
-            None => self.old_file(name).map_or(Ok(None), |path| read_json(&path)),
+            None => self.format_1_file(name).map_or(Ok(None), |path| read_json(&path)),
         }
     }
 
@@ -201,26 +198,27 @@ impl Record {
         self.directory.join(GUESTS).join(format!("{name}.json"))
     }
 
-    /// Where format 1 had a guest's file. It had none of a VM `host`.
-    fn old_file(&self, name: &str) -> Option<PathBuf> {
+    /// Returns the path of a guest's file in format 1, which had none for a VM named `host`.
+    fn format_1_file(&self, name: &str) -> Option<PathBuf> {
         let file = format!("{name}.json");
         (file != HOST).then(|| self.directory.join(file))
     }
 
-    /// Remove what is known of VM `name`: the newer file last, since it is the one that counts.
+    /// Removes the files of VM `name`: the newer one last, since it is the one that counts.
     fn remove_files(&self, name: &str) -> io::Result<()> {
-        if let Some(old) = self.old_file(name) {
+        if let Some(old) = self.format_1_file(name) {
             remove(&old)?;
         }
         remove(&self.file(name))
     }
 
-    /// Begin a new record; nothing counts before [`Record::commit`]. What an earlier one that was not committed has left goes.
+    /// Starts a new record, which counts only after [`SuspendRecord::commit`]. Removes what an earlier, uncommitted one
+    /// has left.
     ///
     /// # Errors
     /// [`HostError::StillSuspended`], [`HostError::Record`].
     pub fn begin(directory: &Path) -> Result<Self, HostError> {
-        let mut record = Self::hold(directory)?;
+        let mut record = Self::lock(directory)?;
         let names = record.names()?;
         if !names.is_empty() {
             return Err(HostError::StillSuspended(names));
@@ -235,11 +233,11 @@ impl Record {
         Ok(record)
     }
 
-    /// Write an entry down.
+    /// Writes an entry.
     ///
     /// # Errors
     /// [`HostError::Record`].
-    pub fn list(&self, entry: &Entry) -> Result<(), HostError> {
+    pub fn write_entry(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
         let path = self.file(&entry.state.hardware.name);
         let folder = self.directory.join(GUESTS);
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
@@ -248,31 +246,31 @@ impl Record {
             .map_err(|source| HostError::Record { path, source })
     }
 
-    /// All entries with this token count from here on.
+    /// Validates all entries with this token.
     ///
     /// # Errors
-    /// [`HostError::Record`]; then none does.
+    /// [`HostError::Record`]: no entry counts.
     pub fn commit(&mut self, token: String, boot_id: String, committed_us: u64) -> Result<(), HostError> {
-        let head = Head { format: FORMAT, token, boot_id, committed_us };
+        let head = RecordHeader { format: FORMAT, token, boot_id, committed_us };
         let path = self.directory.join(HOST);
         write_json(&path, &head).map_err(|source| HostError::Record { path, source })?;
         self.head = Some(head);
         Ok(())
     }
 
-    /// From here on nobody may be given the state of `entry` but who is about to let it go.
+    /// Marks `entry` so that no other process resumes it: the caller is about to.
     ///
     /// # Errors
-    /// [`HostError::Record`]; then it is as it was.
-    pub fn strike(&self, entry: &Entry) -> Result<(), HostError> {
-        self.list(&Entry { struck: true, ..entry.clone() })
+    /// [`HostError::Record`]: the entry is unchanged.
+    pub fn mark_struck(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
+        self.write_entry(&SuspendedGuest { struck: true, ..entry.clone() })
     }
 
-    /// VM `name` is suspended no more: its entry goes, and what was kept beside its RAM. Not to be there is no error.
+    /// Removes the entry of VM `name` and its files next to the RAM. A missing entry is not an error.
     ///
     /// # Errors
     /// [`HostError::Record`].
-    pub fn forget(&self, name: &str) -> Result<(), HostError> {
+    pub fn remove_entry(&self, name: &str) -> Result<(), HostError> {
         let failed = |source| HostError::Record { path: self.file(name), source };
         let entry = self.read_entry(name)?;
         self.remove_files(name).map_err(failed)?;
@@ -288,25 +286,26 @@ impl Record {
             }
             if self.files()?.is_empty() {
                 remove(&self.directory.join(HOST)).map_err(failed)?;
-                // Another guest's file may just be being written; then it stays.
+                // If another guest's file is just being written, the folder stays.
                 let _ = fs::remove_dir(&folder);
             }
-            self.leave(&beside(&entry.state));
+            self.remove_if_empty(&state_directory(&entry.state));
         }
         Ok(())
     }
 
-    /// A VM that is not suspended has nothing beside its RAM: remove what a suspend that did not come to its end has left.
-    pub(super) fn sweep(&self, rundir: &RunDir, state: &State) {
-        let directory = beside(state);
-        for path in files_beside(&directory, rundir) {
+    /// Removes what an interrupted suspend has left next to the RAM of a VM that is not suspended.
+    pub(super) fn remove_leftovers(&self, rundir: &RunDir, state: &State) {
+        let directory = state_directory(state);
+        for path in state_files(&directory, rundir) {
             let _ = remove(&path);
         }
-        self.leave(&directory);
+        self.remove_if_empty(&directory);
     }
 
-    /// The last one of that directory takes it away, unless somebody is just about to put something there.
-    fn leave(&self, directory: &Path) {
+    /// Removes the directory next to the RAM if it holds no guest's files, unless another process is about to write
+    /// there.
+    fn remove_if_empty(&self, directory: &Path) {
         let others = fs::read_dir(directory).map(|all| all.flatten().any(|file| file.file_name() != "token"));
         if others.unwrap_or(true) {
             return;
@@ -322,33 +321,33 @@ impl Record {
     }
 }
 
-/// The directory beside the RAM of a VM.
-pub(super) fn beside(state: &State) -> PathBuf {
-    state.hardware.ram.path.parent().unwrap_or(Path::new("/")).join(BESIDE)
+/// Returns the directory next to the RAM of a VM that holds suspended state.
+pub(super) fn state_directory(state: &State) -> PathBuf {
+    state.hardware.ram.path.parent().unwrap_or(Path::new("/")).join(STATE_DIR)
 }
 
-/// Make that directory, and pair it with the record of this token.
+/// Creates that directory and writes the record's token to it.
 ///
 /// # Errors
-/// The system's.
-pub(super) fn pair(state: &State, token: &str) -> io::Result<()> {
-    let directory = beside(state);
+/// Errors of the operating system.
+pub(super) fn write_token(state: &State, token: &str) -> io::Result<()> {
+    let directory = state_directory(state);
     DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
     rekindle_vm::rundir::write_atomically(&directory.join("token"), token.as_bytes())
 }
 
-/// Files beside the RAM of a VM: its state, and the digests of its pages.
-pub(super) fn files_beside(directory: &Path, rundir: &RunDir) -> [PathBuf; 2] {
+/// Returns the files of a VM in that directory: its state, and the digests of its pages.
+pub(super) fn state_files(directory: &Path, rundir: &RunDir) -> [PathBuf; 2] {
     let stem = unique_name(rundir);
     ["stream", "pages"].map(|kind| directory.join(format!("{stem}.{kind}")))
 }
 
-/// The token of that directory, if it has one.
-pub(super) fn paired(state: &State) -> Option<String> {
-    fs::read_to_string(beside(state).join("token")).ok()
+/// Returns the token in that directory, if there is one.
+pub(super) fn read_token(state: &State) -> Option<String> {
+    fs::read_to_string(state_directory(state).join("token")).ok()
 }
 
-/// The names of the files `*.json` of a directory, without that.
+/// Returns the names of the `*.json` files of a directory, without the extension.
 fn json_files(directory: &Path) -> Result<Vec<String>, HostError> {
     let failed = |source| HostError::Record { path: directory.to_owned(), source };
     let entries = match fs::read_dir(directory) {
@@ -387,24 +386,24 @@ mod tests {
     fn nothing_counts_before_the_commit_and_an_older_token_never() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("suspended");
-        assert!(Record::read(&path).unwrap().names().unwrap().is_empty());
-        let mut record = Record::begin(&path).unwrap();
+        assert!(SuspendRecord::read(&path).unwrap().names().unwrap().is_empty());
+        let mut record = SuspendRecord::begin(&path).unwrap();
         fs::write(path.join("web.json"), "{\"token\": 1}").unwrap();
         assert!(record.names().unwrap().is_empty(), "no head");
         record.commit("new".into(), "boot".into(), 7).unwrap();
-        assert!(record.names().is_err(), "an entry that is no entry is told, and not left out");
+        assert!(record.names().is_err(), "an invalid entry is an error, and not skipped");
         fs::remove_file(path.join("web.json")).unwrap();
-        assert_eq!(Record::read(&path).unwrap().head.unwrap().token, "new");
-        // Nobody is in it: the next one may begin, once this one has ended.
+        assert_eq!(SuspendRecord::read(&path).unwrap().head.unwrap().token, "new");
+        // It has no entries: a new record may be started once this one is dropped.
         drop(record);
-        assert!(Record::begin(&path).unwrap().head.is_none());
+        assert!(SuspendRecord::begin(&path).unwrap().head.is_none());
         assert!(!path.join(HOST).exists());
         fs::write(path.join(HOST), r#"{"format": 9, "token": "", "boot_id": "", "committed_us": 0}"#).unwrap();
-        assert!(Record::read(&path).unwrap_err().to_string().contains("host.json"));
+        assert!(SuspendRecord::read(&path).unwrap_err().to_string().contains("host.json"));
     }
 
-    /// Names that a VM may have, and that files of the record, or of other parts of Rekindle, have too.
-    const ODD: [&str; 16] = [
+    /// VM names that are also names of files of the record, or of other parts of Rekindle.
+    const AMBIGUOUS_NAMES: [&str; 16] = [
         "host",
         "lock",
         "guests",
@@ -424,27 +423,31 @@ mod tests {
     ];
 
     #[test]
-    fn a_vm_may_have_any_name_whatever_the_files_of_the_record_are_called() {
+    fn a_vm_may_have_any_name_also_that_of_a_file_of_the_record() {
         let directory = tempfile::tempdir().unwrap();
-        let mut record = Record::begin(directory.path()).unwrap();
+        let mut record = SuspendRecord::begin(directory.path()).unwrap();
         fs::create_dir(directory.path().join(GUESTS)).unwrap();
         record.commit("new".into(), "boot".into(), 7).unwrap();
-        for name in ODD {
+        for name in AMBIGUOUS_NAMES {
             name.parse::<rekindle_vm::definition::Name>().unwrap();
             write_json(&record.file(name), &format!("this is {name}")).unwrap();
-            // As its temporary file would be, if it was left.
+            // As if its temporary file had been left behind.
             fs::write(record.file(name).with_extension("new"), "left").unwrap();
         }
         record.commit("newer".into(), "boot".into(), 8).unwrap();
-        assert_eq!(Record::read(directory.path()).unwrap().head.unwrap().token, "newer");
-        let mut all: Vec<_> = ODD.map(str::to_owned).into();
+        assert_eq!(SuspendRecord::read(directory.path()).unwrap().head.unwrap().token, "newer");
+        let mut all: Vec<_> = AMBIGUOUS_NAMES.map(str::to_owned).into();
         all.sort();
         assert_eq!(record.files().unwrap(), all);
-        for name in ODD {
+        for name in AMBIGUOUS_NAMES {
             assert_eq!(read_json::<String>(&record.file(name)).unwrap().unwrap(), format!("this is {name}"));
-            assert!(record.entry(name).is_err(), "{name}: what is no entry is not left out");
+            assert!(record.entry(name).is_err(), "{name}: an invalid entry is not skipped");
             record.remove_files(name).unwrap();
-            assert_eq!(Record::read(directory.path()).unwrap().head.unwrap().token, "newer", "{name} is not the head");
+            assert_eq!(
+                SuspendRecord::read(directory.path()).unwrap().head.unwrap().token,
+                "newer",
+                "{name} is not the head"
+            );
         }
         assert!(record.files().unwrap().is_empty());
     }
@@ -452,7 +455,7 @@ mod tests {
     #[test]
     fn files_of_the_first_format_are_read_and_removed() {
         let directory = tempfile::tempdir().unwrap();
-        let mut record = Record::begin(directory.path()).unwrap();
+        let mut record = SuspendRecord::begin(directory.path()).unwrap();
         record.commit("old".into(), "boot".into(), 7).unwrap();
         fs::write(directory.path().join("web.json"), "{}").unwrap();
         assert_eq!(record.files().unwrap(), ["web"]);

@@ -1,14 +1,14 @@
-//! Guests that were suspended go on, each in a new QEMU.
+//! Resumes suspended guests, each in a new QEMU.
 
-use super::one::operation;
+use super::guest::operation;
 use super::plan::run;
-use super::record::{Entry, Record};
+use super::record::{SuspendRecord, SuspendedGuest};
 use super::survived::{self, Trust};
-use super::suspend::side_by_side;
-use super::{HostError, How};
+use super::suspend::in_parallel;
+use super::{HostError, RebootMethod};
 use crate::os::watch;
-use crate::vmm::recover::{boot, finish, lose, recover_carried, recover_cold};
-use crate::vmm::{RebootError, Recovered, handover, resume as let_go, saved, switch};
+use crate::vmm::recover::{boot, boot_after_loss, finish, recover_cold, recover_handover};
+use crate::vmm::{RebootError, Recovered, handover, resume as resume_guest, saved, switch};
 use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::agent;
 use rekindle_qemu::cpu;
@@ -31,66 +31,56 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a bridge may take to be there after a boot.
-const BRIDGES: Duration = Duration::from_secs(60);
-/// How long `/dev/kvm` may take to be there once its module is.
-const KVM: Duration = Duration::from_secs(10);
-/// How long a guest's agent may take to answer.
-const AGENT: Duration = Duration::from_secs(2);
+/// How long a bridge may take to appear after a boot.
+const BRIDGE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long `/dev/kvm` may take to appear after its module was loaded.
+const KVM_TIMEOUT: Duration = Duration::from_secs(10);
+const AGENT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Why a guest is lost that may have run already.
-const STRUCK: &str = "the host went down just when it was let go on";
-/// How long QEMU may take to tell that an agent listens.
-const PORT: Duration = Duration::from_millis(100);
+const STRUCK_REASON: &str = "the host went down just as the guest was resumed";
+/// How long QEMU may take to report that an agent listens.
+const PORT_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What became of a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
-pub enum Outcome {
-    /// It goes on, with its memory.
+pub enum ResumeOutcome {
+    /// It was resumed, with its memory.
     Resumed,
-    /// It was shut down, and boots, as was wanted.
+    /// It had been shut down, and was booted.
     Booted,
-    /// Its memory is lost, and it boots from its disks.
-    Lost {
-        /// Why.
-        why: String,
-    },
-    /// It is suspended still, or needs `rekindle recover`.
-    Failed {
-        /// Why.
-        error: String,
-    },
+    /// Its memory is lost, and it was booted from its disks.
+    Lost { why: String },
+    /// It is still suspended, or needs `rekindle recover`.
+    Failed { error: String },
 }
 
-/// A guest that was suspended, and what became of it.
+/// Result of resuming one suspended guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Resumed {
-    /// The VM.
+pub struct ResumeReport {
     pub name: String,
-    /// How it was suspended.
-    pub how: How,
-    /// What became of it.
+    pub how: RebootMethod,
     #[serde(flatten)]
-    pub outcome: Outcome,
+    pub outcome: ResumeOutcome,
     /// When it was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// When it went on, if it did.
+    /// When it was resumed, if it was.
     pub resume_us: Option<u64>,
 }
 
-/// Let all guests go on that are suspended.
+/// Resumes all suspended guests.
 ///
-/// *Needs:* what the VMs need: their disks, the bridges of their taps.
-/// *On success:* nobody is suspended any more; what became of each is told.
-/// *On failure:* the record cannot be read, and nothing was done.
+/// *Needs:* the resources of the VMs: their disks, the bridges of their taps.
+/// *On success:* every guest was processed; the result for each is returned.
+/// *On failure:* the record cannot be read. Nothing was changed.
 ///
 /// # Errors
 /// [`HostError::Record`].
-pub fn resume(host: &Host) -> Result<Vec<Resumed>, HostError> {
-    if Record::read(&host.suspend_dir)?.head.is_none() {
+pub fn resume(host: &Host) -> Result<Vec<ResumeReport>, HostError> {
+    if SuspendRecord::read(&host.suspend_dir)?.head.is_none() {
         return Ok(Vec::new());
     }
-    let record = Record::hold(&host.suspend_dir)?;
+    let record = SuspendRecord::lock(&host.suspend_dir)?;
     let Some(head) = &record.head else { return Ok(Vec::new()) };
     let trust = Trust::of(head).map_err(|source| HostError::File { path: "/proc".into(), source })?;
     let names = record.names()?;
@@ -98,22 +88,23 @@ pub fn resume(host: &Host) -> Result<Vec<Resumed>, HostError> {
     if entries.iter().any(|entry| entry.state.hardware.accel == "kvm") {
         wait_for_kvm();
     }
-    Ok(side_by_side(&entries, |entry| {
+    Ok(in_parallel(&entries, |entry| {
         let name = entry.state.hardware.name.clone();
-        let (outcome, resume_us) = match go_on(host, &record, entry, trust) {
-            Ok((Recovered::Booted, why, at)) => (Outcome::Lost { why: why.unwrap_or_default() }, Some(at)),
-            Ok((Recovered::Started, _, at)) => (Outcome::Booted, Some(at)),
-            Ok((_, _, at)) => (Outcome::Resumed, Some(at)),
+        let (outcome, resume_us) = match resume_one(host, &record, entry, trust) {
+            Ok((Recovered::Booted, why, at)) => (ResumeOutcome::Lost { why: why.unwrap_or_default() }, Some(at)),
+            Ok((Recovered::Started, _, at)) => (ResumeOutcome::Booted, Some(at)),
+            Ok((_, _, at)) => (ResumeOutcome::Resumed, Some(at)),
             Err(e) => {
                 let cause = std::error::Error::source(&e).map(|cause| format!(": {cause}")).unwrap_or_default();
-                (Outcome::Failed { error: format!("{e}{cause}") }, None)
+                (ResumeOutcome::Failed { error: format!("{e}{cause}") }, None)
             }
         };
-        Resumed { name, how: entry.how, outcome, stop_us: entry.stop_us, resume_us }
+        ResumeReport { name, how: entry.how, outcome, stop_us: entry.stop_us, resume_us }
     }))
 }
 
-/// Early in a boot the module of the processor's vendor may not be loaded yet. Without it QEMUs say themselves what is wrong.
+/// Loads the KVM module and waits for `/dev/kvm`: early in a boot the module of the processor's vendor may not be
+/// loaded yet. If it stays missing, QEMU reports the error.
 fn wait_for_kvm() {
     if has_kvm() {
         return;
@@ -122,18 +113,18 @@ fn wait_for_kvm() {
     if let Some(Err(e)) = hardware::kvm_module(&cpuinfo).map(|module| run("modprobe", &[module])) {
         tracing::debug!("{e}");
     }
-    let deadline = Instant::now() + KVM;
+    let deadline = Instant::now() + KVM_TIMEOUT;
     while !has_kvm() && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Whether VM `name` is suspended.
+/// Returns whether VM `name` is suspended.
 ///
 /// # Errors
 /// [`HostError`].
 pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
-    Ok(Record::read(&host.suspend_dir)?.entry(name)?.is_some())
+    Ok(SuspendRecord::read(&host.suspend_dir)?.entry(name)?.is_some())
 }
 
 /// Discards the memory and the record of VM `name` if it is suspended, in this boot or an earlier one. Returns `true` if it was.
@@ -141,11 +132,11 @@ pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
 /// # Errors
 /// [`HostError`].
 pub fn drop_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
-    let record = Record::read(&host.suspend_dir)?;
+    let record = SuspendRecord::read(&host.suspend_dir)?;
     let Some(entry) = record.entry(name)? else { return Ok(false) };
     let directory = entry.state.hardware.ram.path.parent().map(std::path::Path::to_owned).unwrap_or_default();
-    record.forget(name)?;
-    // Where the RAM itself is gone there is nothing to remove.
+    record.remove_entry(name)?;
+    // If the RAM itself is gone there is nothing to remove.
     if let Ok(directory) = RamDirectory::at(&directory) {
         for (path, _) in entry.state.hardware.ram_files() {
             let removed = directory.remove(&ram::name(&path));
@@ -155,21 +146,26 @@ pub fn drop_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     Ok(true)
 }
 
-type Gone = (Recovered, Option<String>, u64);
+type OneResult = (Recovered, Option<String>, u64);
 
-/// One guest: its place first, as this boot may not know of it yet.
-fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Gone, RebootError> {
+/// Resumes one guest. Its run directory is created first if this boot has none.
+fn resume_one(
+    host: &Host,
+    record: &SuspendRecord,
+    entry: &SuspendedGuest,
+    trust: Trust,
+) -> Result<OneResult, RebootError> {
     let name = &entry.state.hardware.name;
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| RebootError::File { path: rundir.path().to_owned(), source };
     host.create_run_dir(&rundir).map_err(failed)?;
     if State::read(&rundir).map_err(failed)?.is_none() {
-        // No process of another boot is one of this boot, whatever its number.
+        // A process of another boot does not run in this one, whatever its PID.
         let qemu = entry.state.vmm.as_ref().map_or(&entry.state.definition.qemu, |vmm| &vmm.binary).clone();
         let mut state = State { vmm: None, ..entry.state.clone() };
         state.definition.qemu = qemu;
         state.write(&rundir).map_err(failed)?;
-        // What its suspend took went with the run directory of that boot.
+        // The timeline of its suspend was lost with the run directory of that boot.
         if let Err(e) = timeline::append(&rundir, &steps(record, entry)) {
             tracing::debug!("{name}: {e}");
         }
@@ -179,15 +175,16 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
         return Err(LifeError::Running { name: name.clone(), pid: vmm.pid }.into());
     }
     let journal = match left {
-        // Somebody who resumed it was cut off just when it was let go: only what he has written down tells whether it runs.
+        // An earlier resume was interrupted just as it resumed the guest: only its journal shows whether the guest
+        // runs.
         Some(journal) if entry.struck => {
-            let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_PATIENCE).map_err(LifeError::from)?;
+            let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
             let recovered = recover(host, &held, journal)?;
-            let why = matches!(recovered, Recovered::Booted).then(|| STRUCK.to_owned());
-            // What lies beside the RAM may only be taken away by who holds the record.
-            record.sweep(&rundir, &entry.state);
+            let why = matches!(recovered, Recovered::Booted).then(|| STRUCK_REASON.to_owned());
+            // Files next to the RAM may only be removed by the holder of the record.
+            record.remove_leftovers(&rundir, &entry.state);
             drop((run_state, held));
-            watch_it(&rundir)?;
+            start_watch(&rundir)?;
             return Ok((recovered, why, host_us()));
         }
         Some(journal) => journal,
@@ -196,87 +193,98 @@ fn go_on(host: &Host, record: &Record, entry: &Entry, trust: Trust) -> Result<Go
             let kind = operation(entry.how).1;
             let mut journal = Journal::open_for(&rundir, kind, None, generation, entry.running).map_err(failed)?;
             journal.operation.saved = entry.saved.clone();
-            journal.advance(if entry.how == How::Cold { Step::Suspend } else { Step::Saved }).map_err(failed)?;
+            journal
+                .advance(if entry.how == RebootMethod::Cold { Step::Suspend } else { Step::Saved })
+                .map_err(failed)?;
             journal
         }
     };
-    let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_PATIENCE).map_err(LifeError::from)?;
-    let gone = from_entry(host, record, &held, journal, entry, trust)?;
+    let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let resumed = resume_entry(host, record, &held, journal, entry, trust)?;
     drop((run_state, held));
-    watch_it(&rundir)?;
-    Ok(gone)
+    start_watch(&rundir)?;
+    Ok(resumed)
 }
 
-/// Somebody waits for a VM's guest to reboot itself.
-fn watch_it(rundir: &RunDir) -> Result<(), RebootError> {
+/// Starts the watch process of a VM.
+fn start_watch(rundir: &RunDir) -> Result<(), RebootError> {
     let state = State::read(rundir).map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
     if let Some(state) = state
         && let Err(e) = watch::start(rundir, &state)
     {
-        tracing::warn!("{}: nobody waits for its guest to reboot itself: {e}", rundir.name());
+        tracing::warn!(
+            "{}: cannot start `rekindle watch`, so its guest stays stopped if it reboots itself: {e}",
+            rundir.name()
+        );
     }
     Ok(())
 }
 
-/// The steps of a guest's suspend, with the one that it has in common with all: from when it was saved until the record counted.
-fn steps(record: &Record, entry: &Entry) -> Vec<timeline::Entry> {
+/// Returns the steps of a guest's suspend, plus the step common to all guests: from its save until the record was
+/// committed.
+fn steps(record: &SuspendRecord, entry: &SuspendedGuest) -> Vec<timeline::Entry> {
     let mut steps = entry.steps.clone();
     if let (Some(last), Some(head)) = (entry.steps.last(), &record.head) {
-        let begun = last.start_host_us + last.us;
+        let start_us = last.start_host_us + last.us;
         steps.push(timeline::Entry {
             step: "sync and commit".into(),
-            start_host_us: begun,
+            start_host_us: start_us,
             start_mono_ns: last.start_mono_ns + last.us * 1000,
-            us: head.committed_us.saturating_sub(begun),
+            us: head.committed_us.saturating_sub(start_us),
             ..last.clone()
         });
     }
     steps
 }
 
-/// Finish or undo what a suspend or a resume of the host has left of one VM.
+/// Finishes or undoes an interrupted suspend or resume of one VM.
 ///
 /// # Errors
 /// [`RebootError`].
 pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let name = held.rundir.name();
     let unread = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
-    let record = Record::read(&host.suspend_dir).map_err(unread)?;
+    let record = SuspendRecord::read(&host.suspend_dir).map_err(unread)?;
     let entry = record.entry(name).map_err(unread)?.filter(|entry| !entry.struck);
     let recovered = match entry {
         Some(entry) if journal.operation.step <= Step::Saved => {
-            match journal.operation.from.clone().filter(|old| old.is_alive() && entry.how != How::Cold) {
-                Some(old) => {
-                    // From here on it is not suspended, and its old QEMU may have it.
-                    record.strike(&entry).map_err(unread)?;
-                    switch::back(&held.rundir, &old, journal, entry.running)?;
+            match journal
+                .operation
+                .from
+                .clone()
+                .filter(|source_qemu| source_qemu.is_alive() && entry.how != RebootMethod::Cold)
+            {
+                Some(source_qemu) => {
+                    // From here on it is not suspended, and its source QEMU may run it.
+                    record.mark_struck(&entry).map_err(unread)?;
+                    switch::return_to_source(&held.rundir, &source_qemu, journal, entry.running)?;
                     Recovered::Undone
                 }
                 None => {
                     let head = record.head.as_ref();
                     let trust = head.map_or(Ok(Trust::Digests), Trust::of);
                     let trust = trust.map_err(|source| RebootError::File { path: "/proc".into(), source })?;
-                    from_entry(host, &record, held, journal, &entry, trust)?.0
+                    resume_entry(host, &record, held, journal, &entry, trust)?.0
                 }
             }
         }
-        _ if operation(How::Cold).1 == journal.operation.kind => recover_cold(held, journal)?,
-        _ => recover_carried(held, journal)?,
+        _ if operation(RebootMethod::Cold).1 == journal.operation.kind => recover_cold(held, journal)?,
+        _ => recover_handover(held, journal)?,
     };
-    record.forget(name).map_err(unread)?;
-    record.sweep(&held.rundir, &held.state);
+    record.remove_entry(name).map_err(unread)?;
+    record.remove_leftovers(&held.rundir, &held.state);
     Ok(recovered)
 }
 
-/// Let the guest of an entry go on, or boot it where its memory is lost.
-fn from_entry(
+/// Resumes the guest of an entry, or boots it if its memory is lost.
+fn resume_entry(
     host: &Host,
-    record: &Record,
+    record: &SuspendRecord,
     held: &Held,
     mut journal: Journal,
-    entry: &Entry,
+    entry: &SuspendedGuest,
     trust: Trust,
-) -> Result<Gone, RebootError> {
+) -> Result<OneResult, RebootError> {
     let rundir = &held.rundir;
     let name = rundir.name();
     let unwritten = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
@@ -285,27 +293,28 @@ fn from_entry(
     let generation = journal.operation.generation;
     switch::end_generation(rundir, generation)?;
     missing_disks(entry)?;
-    network::wait_for_bridges(&entry.state.definition, BRIDGES)?;
+    network::wait_for_bridges(&entry.state.definition, BRIDGE_TIMEOUT)?;
     recorder.step("wait for its bridges");
-    // Opened once: another thread that just starts a QEMU keeps a copy of what is open for a moment, and a tap can be had once.
+    // Opened once: a tap has one user at a time, and another thread that is just starting a QEMU keeps copies of open
+    // descriptors for a moment.
     let taps = network::create(host, &entry.state)?;
     fault::point("host.resume.placed", None, None);
     recorder.step("make its place");
 
-    let why = lost_why(entry, trust);
-    recorder.step("look whether its memory survived");
-    if why.is_some() || entry.how == How::Cold {
-        // It is booted whatever comes: were this cut off, the next one would boot it too.
-        record.strike(entry).map_err(unwritten)?;
+    let why = loss_reason(entry, trust);
+    recorder.step("check its memory");
+    if why.is_some() || entry.how == RebootMethod::Cold {
+        // It is booted in any case: if this is interrupted, the next attempt boots it too.
+        record.mark_struck(entry).map_err(unwritten)?;
         fault::point("host.resume.struck", None, None);
         let recovered = match &why {
             Some(why) => {
                 tracing::warn!("{name}: its memory is lost, and it is booted from its disks: {why}");
-                lose(held, journal, Some(taps))?
+                boot_after_loss(held, journal, Some(taps))?
             }
             None => boot(held, journal, Recovered::Started, Some(taps))?,
         };
-        record.forget(name).map_err(unwritten)?;
+        record.remove_entry(name).map_err(unwritten)?;
         return Ok((recovered, why, host_us()));
     }
 
@@ -313,55 +322,61 @@ fn from_entry(
     let Some(saved) = &entry.saved else { return Err(LifeError::Unknown { name: name.into() }.into()) };
     let hardware = &held.state.hardware;
     let binary = &held.rundir.binary(held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary))?;
-    let (new, mut qmp) = match entry.how {
-        How::Saved => {
+    let (destination_qemu, mut qmp) = match entry.how {
+        RebootMethod::Saved => {
             ram::renew(rundir, hardware)?;
             saved::start_from_disk(rundir, hardware, binary, (generation, saved), taps)?
         }
         _ => handover::start_from(rundir, hardware, binary, (generation, saved), taps)?,
     };
-    journal.operation.to = Some(new.clone());
+    journal.operation.to = Some(destination_qemu.clone());
     journal.write().map_err(failed)?;
     recorder.step("load");
-    fault::point("host.resume.loaded", None, Some(&new));
+    fault::point("host.resume.loaded", None, Some(&destination_qemu));
     if let Err(error) = compare_cpu(name, entry, &mut qmp) {
-        // It stays suspended.
-        let _ = new.kill();
+        // The guest stays suspended.
+        let _ = destination_qemu.kill();
         return Err(error);
     }
     recorder.phase(Phase::Resume);
-    record.strike(entry).map_err(unwritten)?;
-    fault::point("host.resume.struck", None, Some(&new));
+    record.mark_struck(entry).map_err(unwritten)?;
+    fault::point("host.resume.struck", None, Some(&destination_qemu));
     journal.advance(Step::Resume).map_err(failed)?;
-    let resumed = let_go(&mut qmp, entry.running)?;
-    fault::point("host.resume.resumed", None, Some(&new));
+    let resumed = resume_guest(&mut qmp, entry.running)?;
+    fault::point("host.resume.resumed", None, Some(&destination_qemu));
     recorder.step("resume");
     recorder.phase(Phase::Settle);
-    settle(record, held, journal, &new, qmp)?;
+    settle(record, held, journal, &destination_qemu, qmp)?;
     recorder.step("record");
     recorder.write(rundir);
     Ok((Recovered::FromState, None, resumed))
 }
 
-/// The guest runs: what was kept of it goes, and it is a VM like any other.
-fn settle(record: &Record, held: &Held, journal: Journal, new: &Vmm, mut qmp: Qmp) -> Result<(), RebootError> {
+/// Removes the guest's saved state, since it runs, and records it as an ordinary VM.
+fn settle(
+    record: &SuspendRecord,
+    held: &Held,
+    journal: Journal,
+    destination_qemu: &Vmm,
+    mut qmp: Qmp,
+) -> Result<(), RebootError> {
     let name = held.rundir.name();
     if held.state.hardware.agent {
-        set_clock(&mut qmp, new);
+        set_clock(&mut qmp, destination_qemu);
     }
-    // Switches may have forgotten where it is.
+    // Network switches may have forgotten the guest's port.
     let rounds = serde_json::json!({"initial": 50, "max": 550, "rounds": 5, "step": 100});
     if let Err(e) = qmp.execute::<serde_json::Value>("announce-self", rounds) {
         tracing::debug!("{name}: its network cards were not announced: {e}");
     }
-    record.forget(name).map_err(|error| RebootError::Record { name: name.into(), why: error.to_string() })?;
-    fault::point("host.resume.recorded", None, Some(new));
-    finish(held, journal, new, qmp, Recovered::FromState).map(drop)
+    record.remove_entry(name).map_err(|error| RebootError::Record { name: name.into(), why: error.to_string() })?;
+    fault::point("host.resume.recorded", None, Some(destination_qemu));
+    finish(held, journal, destination_qemu, qmp, Recovered::FromState).map(drop)
 }
 
-/// Its clock has stood still as long as the host was away.
+/// Sets the guest's clock, which has stood still since the suspend.
 fn set_clock(qmp: &mut Qmp, vmm: &Vmm) {
-    let deadline = Instant::now() + PORT;
+    let deadline = Instant::now() + PORT_TIMEOUT;
     loop {
         match agent::listens(qmp) {
             Ok(true) => break,
@@ -369,47 +384,50 @@ fn set_clock(qmp: &mut Qmp, vmm: &Vmm) {
             _ => return,
         }
     }
-    if let Err(e) = agent::set_time(&vmm.directory().agent(), AGENT) {
-        tracing::warn!("the guest's clock is not set: {e}; set it in the guest, e.g. chronyc makestep");
+    if let Err(e) = agent::set_time(&vmm.directory().agent(), AGENT_TIMEOUT) {
+        tracing::warn!("cannot set the guest's clock: {e}; set it in the guest, for example with: chronyc makestep");
     }
 }
 
-/// A disk that is not there yet may come: the guest stays suspended.
-fn missing_disks(entry: &Entry) -> Result<(), RebootError> {
+/// Returns an error if a disk is missing, so that the guest stays suspended: the disk may appear later.
+fn missing_disks(entry: &SuspendedGuest) -> Result<(), RebootError> {
     for disk in &entry.state.hardware.disks {
         std::fs::metadata(&disk.path).map_err(|e| {
-            let text = format!("{e}; its guest stays suspended: mount what is missing, then rekindle host resume");
+            let text = format!(
+                "{e}; the guest stays suspended: mount the missing file system, then run: rekindle host resume"
+            );
             RebootError::File { path: disk.path.clone(), source: io::Error::new(e.kind(), text) }
         })?;
     }
     Ok(())
 }
 
-/// Why the memory of a guest is of no use any more, if it is not.
-fn lost_why(entry: &Entry, trust: Trust) -> Option<String> {
-    if entry.how == How::Cold {
+/// Returns why the memory of a guest is lost, if it is.
+fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
+    if entry.how == RebootMethod::Cold {
         return None;
     }
     if entry.struck {
-        return Some(STRUCK.into());
+        return Some(STRUCK_REASON.into());
     }
     if handover::disk_times(&entry.state.hardware) != entry.disks {
         return Some("its disks were written while it was suspended".into());
     }
     match entry.how {
-        How::Warm => survived::check(entry, trust).err(),
+        RebootMethod::Warm => survived::check(entry, trust).err(),
         _ => None,
     }
 }
 
-/// The guest must find what it had of its processors. More than that does it no harm: it has never looked for it.
-fn compare_cpu(name: &str, entry: &Entry, qmp: &mut Qmp) -> Result<(), RebootError> {
+/// Returns an error if the guest would miss processor features. Additional features do no harm: the guest has never
+/// checked for them.
+fn compare_cpu(name: &str, entry: &SuspendedGuest, qmp: &mut Qmp) -> Result<(), RebootError> {
     let now = cpu::features(qmp)?;
     let differences = cpu::differences(&entry.cpu, &now);
-    let gone: Vec<_> = differences.iter().filter(|(_, before, now)| before & !now != 0).collect();
-    if gone.is_empty() {
+    let missing: Vec<_> = differences.iter().filter(|(_, before, now)| before & !now != 0).collect();
+    if missing.is_empty() {
         return Ok(());
     }
-    let words = gone.iter().map(|(word, before, now)| format!("{word} was {before:#x} and is {now:#x}"));
+    let words = missing.iter().map(|(word, before, now)| format!("{word} was {before:#x} and is {now:#x}"));
     Err(RebootError::FewerFeatures { name: name.into(), words: words.collect::<Vec<_>>().join(", ") })
 }

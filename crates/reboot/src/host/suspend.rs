@@ -1,10 +1,10 @@
-//! All guests, or none, out of their QEMUs.
+//! Suspends all guests, or none.
 
-use super::one::{Ready, Saved, look};
-use super::record::{Entry, Record, beside, pair};
+use super::guest::{PreparedSuspend, SavedGuest, preflight};
+use super::record::{SuspendRecord, SuspendedGuest, state_directory, write_token};
 use super::survived::boot_id;
-use super::{HostError, How};
-use crate::vmm::{Patience, Problem, RebootError};
+use super::{HostError, RebootMethod};
+use crate::vmm::{Problem, RebootError, SilentQemuPolicy};
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Status};
@@ -17,114 +17,117 @@ use std::fs::File;
 use std::path::Path;
 use std::thread;
 
-/// What becomes of a guest that cannot be suspended.
+/// What to do if a guest cannot be suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fallback {
-    /// Then none is.
+    /// Suspend no guest.
     None,
-    /// It is shut down, and booted after: a shutdown of the host that is under way cannot be called off.
+    /// Shut it down, and boot it later: a shutdown of the host that is in progress cannot be cancelled.
     Cold,
 }
 
-/// A guest that was suspended.
+/// A suspended guest, as it is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Suspended {
-    /// The VM.
+pub struct SuspendReport {
     pub name: String,
-    /// How.
-    pub how: How,
+    pub how: RebootMethod,
     /// When it was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why it was shut down although something else was wanted.
+    /// Why it was shut down although another method was requested.
     pub fell_back: Option<String>,
 }
 
-/// Suspend the guests of `wanted`, each in its way, under `token`.
+/// Suspends the guests of `wanted`, each by its method, under `token`.
 ///
-/// *Needs:* the VMs run; nothing else is at work on them; none is suspended still.
-/// *On success:* their QEMUs have ended, and [`super::resume()`] lets them go on, also in another boot of the host.
-/// *On failure:* all go on, but for [`HostError::Ending`]: those are suspended. With [`Fallback::Cold`] only the record can fail.
+/// *Needs:* the VMs run; no other operation holds them; no guest is still suspended.
+/// *On success:* their QEMUs have ended, and [`super::resume()`] resumes them, also in another boot of the host.
+/// *On failure:* all guests continue to run, except for [`HostError::Ending`]: then they are suspended. With
+/// [`Fallback::Cold`] only errors of the record are returned.
 ///
-/// Nobody is stopped before everybody is ready. Those that are shut down go first, then those that are saved, and last those whose RAM
-/// stays, since they take least time.
+/// No guest is stopped before all are prepared. Guests to be shut down go first, then those to be saved, and last those
+/// whose RAM stays in place, since they take least time.
 ///
 /// # Errors
 /// [`HostError`].
 pub fn suspend(
     host: &Host,
-    wanted: &[(String, How)],
+    wanted: &[(String, RebootMethod)],
     token: &str,
     fallback: Fallback,
-) -> Result<Vec<Suspended>, HostError> {
-    let mut record = Record::begin(&host.suspend_dir)?;
+) -> Result<Vec<SuspendReport>, HostError> {
+    let mut record = SuspendRecord::begin(&host.suspend_dir)?;
     let mut failed = Vec::new();
-    let mut given_up = Vec::new();
-    let mut ready = Vec::new();
-    for (name, got) in side_by_side(wanted, |(name, how)| (name.clone(), get_ready(host, name, *how))) {
-        match got {
-            Ok(one) => ready.push((one, None)),
+    let mut not_suspended = Vec::new();
+    let mut prepared = Vec::new();
+    for (name, result) in in_parallel(wanted, |(name, how)| (name.clone(), prepare(host, name, *how))) {
+        match result {
+            Ok(one) => prepared.push((one, None)),
             Err(error) => failed.push((name, error)),
         }
     }
     if fallback == Fallback::Cold {
         for (name, error) in std::mem::take(&mut failed) {
-            let why = why(&error);
+            let why = with_cause(&error);
             tracing::warn!("{name} is shut down instead: {why}");
-            match get_ready(host, &name, How::Cold) {
-                Ok(one) => ready.push((one, Some(why))),
-                Err(e) => given_up.push((name, e)),
+            match prepare(host, &name, RebootMethod::Cold) {
+                Ok(one) => prepared.push((one, Some(why))),
+                Err(e) => not_suspended.push((name, e)),
             }
         }
     }
     if !failed.is_empty() {
-        ready.into_iter().for_each(|(one, _)| one.give_up());
-        return Err(refused(failed));
+        prepared.into_iter().for_each(|(one, _)| one.cancel());
+        return Err(preparation_error(failed));
     }
-    // What is on its way to the disks anyway is not to be waited for with guests stopped.
+    // Write pending data now, so that syncing takes less time while guests are stopped.
     rustix::fs::sync();
 
-    // Before all of them write there side by side.
-    let places: Vec<_> = ready.iter().filter(|(one, _)| one.how() == How::Warm).map(|(one, _)| one.place()).collect();
-    let paired = places.iter().try_for_each(|(_, state)| pair(state, token));
+    // Before all of them write there concurrently.
+    let warm_guests: Vec<_> = prepared
+        .iter()
+        .filter(|(one, _)| one.how() == RebootMethod::Warm)
+        .map(|(one, _)| one.rundir_and_state())
+        .collect();
+    let paired = warm_guests.iter().try_for_each(|(_, state)| write_token(state, token));
     if let Err(source) = paired {
-        let path = places.first().map(|(_, state)| beside(state)).unwrap_or_default();
-        ready.into_iter().for_each(|(one, _)| one.give_up());
+        let path = warm_guests.first().map(|(_, state)| state_directory(state)).unwrap_or_default();
+        prepared.into_iter().for_each(|(one, _)| one.cancel());
         return Err(HostError::File { path, source });
     }
 
     let mut saved = Vec::new();
-    for how in [How::Cold, How::Saved, How::Warm] {
-        let (now, later): (Vec<_>, Vec<_>) = ready.into_iter().partition(|(one, _)| one.how() == how);
-        ready = later;
+    for how in [RebootMethod::Cold, RebootMethod::Saved, RebootMethod::Warm] {
+        let (now, later): (Vec<_>, Vec<_>) = prepared.into_iter().partition(|(one, _)| one.how() == how);
+        prepared = later;
         if !failed.is_empty() {
-            now.into_iter().for_each(|(one, _)| one.give_up());
+            now.into_iter().for_each(|(one, _)| one.cancel());
             continue;
         }
-        let outcomes = side_by_side_owned(now, |(one, fell_back)| {
+        let outcomes = in_parallel_owned(now, |(one, fell_back)| {
             let name = one.name().to_owned();
             (name, one.save(host, token, fell_back))
         });
         for (name, outcome) in outcomes {
             match outcome {
                 Ok(one) => saved.push(one),
-                Err(error) if fallback == Fallback::Cold && how != How::Cold => {
-                    let why = why(&error);
+                Err(error) if fallback == Fallback::Cold && how != RebootMethod::Cold => {
+                    let why = with_cause(&error);
                     tracing::warn!("{name} is shut down instead: {why}");
-                    match get_ready(host, &name, How::Cold).and_then(|one| one.save(host, token, Some(why))) {
+                    match prepare(host, &name, RebootMethod::Cold).and_then(|one| one.save(host, token, Some(why))) {
                         Ok(one) => saved.push(one),
-                        Err(e) => given_up.push((name, e)),
+                        Err(e) => not_suspended.push((name, e)),
                     }
                 }
-                Err(error) if fallback == Fallback::Cold => given_up.push((name, error)),
+                Err(error) if fallback == Fallback::Cold => not_suspended.push((name, error)),
                 Err(error) => failed.push((name, error)),
             }
         }
     }
-    let listed = given_up.iter().try_for_each(|(name, error)| {
-        let why = why(error);
-        tracing::error!("{name} ends with the host, and is booted after: {why}");
+    let listed = not_suspended.iter().try_for_each(|(name, error)| {
+        let why = with_cause(error);
+        tracing::error!("{name} ends with the host and will be booted afterwards: {why}");
         match State::read(&RunDir::new(&host.root, name)) {
-            Ok(Some(state)) => record.list(&Entry::given_up(token, state, why)),
+            Ok(Some(state)) => record.write_entry(&SuspendedGuest::not_suspended(token, state, why)),
             _ => Ok(()),
         }
     });
@@ -133,57 +136,58 @@ pub fn suspend(
         false => Err(HostError::Suspend(failed)),
     };
     if let Err(error) = committed {
-        side_by_side_owned(saved, |one| one.back(host));
-        places.iter().for_each(|(rundir, state)| record.sweep(rundir, state));
+        in_parallel_owned(saved, |one| one.undo(host));
+        warm_guests.iter().for_each(|(rundir, state)| record.remove_leftovers(rundir, state));
         return Err(error);
     }
-    fault::point("host.suspend.committed", saved.first().map(Saved::vmm), None);
+    fault::point("host.suspend.committed", saved.first().map(SavedGuest::vmm), None);
 
-    let told = saved.iter().map(|one| Suspended {
+    let entry_with_steps = saved.iter().map(|one| SuspendReport {
         name: one.name().into(),
         how: one.entry.how,
         stop_us: one.entry.stop_us,
         fell_back: one.entry.fell_back.clone(),
     });
-    let told = told.collect();
-    let ended = side_by_side_owned(saved, |one| (one.name().to_owned(), one.end()));
+    let entry_with_steps = entry_with_steps.collect();
+    let ended = in_parallel_owned(saved, |one| (one.name().to_owned(), one.end()));
     let left: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
-    if left.is_empty() { Ok(told) } else { Err(HostError::Ending(left)) }
+    if left.is_empty() { Ok(entry_with_steps) } else { Err(HostError::Ending(left)) }
 }
 
-/// A VM, and why it cannot be suspended, if it cannot.
-pub type Checked = (String, Result<(), RebootError>);
+/// A VM, and why it cannot be suspended, if so.
+pub type CheckResult = (String, Result<(), RebootError>);
 
-/// Looks at whether [`suspend`] could be done, VM by VM. Nothing is changed.
+/// Checks whether [`suspend`] is possible, VM by VM. Changes nothing.
 ///
 /// # Errors
 /// [`HostError::StillSuspended`], [`HostError::Record`].
-pub fn check(host: &Host, wanted: &[(String, How)]) -> Result<Vec<Checked>, HostError> {
-    let still = Record::read(&host.suspend_dir)?.names()?;
+pub fn check(host: &Host, wanted: &[(String, RebootMethod)]) -> Result<Vec<CheckResult>, HostError> {
+    let still = SuspendRecord::read(&host.suspend_dir)?.names()?;
     if !still.is_empty() {
         return Err(HostError::StillSuspended(still));
     }
-    let one = |name: &str, how| look(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
+    let one = |name: &str, how| preflight(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
     Ok(wanted.iter().map(|(name, how)| (name.clone(), one(name, *how))).collect())
 }
 
-/// Finish or undo what a suspend under `token` that was cut off has left of the VMs `names`, so that it can be tried again: at the end of a
-/// shutdown there is nobody else to see to it.
+/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that it can be repeated: at the end
+/// of a shutdown no other process can do this.
 ///
-/// *On success:* `true`, and the suspend had been committed: the QEMUs that were left have ended. `false`: it had not, and the guests
-/// go on; what of one cannot be undone is told in the log.
-/// *On failure:* nothing was done, or only some of the QEMUs have ended.
+/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: it had not, and
+/// the guests run; guests that could not be recovered are logged.
+/// *On failure:* nothing was changed, or only some of the QEMUs have ended.
 ///
 /// # Errors
 /// [`HostError::Record`], [`HostError::Ending`].
-pub fn take_up(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
-    let record = Record::hold(&host.suspend_dir)?;
+pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
+    let record = SuspendRecord::lock(&host.suspend_dir)?;
     if record.head.as_ref().is_some_and(|head| head.token == token) {
         let listed = record.names()?;
         let entries: Vec<_> =
             listed.iter().filter_map(|name| record.entry(name).transpose()).collect::<Result<_, _>>()?;
-        // Nobody has let one of them go since: that is for another boot, or for somebody who holds the record.
-        let ended = side_by_side_owned(entries, |entry| (entry.state.hardware.name.clone(), end_left(host, &entry)));
+        // No guest was resumed since: only another boot, or a process that holds the record, does that.
+        let ended =
+            in_parallel_owned(entries, |entry| (entry.state.hardware.name.clone(), end_remaining(host, &entry)));
         let left: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
         return if left.is_empty() { Ok(true) } else { Err(HostError::Ending(left)) };
     }
@@ -191,52 +195,52 @@ pub fn take_up(host: &Host, names: &[String], token: &str) -> Result<bool, HostE
     for name in names {
         let rundir = RunDir::new(&host.root, name);
         if matches!(life::status(&rundir), Ok(Status::NeedsRecovery))
-            && let Err(error) = crate::vmm::recover(host, name, Patience::default())
+            && let Err(error) = crate::vmm::recover(host, name, SilentQemuPolicy::default())
         {
-            tracing::warn!("{name}: {}", why(&error));
+            tracing::warn!("{name}: {}", with_cause(&error));
         }
     }
     Ok(false)
 }
 
-/// The QEMU of a guest that is suspended goes, and the servers of its disks, if they are still there.
-fn end_left(host: &Host, entry: &Entry) -> Result<(), RebootError> {
+/// Ends the QEMU and the disk servers of a suspended guest, if they still run.
+fn end_remaining(host: &Host, entry: &SuspendedGuest) -> Result<(), RebootError> {
     let rundir = RunDir::new(&host.root, &entry.state.hardware.name);
-    if let Some(old) = entry.state.vmm.as_ref().filter(|old| !entry.struck && old.is_alive()) {
-        old.kill().map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
+    if let Some(source_qemu) = entry.state.vmm.as_ref().filter(|source_qemu| !entry.struck && source_qemu.is_alive()) {
+        source_qemu.kill().map_err(|source| RebootError::File { path: rundir.path().to_owned(), source })?;
     }
     Ok(disks::end(&rundir, &entry.state.hardware).map_err(LifeError::from)?)
 }
 
-fn get_ready(host: &Host, name: &str, how: How) -> Result<Ready, RebootError> {
-    Ready::new(look(host, name, how, |path| Binary::known(path, &host.binaries()))?)
+fn prepare(host: &Host, name: &str, how: RebootMethod) -> Result<PreparedSuspend, RebootError> {
+    PreparedSuspend::new(preflight(host, name, how, |path| Binary::known(path, &host.binaries()))?)
 }
 
-fn why(error: &dyn std::error::Error) -> String {
+fn with_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
-/// Everything is on its place, and lasts; then the record says so.
-fn commit(record: &mut Record, saved: &[Saved], token: &str) -> Result<(), HostError> {
+/// Makes all saved state durable, then commits the record.
+fn commit(record: &mut SuspendRecord, saved: &[SavedGuest], token: &str) -> Result<(), HostError> {
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| HostError::File { path: path.clone(), source }
     };
-    let mut directories: Vec<_> = saved.iter().filter_map(Saved::ram_directory).collect();
+    let mut directories: Vec<_> = saved.iter().filter_map(SavedGuest::ram_directory).collect();
     directories.sort_unstable();
     directories.dedup();
     for directory in directories {
-        // With DAX, also what of the RAM is in the processors' caches only.
+        // With DAX, this also writes back RAM that is only in processor caches.
         let opened = File::open(directory).map_err(failed(directory))?;
         rustix::fs::syncfs(&opened).map_err(|e| failed(directory)(e.into()))?;
     }
-    saved.iter().try_for_each(|one| record.list(&one.told()))?;
-    fault::point("host.suspend.listed", saved.first().map(Saved::vmm), None);
+    saved.iter().try_for_each(|one| record.write_entry(&one.entry_with_steps()))?;
+    fault::point("host.suspend.listed", saved.first().map(SavedGuest::vmm), None);
     let boot_id = boot_id().map_err(failed(Path::new("/proc/sys/kernel/random/boot_id")))?;
     record.commit(token.into(), boot_id, host_us())
 }
 
-fn refused(failed: Vec<(String, RebootError)>) -> HostError {
+fn preparation_error(failed: Vec<(String, RebootError)>) -> HostError {
     let all_against = failed.iter().all(|(_, error)| matches!(error, RebootError::Preflight { .. }));
     if !all_against {
         return HostError::Suspend(failed);
@@ -248,13 +252,13 @@ fn refused(failed: Vec<(String, RebootError)>) -> HostError {
     HostError::Preflight(failed.into_iter().map(|(name, error)| (name, problems(error))).collect())
 }
 
-/// Do `work` with each, all at once; the results are in their order.
-pub(super) fn side_by_side<'a, T: Sync, R: Send>(all: &'a [T], work: impl Fn(&'a T) -> R + Sync) -> Vec<R> {
-    side_by_side_owned(all.iter().collect(), work)
+/// Runs `work` on all items in parallel. The results are in the order of the items.
+pub(super) fn in_parallel<'a, T: Sync, R: Send>(all: &'a [T], work: impl Fn(&'a T) -> R + Sync) -> Vec<R> {
+    in_parallel_owned(all.iter().collect(), work)
 }
 
-/// The same with each given away.
-pub(super) fn side_by_side_owned<T: Send, R: Send>(all: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+/// As [`in_parallel`], but passes each item by value.
+pub(super) fn in_parallel_owned<T: Send, R: Send>(all: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let work = &work;
     thread::scope(|scope| {
         let workers: Vec<_> = all.into_iter().map(|one| scope.spawn(move || work(one))).collect();

@@ -1,12 +1,13 @@
 //! Restarts the processes that serve a VM ([`rekindle_vm::helpers`]) when they die.
 //!
-//! A part of `rekindle watch`. It holds a pidfd of each, so that a death is known within a millisecond, and looks a few times a second
-//! for helpers that it does not know yet. What it starts is what `rekindle recover` starts, by the same functions and under the same locks.
+//! Part of `rekindle watch`. A pidfd of each helper reports its death within a millisecond; new helpers are found by
+//! polling a few times a second. Helpers are started by the functions, and under the locks, that `rekindle recover`
+//! uses.
 
 mod backoff;
 
-use super::phase::keeper;
-use backoff::{Backoff, LIMIT, Next};
+use super::phase::saver;
+use backoff::{Backoff, DEATH_LIMIT, RestartDecision};
 use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
 use rekindle_vm::disks;
@@ -23,44 +24,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Between two looks for helpers that are not known yet.
-const LOOK: Duration = Duration::from_millis(200);
-/// How long a helper that was never seen may be missing: it may be about to begin.
-const BEGINNING: Duration = Duration::from_secs(1);
-/// How long one that was started may take to serve.
-const START: Duration = Duration::from_secs(10);
+/// Interval between searches for new helpers.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// How long a helper that was never seen may be missing: it may be about to start.
+const START_GRACE: Duration = Duration::from_secs(1);
+/// How long a started helper may take until it serves.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What is known of one helper.
-struct Known {
-    /// Its process, since when it is known, and what says that it has died.
+/// State of one helper.
+struct HelperState {
+    /// Its process, the time since when it is known, and a pidfd that reports its death.
     process: Option<(Process, Instant, OwnedFd)>,
     backoff: Backoff,
-    /// Since when it is missing, and when it is to be restarted; never if it is given up.
+    /// Since when it is missing, and when to restart it; never if it is abandoned.
     missing: Option<(Instant, Option<Instant>)>,
 }
 
-/// The helpers of one VM.
-pub(super) struct Helpers<'a> {
+/// Supervises the helpers of one VM.
+pub(super) struct HelperSupervisor<'a> {
     rundir: &'a RunDir,
     log_limit: u64,
-    /// That a log cannot be rotated was reported.
-    unbounded: bool,
-    known: BTreeMap<Helper, Known>,
+    rotation_failure_reported: bool,
+    known: BTreeMap<Helper, HelperState>,
     record: Record,
 }
 
-impl<'a> Helpers<'a> {
+impl<'a> HelperSupervisor<'a> {
     pub(super) fn new(rundir: &'a RunDir, log_limit: u64) -> Self {
         let mut record = helpers::record(rundir);
-        // A new process has not given anything up.
+        // A new process has not abandoned any helper.
         record.values_mut().for_each(|restarts| restarts.abandoned = None);
-        Self { rundir, log_limit, unbounded: false, known: BTreeMap::new(), record }
+        Self { rundir, log_limit, rotation_failure_reported: false, known: BTreeMap::new(), record }
     }
 
-    /// Watch over them until `end` is set.
-    pub(super) fn keep(mut self, end: &AtomicBool) {
+    /// Supervises the helpers until `end` is set.
+    pub(super) fn supervise(mut self, end: &AtomicBool) {
         while !end.load(Ordering::Relaxed) {
-            if let Err(e) = self.look() {
+            if let Err(e) = self.check_all() {
                 tracing::debug!("{}: {e}", self.rundir.name());
             }
             self.bound_logs();
@@ -71,21 +71,21 @@ impl<'a> Helpers<'a> {
     fn bound_logs(&mut self) {
         let failed = logs::bound(self.rundir, self.log_limit);
         if let Some((log, e)) = failed.first()
-            && !std::mem::replace(&mut self.unbounded, true)
+            && !std::mem::replace(&mut self.rotation_failure_reported, true)
         {
-            // One of them is this process's own.
-            tracing::warn!("{}: cannot be rotated: {e}", log.display());
+            // The failed log may be this process's own, so report once.
+            tracing::warn!("cannot rotate {}: {e}", log.display());
         }
     }
 
-    /// Restart those that have died.
-    fn look(&mut self) -> std::io::Result<()> {
+    /// Finds new helpers and restarts those that have died.
+    fn check_all(&mut self) -> std::io::Result<()> {
         let mut needed = helpers::needed(self.rundir)?;
         needed.retain(|helper| *helper != Helper::Watch);
         self.known.retain(|helper, _| needed.contains(helper));
         for helper in needed {
             let now = Instant::now();
-            let known = self.known.entry(helper.clone()).or_insert_with(|| Known {
+            let known = self.known.entry(helper.clone()).or_insert_with(|| HelperState {
                 process: None,
                 backoff: Backoff::default(),
                 missing: None,
@@ -98,16 +98,16 @@ impl<'a> Helpers<'a> {
             {
                 known.process = Some((process, now, pidfd));
                 known.missing = None;
-                self.retry_abandoned(&helper);
+                self.clear_abandoned(&helper);
                 continue;
             }
-            self.missing(&helper, now);
+            self.handle_missing(&helper, now);
         }
         Ok(())
     }
 
-    /// It runs again, also if another process has started it.
-    fn retry_abandoned(&mut self, helper: &Helper) {
+    /// Clears the mark of an abandoned helper that runs again, whichever process started it.
+    fn clear_abandoned(&mut self, helper: &Helper) {
         if let Some(restarts) = self.record.get_mut(&helper.key())
             && restarts.abandoned.take().is_some()
         {
@@ -115,7 +115,7 @@ impl<'a> Helpers<'a> {
         }
     }
 
-    fn missing(&mut self, helper: &Helper, now: Instant) {
+    fn handle_missing(&mut self, helper: &Helper, now: Instant) {
         let Some(known) = self.known.get_mut(helper) else { return };
         let (since, at) = match (known.process.take(), known.missing) {
             (Some((process, since, _)), _) => {
@@ -124,25 +124,31 @@ impl<'a> Helpers<'a> {
                 self.decide(helper, now, next, None)
             }
             (None, Some(missing)) => missing,
-            (None, None) => *known.missing.insert((now, Some(now + BEGINNING))),
+            (None, None) => *known.missing.insert((now, Some(now + START_GRACE))),
         };
         if at.is_some_and(|at| at <= now) {
             self.restart(helper, since);
         }
     }
 
-    /// Note what is to be done about a helper that is missing since `since`; `why` it could not be started.
-    fn decide(&mut self, helper: &Helper, since: Instant, next: Next, why: Option<&str>) -> (Instant, Option<Instant>) {
+    /// Records what to do about a helper that is missing since `since`; `why`: the reason why it could not be started.
+    fn decide(
+        &mut self,
+        helper: &Helper,
+        since: Instant,
+        next: RestartDecision,
+        why: Option<&str>,
+    ) -> (Instant, Option<Instant>) {
         let missing = match next {
-            Next::RestartAt(at) => (since, Some(at)),
-            Next::GiveUp => {
+            RestartDecision::RestartAt(at) => (since, Some(at)),
+            RestartDecision::Abandon => {
                 let why = match why {
-                    Some(why) => format!("it failed {LIMIT} times in a row, the last time because: {why}"),
-                    None => format!("it died {LIMIT} times in a row"),
+                    Some(why) => format!("it failed {DEATH_LIMIT} times in a row, the last time because: {why}"),
+                    None => format!("it died {DEATH_LIMIT} times in a row"),
                 };
                 let name = self.rundir.name();
                 tracing::error!(
-                    "{name}: {helper} is not restarted any more: {why}; to restart: rekindle recover {name}"
+                    "{name}: {helper} is not restarted any more: {why}; to restart it: rekindle recover {name}"
                 );
                 self.record.entry(helper.key()).or_default().abandoned = Some(why);
                 self.write();
@@ -175,13 +181,12 @@ impl<'a> Helpers<'a> {
                     known.missing = None;
                 }
             }
-            // It is not needed any more.
             Ok(None) => drop(self.known.remove(helper)),
             Err(why) => {
-                tracing::warn!("{name}: {helper} cannot be restarted: {why}");
+                tracing::warn!("{name}: cannot restart {helper}: {why}");
                 let now = Instant::now();
                 let next = self.known.get_mut(helper).map(|known| known.backoff.died(now, Duration::ZERO));
-                self.decide(helper, since, next.unwrap_or(Next::GiveUp), Some(&why));
+                self.decide(helper, since, next.unwrap_or(RestartDecision::Abandon), Some(&why));
             }
         }
     }
@@ -192,35 +197,35 @@ impl<'a> Helpers<'a> {
         }
     }
 
-    /// Wait until one dies, one is to be restarted, or it is time to look again.
+    /// Waits until a helper dies, a restart is due, or new helpers are to be searched for.
     fn wait(&self) {
         let now = Instant::now();
         let restarts = self.known.values().filter_map(|known| known.missing?.1);
-        let until = restarts.min().map_or(LOOK, |at| at.saturating_duration_since(now).min(LOOK));
+        let until = restarts.min().map_or(POLL_INTERVAL, |at| at.saturating_duration_since(now).min(POLL_INTERVAL));
         let all = self.known.values().filter_map(|known| known.process.as_ref());
         let mut fds: Vec<_> = all.map(|(_, _, pidfd)| PollFd::new(pidfd, PollFlags::IN)).collect();
         let timeout = Timespec { tv_sec: 0, tv_nsec: until.subsec_nanos().into() };
         if let Err(e) = poll(&mut fds, Some(&timeout)) {
-            tracing::debug!("waiting for helpers: {e}");
-            thread::sleep(LOOK);
+            tracing::debug!("cannot wait for helpers: {e}");
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Start a helper and wait until it serves. None if it is not needed any more.
+/// Starts a helper and waits until it serves. `None` if it is not needed any more.
 fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
     let started = match helper {
         Helper::Disk(_) => disks::restart(rundir).map(drop).map_err(|e| chain(&e)),
         Helper::Pager => start_pager(rundir).map_err(|e| chain(&e)),
         Helper::Phases => match State::read(rundir) {
-            Ok(Some(state)) => keeper::start(rundir, &state.definition).map_err(|e| e.to_string()),
+            Ok(Some(state)) => saver::start(rundir, &state.definition).map_err(|e| e.to_string()),
             Ok(None) => Ok(()),
             Err(e) => Err(e.to_string()),
         },
         Helper::Watch => Ok(()),
     };
     started?;
-    let deadline = Instant::now() + START;
+    let deadline = Instant::now() + START_TIMEOUT;
     loop {
         if let Some(process) = helper.process(rundir) {
             return Ok(Some(process));
@@ -229,13 +234,13 @@ fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
             return Ok(None);
         }
         if Instant::now() > deadline {
-            return Err(format!("it has not begun to serve within {} s", START.as_secs()));
+            return Err(format!("it did not serve within {} s", START_TIMEOUT.as_secs()));
         }
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// An error with its causes, in a line.
+/// Returns an error with its causes, in one line.
 pub(super) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,11 +1,12 @@
-//! Kexec: the guest's kernel is replaced by its default one without firmware and boot loader (section 3.1 of the evaluation).
+//! Kexec: the guest's kernel is replaced by its default one, without firmware and boot loader (section 3.1 of the
+//! evaluation).
 //!
-//! All of it is done by the guest itself, asked through its agent: its own `kexec` loads the kernel while everything goes on, and its own
-//! systemd then shuts all down in order and jumps. QEMU sees no reset, and stays; so the proof that another kernel runs is the number
-//! that it gives to its boot. `docs/os-reboot.md` has the sequence.
+//! The guest does all of it, on request through its agent: its own `kexec` loads the kernel while everything runs, then
+//! its systemd shuts down cleanly and enters the kernel. QEMU sees no reset and stays; the proof that another kernel
+//! runs is its boot ID. `docs/os-reboot.md` has the sequence.
 
-use super::Rebooted;
-use crate::vmm::{Failure, Left, Problem, RebootError, Report, Side};
+use super::OsRebootReport;
+use crate::vmm::{Failure, GuestStatus, Problem, QemuInfo, RebootError, RebootReport};
 use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
@@ -19,141 +20,141 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What finds the kernel and loads it, in the guest.
-const LOAD: &str = include_str!("kexec.sh");
-/// How long that may take: it reads kernel and RAM disk, from a disk that may be slow.
-const LOADING: Duration = Duration::from_secs(120);
-/// How long an agent may take for a short question.
-const ANSWER: Duration = Duration::from_secs(5);
-/// How long the new kernel may take from the end of the old one until its agent answers.
-const BOOT: Duration = Duration::from_secs(300);
-/// A guest whose agent answers for so long, of the same boot, was not told to shut down.
-const OBEYED: Duration = Duration::from_secs(10);
-/// Between two looks at the guest.
-const LOOK: Duration = Duration::from_millis(20);
+/// Script that finds and loads the kernel, run in the guest.
+const LOAD_SCRIPT: &str = include_str!("kexec.sh");
+/// How long the script may take: it reads kernel and RAM disk, from a disk that may be slow.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long an agent may take for a short command.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the new kernel may take from the end of the previous one until its agent answers.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+/// A guest whose agent answers for this long, in the same boot, has ignored the request to shut down.
+const IGNORED_AFTER: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What is to be loaded; paths in the guest.
+/// The kernel to load. Paths are paths in the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Wanted {
-    /// The kernel; none: the guest's default one.
+pub struct KexecRequest {
+    /// `None`: the guest's default kernel.
     pub kernel: Option<String>,
-    /// Its initial RAM disk, `none` for none; not given: the one that belongs to the kernel.
+    /// Its initial RAM disk; `none` for no RAM disk. `None`: the one that belongs to the kernel.
     pub initrd: Option<String>,
 }
 
-/// What was loaded.
+/// The kernel that was loaded. Paths are paths in the guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Loaded {
-    /// The kernel, in the guest.
+pub struct LoadedKernel {
     pub kernel: PathBuf,
-    /// Its initial RAM disk, if it has one.
     pub initrd: Option<PathBuf>,
 }
 
-/// Reboot the guest of VM `name` by kexec.
+/// Reboots the guest of VM `name` by kexec.
 ///
-/// *Needs:* qemu-guest-agent that may run programs, systemd and `kexec` in the guest; nothing else at work on the VM.
+/// *Needs:* qemu-guest-agent that may run programs, systemd and `kexec` in the guest; no other operation on the VM.
 /// *On success:* another kernel runs, and its agent answers. QEMU is the same.
-/// *On failure:* as [`Failure::left`] says.
-pub(super) fn reboot(host: &Host, name: &str, wanted: &Wanted) -> Result<Rebooted, Failure> {
+/// *On failure:* as [`Failure::guest`] states.
+pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<OsRebootReport, Failure> {
     let mut recorder = Recorder::new(name, "reboot os --how kexec");
-    let as_it_was = |error: RebootError| Failure { left: Left::AsItWas, error: Box::new(error) };
-    let held = Held::take_once_saved(host, name, "reboot os --how kexec").map_err(|e| as_it_was(e.into()))?;
-    let begun = begin(&held, wanted, &mut recorder).map_err(as_it_was)?;
-    let journal = begun.journal(&held).map_err(as_it_was)?;
-    fault::point("kexec.prepare.journalled", Some(&begun.vmm), None);
-    begun.go(&held, journal, recorder)
+    let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
+    let held = Held::take_once_saved(host, name, "reboot os --how kexec").map_err(|e| unchanged(e.into()))?;
+    let prepared = prepare(&held, request, &mut recorder).map_err(unchanged)?;
+    let journal = prepared.journal(&held).map_err(unchanged)?;
+    fault::point("kexec.prepare.journalled", Some(&prepared.vmm), None);
+    prepared.execute(&held, journal, recorder)
 }
 
-/// Looks at whether the guest of VM `name` could be asked to reboot by kexec. Nothing is loaded.
+/// Checks whether the guest of VM `name` could be asked to reboot by kexec. Loads nothing.
 pub(super) fn check(host: &Host, name: &str, operation: &str) -> Result<(), Failure> {
-    let as_it_was = |error: RebootError| Failure { left: Left::AsItWas, error: Box::new(error) };
-    let held = Held::take_once_saved(host, name, operation).map_err(|e| as_it_was(e.into()))?;
-    ask(&held).map(drop).map_err(as_it_was)
+    let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
+    let held = Held::take_once_saved(host, name, operation).map_err(|e| unchanged(e.into()))?;
+    check_guest(&held).map(drop).map_err(unchanged)
 }
 
-/// A kernel that is loaded, in a guest that runs on.
-struct Begun {
+/// A guest that runs, with the next kernel loaded.
+struct PreparedKexec {
     vmm: Vmm,
     qmp: Qmp,
-    /// The number of the boot that is to end.
+    /// ID of the boot that is to end.
     boot: String,
-    loaded: Loaded,
+    loaded: LoadedKernel,
 }
 
-fn against(held: &Held, why: impl Into<String>) -> RebootError {
-    RebootError::Against { name: held.rundir.name().into(), problem: Problem(why.into()) }
+fn prevented(held: &Held, why: impl Into<String>) -> RebootError {
+    RebootError::Prevented { name: held.rundir.name().into(), problem: Problem(why.into()) }
 }
 
-/// What cannot be done by an agent, said with another way.
-fn unable(held: &Held, error: &ExecError) -> RebootError {
+/// Converts an agent's error, with another method as the remedy.
+fn agent_unable(held: &Held, error: &ExecError) -> RebootError {
     let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})")).unwrap_or_default();
-    against(held, format!("{error}{cause}; or use --how cold"))
+    prevented(held, format!("{error}{cause}; or use --how cold"))
 }
 
-/// Everything that may be refused before a kernel is loaded. Gives the number of the boot that runs.
-fn ask(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
+/// Runs all checks that can fail before a kernel is loaded. Returns the current boot ID.
+fn check_guest(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
     let vmm = held.vmm()?.clone();
     held.refuse_attached("rebooting its guest")?;
     if !held.state.hardware.agent {
-        let why = "it has no port for an agent, through which it could be asked to; leave out agent = false under [devices] and \
-                   start it again, or use --how cold";
-        return Err(against(held, why));
+        let why = "it has no port for the agent that would start the kernel; remove agent = false under [devices] and \
+                   restart the VM, or use --how cold";
+        return Err(prevented(held, why));
     }
     let mut qmp = vmm.connect(vmm::START)?;
     let state = run_state(&mut qmp)?;
     if state != "running" {
-        return Err(against(held, format!("its guest does not run ({state}); use --how cold")));
+        return Err(prevented(held, format!("its guest does not run (QEMU reports `{state}`); use --how cold")));
     }
     let port = vmm.directory().agent();
-    let boot = agent::boot_id(&port, ANSWER).map_err(|e| unable(held, &e))?;
+    let boot = agent::boot_id(&port, ANSWER_TIMEOUT).map_err(|e| agent_unable(held, &e))?;
     Ok((vmm, qmp, boot))
 }
 
-/// The same, and loading the kernel, of which the guest feels nothing.
-fn begin(held: &Held, wanted: &Wanted, recorder: &mut Recorder) -> Result<Begun, RebootError> {
-    let (vmm, qmp, boot) = ask(held)?;
+/// Runs the checks and loads the kernel, which does not disturb the guest.
+fn prepare(held: &Held, request: &KexecRequest, recorder: &mut Recorder) -> Result<PreparedKexec, RebootError> {
+    let (vmm, qmp, boot) = check_guest(held)?;
     let port = vmm.directory().agent();
     recorder.step("ask its agent");
     let text = |path: &Option<String>| path.clone().unwrap_or_default();
-    let (kernel, initrd) = (text(&wanted.kernel), text(&wanted.initrd));
-    let ran = agent::run(&port, "/bin/sh", &["-c", LOAD, "sh", &kernel, &initrd], LOADING);
-    let ran = ran.map_err(|e| unable(held, &e))?;
+    let (kernel, initrd) = (text(&request.kernel), text(&request.initrd));
+    let ran = agent::run(&port, "/bin/sh", &["-c", LOAD_SCRIPT, "sh", &kernel, &initrd], LOAD_TIMEOUT);
+    let ran = ran.map_err(|e| agent_unable(held, &e))?;
     let loaded = ran.out.lines().find_map(|line| line.strip_prefix("loaded ")).and_then(|line| line.split_once(' '));
     let Some((kernel, initrd)) = loaded.filter(|_| ran.status == Some(0)) else {
-        return Err(against(held, refusal(ran.status, &kernel, &initrd, ran.out.trim(), ran.err.trim())));
+        return Err(prevented(held, load_failure(ran.status, &kernel, &initrd, ran.out.trim(), ran.err.trim())));
     };
-    let loaded = Loaded { kernel: kernel.into(), initrd: (initrd != "none").then(|| initrd.into()) };
+    let loaded = LoadedKernel { kernel: kernel.into(), initrd: (initrd != "none").then(|| initrd.into()) };
     recorder.step("load the kernel");
-    Ok(Begun { vmm, qmp, boot, loaded })
+    Ok(PreparedKexec { vmm, qmp, boot, loaded })
 }
 
-/// What the exit status of [`LOAD`] says.
-fn refusal(status: Option<i64>, kernel: &str, initrd: &str, out: &str, err: &str) -> String {
+/// Describes a failure of [`LOAD_SCRIPT`] by its exit status.
+fn load_failure(status: Option<i64>, kernel: &str, initrd: &str, out: &str, err: &str) -> String {
     let why = match status {
-        Some(10) => "no systemd runs in the guest, which would shut it down in order before the new kernel is started".into(),
-        Some(11) => "there is no program `kexec` in the guest; install kexec-tools there".into(),
+        Some(10) => {
+            "the guest does not run systemd, which would shut it down cleanly before the new kernel starts".into()
+        }
+        Some(11) => "the guest has no program `kexec`; install kexec-tools in it".into(),
         Some(12) => "the guest's kernel is built without kexec (CONFIG_KEXEC)".into(),
         Some(13) if kernel.is_empty() => {
-            "the guest's default kernel is not found (neither by grubby nor as /boot/vmlinuz, /vmlinuz or that of `uname -r`); \
-             name it: --kernel PATH"
+            "the guest's default kernel was not found (neither by grubby nor as /boot/vmlinuz, /vmlinuz or that of \
+             `uname -r`); set --kernel PATH"
                 .into()
         }
-        Some(13) => format!("there is no kernel {kernel} in the guest"),
+        Some(13) => format!("the guest has no kernel {kernel}"),
         Some(14) => format!(
-            "no initial RAM disk lies beside the guest's kernel {out}; name it: --initrd PATH, or --initrd none if it needs none"
+            "the guest has no initial RAM disk next to its kernel {out}; set --initrd PATH, or --initrd none if it \
+             needs none"
         ),
-        Some(15) => format!("there is no initial RAM disk {initrd} in the guest"),
+        Some(15) => format!("the guest has no initial RAM disk {initrd}"),
         Some(16) => format!(
-            "the guest's kernel does not load another one (lockdown, an unsigned kernel, or kernel.kexec_load_disabled=1); \
-             kexec said: {err}"
+            "the guest's kernel cannot load another one (lockdown, an unsigned kernel, or \
+             kernel.kexec_load_disabled=1): kexec: {err}"
         ),
         status => format!("the guest could not load its kernel (exit status {status:?}): {err}"),
     };
     format!("{why}; or use --how cold")
 }
 
-impl Begun {
+impl PreparedKexec {
     fn journal(&self, held: &Held) -> Result<Journal, RebootError> {
         let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
         let generation = held.state.generation + 1;
@@ -164,10 +165,10 @@ impl Begun {
         Ok(journal)
     }
 
-    /// Have the guest shut down and jump, and wait until its new kernel's agent answers.
-    fn go(mut self, held: &Held, mut journal: Journal, mut recorder: Recorder) -> Result<Rebooted, Failure> {
+    /// Makes the guest shut down and enter its new kernel, and waits until that kernel's agent answers.
+    fn execute(mut self, held: &Held, mut journal: Journal, mut recorder: Recorder) -> Result<OsRebootReport, Failure> {
         let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
-        let needs_recovery = |error: RebootError| Failure { left: Left::NeedsRecovery, error: Box::new(error) };
+        let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: Box::new(error) };
         recorder.phase(Phase::Suspend);
         journal.advance(Step::Suspend).map_err(|e| needs_recovery(failed(e)))?;
         fault::point("kexec.suspend.journalled", Some(&self.vmm), None);
@@ -175,37 +176,38 @@ impl Begun {
         self.qmp.drop_events();
         let kept = disks::reuse(&held.rundir, &held.state.hardware);
         let stopped = host_us();
-        let asked = agent::run(&port, "/bin/sh", &["-c", "systemctl kexec"], ANSWER);
+        let requested = agent::run(&port, "/bin/sh", &["-c", "systemctl kexec"], ANSWER_TIMEOUT);
         fault::point("kexec.suspend.asked", Some(&self.vmm), None);
-        match asked {
+        match requested {
             Ok(ran) if ran.status != Some(0) => {
-                let why = format!("`systemctl kexec` refuses in the guest: {}; or use --how cold", ran.err.trim());
+                let why = format!("`systemctl kexec` failed in the guest: {}; or use --how cold", ran.err.trim());
                 journal.close().map_err(|e| needs_recovery(failed(e)))?;
-                return Err(Failure { left: Left::AsItWas, error: Box::new(against(held, why)) });
+                return Err(Failure { guest: GuestStatus::Unchanged, error: Box::new(prevented(held, why)) });
             }
-            // It may have obeyed faster than it could answer.
+            // It may have shut down before it could answer.
             Ok(_) | Err(_) => {}
         }
         let patience = held.state.definition.shutdown_timeout.as_duration();
-        let seen = self.wait(patience, &mut recorder).map_err(|e| needs_recovery(lost(held, &e)))?;
-        match seen {
-            Seen::Kexec => {}
-            Seen::Reset => tracing::warn!(
-                "{}: its kernel did not start the one that was loaded; it was rebooted all the same, by its firmware",
+        let outcome =
+            self.wait_for_boot(patience, &mut recorder).map_err(|e| needs_recovery(not_returned(held, &e)))?;
+        match outcome {
+            KexecOutcome::Kexec => {}
+            KexecOutcome::Reset => tracing::warn!(
+                "{}: the guest's kernel did not start the loaded one; the guest was rebooted by its firmware instead",
                 held.rundir.name()
             ),
-            Seen::Stopped => return Err(needs_recovery(lost(held, &Lost::Stopped))),
+            KexecOutcome::Stopped => return Err(needs_recovery(not_returned(held, &KexecFailure::Stopped))),
         }
         let resumed = host_us();
-        let kexec = Some(self.loaded).filter(|_| seen == Seen::Kexec);
+        let kexec = Some(self.loaded).filter(|_| outcome == KexecOutcome::Kexec);
         recorder.step(if kexec.is_some() { "start the new kernel" } else { "reset by its firmware" });
         recorder.phase(Phase::Settle);
         fault::point("kexec.settle.booted", Some(&self.vmm), None);
         journal.close().map_err(|e| needs_recovery(failed(e)))?;
         recorder.step("record");
         recorder.write(&held.rundir);
-        let side = Side { binary: self.vmm.binary.clone(), version: held.state.version.clone(), pid: self.vmm.pid };
-        let report = Report {
+        let side = QemuInfo { binary: self.vmm.binary.clone(), version: held.state.version.clone(), pid: self.vmm.pid };
+        let report = RebootReport {
             name: held.rundir.name().into(),
             stopped_us: resumed.saturating_sub(stopped),
             stop_host_us: stopped,
@@ -215,92 +217,91 @@ impl Begun {
             to: side,
             memory: None,
         };
-        // A reset clears memory, and firmware uses it; what is left of it then is not worth a word.
+        // A reset clears memory, and firmware uses it: what is left in the cache is not worth a report.
         let kept = kept.filter(|_| kexec.is_some());
-        Ok(Rebooted { report, kept, ended: None, kexec, phase: None })
+        Ok(OsRebootReport { report, kept, ended: None, kexec, phase: None })
     }
 
-    /// Until another boot's agent answers, or the guest has done something else.
-    fn wait(&mut self, patience: Duration, recorder: &mut Recorder) -> Result<Seen, Lost> {
+    /// Waits until the agent of another boot answers, or the guest ends in another way.
+    fn wait_for_boot(&mut self, patience: Duration, recorder: &mut Recorder) -> Result<KexecOutcome, KexecFailure> {
         let down = Instant::now() + patience;
         while agent::listens(&mut self.qmp)? {
-            if let Some(seen) = self.seen()? {
-                return Ok(seen);
+            if let Some(outcome) = self.check_outcome()? {
+                return Ok(outcome);
             }
             if Instant::now() > down {
-                // The agent of a guest may be the last that it ends, or not be ended at all: its boot tells.
+                // A guest may end its agent last, or not at all: its boot ID decides.
                 break;
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         recorder.step("shut its services down");
         recorder.phase(Phase::Renew);
-        let up = Instant::now() + patience.saturating_sub(patience / 2) + BOOT;
+        let up = Instant::now() + patience.saturating_sub(patience / 2) + BOOT_TIMEOUT;
         loop {
-            if let Some(seen) = self.seen()? {
-                return Ok(seen);
+            if let Some(outcome) = self.check_outcome()? {
+                return Ok(outcome);
             }
-            if is_another(&self.vmm, &mut self.qmp, &self.boot)? == Some(true) {
-                return Ok(Seen::Kexec);
+            if is_other_boot(&self.vmm, &mut self.qmp, &self.boot)? == Some(true) {
+                return Ok(KexecOutcome::Kexec);
             }
             if Instant::now() > up {
-                return Err(Lost::Silent);
+                return Err(KexecFailure::Silent);
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Whether the guest has done something else than what was wanted.
-    fn seen(&mut self) -> Result<Option<Seen>, QmpError> {
+    /// Returns whether the guest has stopped or was reset.
+    fn check_outcome(&mut self) -> Result<Option<KexecOutcome>, QmpError> {
         let stopped = life::SHUT_DOWN.contains(&run_state(&mut self.qmp)?.as_str());
         let reset = self.qmp.kept_events().any(|Event { name, .. }| name == "RESET");
-        Ok(if stopped { Some(Seen::Stopped) } else { reset.then_some(Seen::Reset) })
+        Ok(if stopped { Some(KexecOutcome::Stopped) } else { reset.then_some(KexecOutcome::Reset) })
     }
 }
 
-/// What has become of a guest that was to jump.
+/// What a guest did that was to start another kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Seen {
+enum KexecOutcome {
     /// Another kernel runs.
     Kexec,
-    /// QEMU has reset it.
     Reset,
-    /// It has powered itself off, panicked, or wants a reset that QEMU was told not to do.
+    /// It has powered itself off, panicked, or requested a reset that QEMU is configured not to do.
     Stopped,
 }
 
-/// Why it is not known.
+/// Why the outcome of a kexec is a failure or unknown.
 #[derive(Debug, thiserror::Error)]
-enum Lost {
-    #[error("no agent has answered since")]
+enum KexecFailure {
+    #[error("its agent does not answer")]
     Silent,
-    #[error("it has come to its end instead")]
+    #[error("it has shut down or crashed instead")]
     Stopped,
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
 
-fn lost(held: &Held, lost: &Lost) -> RebootError {
+fn not_returned(held: &Held, not_returned: &KexecFailure) -> RebootError {
     let name = held.rundir.name();
-    // A guest that does not answer may run.
-    let force = if matches!(lost, Lost::Silent) { " --force" } else { "" };
+    // A guest that does not answer may still run.
+    let force = if matches!(not_returned, KexecFailure::Silent) { " --force" } else { "" };
     let what = format!(
-        "its guest was told to start the kernel that it has loaded, and is not there again: {lost}; look at its console (rekindle \
-         console {name}), or have it booted: rekindle recover {name}{force}"
+        "its guest was asked to start the kernel that it has loaded, but did not return: {not_returned}; check its \
+         console (rekindle console {name}), or boot it: rekindle recover {name}{force}"
     );
     RebootError::Kexec { name: name.into(), what }
 }
 
-/// Whether the guest's agent is of another boot than `boot`; none if none answers.
-fn is_another(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, QmpError> {
+/// Returns whether the guest's agent runs in another boot than `boot`; `None` if no agent answers.
+fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, QmpError> {
     if !agent::listens(qmp)? {
         return Ok(None);
     }
-    Ok(agent::boot_id(&vmm.directory().agent(), ANSWER).ok().map(|now| now != boot))
+    Ok(agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT).ok().map(|now| now != boot))
 }
 
-/// After Rekindle was killed: whether the guest runs another kernel. None: it has come to its end, or does not answer and is to be booted
-/// because of `force`.
+/// Returns whether the guest runs another kernel, after Rekindle was killed. `None`: it has ended, or does not answer
+/// and is to be booted because of `force`.
 ///
 /// # Errors
 /// [`RebootError::Kexec`] if its agent does not answer: the guest may run.
@@ -314,22 +315,24 @@ pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Opt
         return Ok(Some(false));
     }
     let boot = journal.operation.boot.clone().unwrap_or_default();
-    // It may not have begun to shut down: a moment later it is another boot, or the port is closed.
+    // It may not have started to shut down: a moment later another boot answers, or the port is closed.
     let settled = held.state.definition.shutdown_timeout.as_duration();
     let (began, mut same_since) = (Instant::now(), None);
-    while began.elapsed() < settled + BOOT {
+    while began.elapsed() < settled + BOOT_TIMEOUT {
         if !vmm.is_alive() || life::SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
             return Ok(None);
         }
-        match is_another(vmm, &mut qmp, &boot)? {
+        match is_other_boot(vmm, &mut qmp, &boot)? {
             Some(true) => return Ok(Some(true)),
-            Some(false) if same_since.get_or_insert_with(Instant::now).elapsed() > OBEYED => return Ok(Some(false)),
+            Some(false) if same_since.get_or_insert_with(Instant::now).elapsed() > IGNORED_AFTER => {
+                return Ok(Some(false));
+            }
             Some(false) => {}
             None => same_since = None,
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
-    if force { Ok(None) } else { Err(lost(held, &Lost::Silent)) }
+    if force { Ok(None) } else { Err(not_returned(held, &KexecFailure::Silent)) }
 }
 
 #[cfg(test)]
@@ -337,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_refusal_names_what_is_missing_and_another_way() {
+    fn each_load_failure_names_what_is_missing_and_another_method() {
         for (status, word) in [
             (Some(10), "systemd"),
             (Some(11), "kexec-tools"),
@@ -348,9 +351,9 @@ mod tests {
             (Some(16), "lockdown"),
             (None, "exit status None"),
         ] {
-            let text = refusal(status, "/boot/other", "/boot/ram", "/boot/vmlinuz", "no");
+            let text = load_failure(status, "/boot/other", "/boot/ram", "/boot/vmlinuz", "no");
             assert!(text.contains(word) && text.ends_with("; or use --how cold"), "{text}");
         }
-        assert!(refusal(Some(13), "", "", "", "").contains("--kernel PATH"));
+        assert!(load_failure(Some(13), "", "", "", "").contains("--kernel PATH"));
     }
 }

@@ -1,6 +1,7 @@
 # shellcheck shell=sh
-# Run in the guest by its agent: finds its default kernel and loads it, with the command line that it runs with. Arguments: kernel and
-# initial RAM disk, empty for the default ones. Says `loaded KERNEL INITRD`; an exit status from 10 on says what is missing.
+# Run in the guest by its agent: finds the guest's default kernel and loads it, with the current command line.
+# Arguments: kernel and initial RAM disk, empty for the defaults. Prints `loaded KERNEL INITRD`; an exit status from 10
+# on states what is missing.
 kernel=$1
 initrd=$2
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
@@ -8,7 +9,7 @@ PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 command -v kexec >/dev/null || exit 11
 [ -e /sys/kernel/kexec_loaded ] || exit 12
 if [ -z "$kernel" ]; then
-	# What the distribution says, its link to the default one, or another build of the one that runs.
+	# The distribution's default, its link to the default, or another build of the running kernel.
 	for kernel in "$(grubby --default-kernel 2>/dev/null)" /boot/vmlinuz /vmlinuz "/boot/vmlinuz-$(uname -r)"; do
 		[ ! -f "$kernel" ] || break
 	done
@@ -29,7 +30,8 @@ if [ "$initrd" != none ]; then
 	[ -f "$initrd" ] || exit 15
 	set -- "$@" "--initrd=$initrd"
 fi
-# By its file where the kernel can (it may insist on signatures then), else as the tool has taken it apart.
+# By file descriptor where the kernel supports that (it may then require signatures), else through segments prepared by
+# the tool.
 kexec -s -l "$kernel" "$@" 2>/dev/null || kexec -c -l "$kernel" "$@" || exit 16
 [ "$(cat /sys/kernel/kexec_loaded)" = 1 ] || exit 16
 echo "loaded $kernel $initrd"

@@ -1,12 +1,13 @@
 //! `rekindle watch`: one process for each VM that Rekindle has started. It restarts the processes that serve the VM
-//! ([`super::helpers`]), and reboots a guest that reboots itself or panics with a warm cache, or from a phase.
+//! ([`super::helpers`]), and reboots a guest that reboots itself or panics: with a warm cache, or from a phase.
 //!
-//! QEMU would reset the guest in place, and its cache with it. So it is told to stop there instead (`set-action`), and the
-//! process here does what `rekindle reboot os --how warm-cache | phase` does. It goes on with whichever QEMU the VM has, and
-//! ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and starts another one.
+//! QEMU would reset the guest in place, and discard its cache. So QEMU is configured to stop there (`set-action`), and
+//! this process does what `rekindle reboot os --how warm-cache | phase` does. It serves every QEMU that the VM gets,
+//! and ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and
+//! starts another watch process.
 
-use super::helpers::{Helpers, chain};
-use super::{How, boot_unless, phase, usual};
+use super::helpers::{HelperSupervisor, chain};
+use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_protect::owned::{Over, Owned};
@@ -31,40 +32,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a QEMU may take to answer.
-const ANSWER: Duration = Duration::from_secs(10);
-/// How long is waited for the guest at a time.
-const LONG: Duration = Duration::from_secs(24 * 3600);
-/// Between two looks at what cannot be waited for.
-const LOOK: Duration = Duration::from_millis(50);
-/// How long an operation in hand may be in the way of a reboot.
-const BUSY: Duration = Duration::from_secs(600);
-/// A guest that panics so soon after it has gone on from a phase may have its reason there: it is booted.
-const SOON: Duration = Duration::from_secs(60);
-/// How long until a store that could not be told something is told it again.
-const STORE: Duration = Duration::from_secs(1);
-/// How long a process may take to begin.
-const BEGINNING: Duration = Duration::from_secs(10);
-/// How long a VM without a QEMU may be between two of them.
-const BETWEEN: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to wait for an event at a time.
+const EVENT_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long another operation on the VM may delay a reboot.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(600);
+/// A guest that panics this soon after it continued from a phase may have inherited the cause: it is booted.
+const SUSPECT_PERIOD: Duration = Duration::from_secs(60);
+/// Interval between attempts to notify an unreachable store.
+const STORE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a process may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a VM may be without a QEMU while it is replaced.
+const REPLACEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a guest has done.
+/// What a guest did by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Happened {
+enum GuestEvent {
     Rebooted,
     PoweredOff,
     Panicked,
 }
 
-/// Start the process for a VM that Rekindle has started, unless it runs, and wait until it has begun.
+/// Starts the process for a VM that Rekindle has started, unless it runs, and waits until it has started.
 ///
 /// # Errors
-/// The system's; that it has ended instead.
+/// Errors of the operating system, or that the process has ended instead.
 pub fn start(rundir: &RunDir, state: &State) -> io::Result<()> {
     if state.attached.is_none() { spawn(rundir, "watch", &Helper::Watch) } else { Ok(()) }
 }
 
-/// Start `rekindle COMMAND NAME`, which is that helper of the VM, and wait until it has its lock. Where it runs already nothing is done.
+/// Starts `rekindle NAME VM`, which is that helper of the VM, and waits until it holds its lock. Does nothing if the
+/// helper runs.
 pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<()> {
     if helper.process(rundir).is_some() {
         return Ok(());
@@ -76,36 +76,33 @@ pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
-    // A fault that is injected into this process is not one of those that it starts.
+    // A fault injected into this process is not meant for the processes that it starts.
     let mut child = detach(command.env_remove("REKINDLE_FAULT")).stdin(Stdio::null()).spawn()?;
-    let deadline = Instant::now() + BEGINNING;
+    let deadline = Instant::now() + START_TIMEOUT;
     while helper.process(rundir).is_none() && child.try_wait()?.is_none() && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
     }
-    // It ends without an error where another one was faster, and where the VM is gone.
+    // It ends without an error if another instance was faster, or if the VM is gone.
     let failed = child.try_wait()?.filter(|status| !status.success());
     disown(child);
     match failed {
-        Some(status) => Err(io::Error::other(format!("`rekindle {name}` has ended: {status}; see {}", log.display()))),
+        Some(status) => Err(io::Error::other(format!("`rekindle {name}` ended with {status}; see {}", log.display()))),
         None => Ok(()),
     }
 }
 
-/// Why it waits no more.
+/// Why a helper stopped waiting.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    /// A file of the run directory.
-    #[error("run directory of VM {name}")]
+    #[error("cannot read the run directory of VM {name}")]
     RunDir {
-        /// The VM.
         name: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// Wait, until the VM is gone or its QEMU has ended and is not replaced.
+/// Serves a VM until it is removed, or until its QEMU has ended and is not replaced.
 ///
 /// # Errors
 /// [`WatchError`].
@@ -115,9 +112,9 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let Some(lock) = lock_file(&rundir.watch_lock()).map_err(failed)? else { return Ok(()) };
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| Helpers::new(&rundir, host.log_limit).keep(&ended));
+        scope.spawn(|| HelperSupervisor::new(&rundir, host.log_limit).supervise(&ended));
         let _end = EndOnDrop(&ended);
-        guests(host, &rundir, &lock)
+        reboot_guests(host, &rundir, &lock)
     })
 }
 
@@ -130,58 +127,57 @@ impl Drop for EndOnDrop<'_> {
     }
 }
 
-/// Reboot the VM's guests that reboot themselves or panic, until the VM is gone or its QEMU has ended and is not replaced.
-fn guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchError> {
+/// Reboots the VM's guest whenever it reboots itself or panics, until the VM is removed, or until its QEMU has ended
+/// and is not replaced.
+fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchError> {
     let name = rundir.name();
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let mut gone_on: Option<Instant> = None;
+    let mut resumed_from_phase: Option<Instant> = None;
     loop {
-        // The VM of this name may be another one by now, with another process that watches it.
+        // The name may belong to another VM by now, which has its own watch process.
         let is_ours = is_at(lock, &rundir.watch_lock()).map_err(failed)?;
-        let Some((vmm, definition)) = next(rundir).map_err(failed)?.filter(|_| is_ours) else { return Ok(()) };
+        let Some((vmm, definition)) = current_qemu(rundir).map_err(failed)?.filter(|_| is_ours) else { return Ok(()) };
         if !definition.watches_guest() {
-            while !vmm.process().wait_end(LONG).map_err(failed)? {}
+            while !vmm.process().wait_end(EVENT_TIMEOUT).map_err(failed)? {}
             continue;
         }
         match wait(rundir, &vmm, &definition) {
-            Ok(Some(Happened::PoweredOff) | None) => {}
-            Ok(Some(what @ (Happened::Rebooted | Happened::Panicked))) => {
+            Ok(Some(GuestEvent::PoweredOff) | None) => {}
+            Ok(Some(what @ (GuestEvent::Rebooted | GuestEvent::Panicked))) => {
                 tracing::info!(
-                    "the guest has {}: it is booted",
-                    if what == Happened::Rebooted { "rebooted itself" } else { "panicked" }
+                    "the guest has {}; rebooting it",
+                    if what == GuestEvent::Rebooted { "rebooted itself" } else { "panicked" }
                 );
-                let is_soon = what == Happened::Panicked && gone_on.is_some_and(|at| at.elapsed() < SOON);
-                let how = if is_soon { usual(host, name) } else { how(host, name, &definition, what) };
-                match again(host, name, &vmm, how) {
-                    Ok(()) => gone_on = (how == How::Phase).then(Instant::now),
-                    // Its helpers are still needed, and it may be booted by hand.
+                let is_suspect =
+                    what == GuestEvent::Panicked && resumed_from_phase.is_some_and(|at| at.elapsed() < SUSPECT_PERIOD);
+                let how = if is_suspect { default_method(host, name) } else { how(host, name, &definition, what) };
+                match reboot_ended_guest(host, name, &vmm, how) {
+                    Ok(()) => resumed_from_phase = (how == OsRebootMethod::Phase).then(Instant::now),
+                    // Continue: its helpers are still needed, and it may be booted by hand.
                     Err(e) => {
-                        tracing::error!(
-                            "{name}: the guest could not be rebooted: {}; rekindle recover {name}",
-                            chain(&e)
-                        );
+                        tracing::error!("{name}: cannot reboot the guest: {}; run: rekindle recover {name}", chain(&e));
                     }
                 }
             }
             Err(e) => {
                 tracing::debug!("QEMU (process {}): {e}", vmm.pid);
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
         }
-        // It ends, or is being replaced.
-        while vmm.is_alive() && is_done(&vmm) {
-            thread::sleep(LOOK);
+        // The QEMU is ending or being replaced.
+        while vmm.is_alive() && is_shut_down(&vmm) {
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Whether a QEMU has nothing to do any more.
-fn is_done(vmm: &Vmm) -> bool {
-    let state = Qmp::connect(&vmm.directory().events(), ANSWER).and_then(|mut qmp| run_state(&mut qmp));
+/// Returns whether the QEMU's guest has shut down.
+fn is_shut_down(vmm: &Vmm) -> bool {
+    let state = Qmp::connect(&vmm.directory().events(), ANSWER_TIMEOUT).and_then(|mut qmp| run_state(&mut qmp));
     state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
 }
 
-/// One at a time.
+/// Takes the lock that admits one instance at a time. `None` if another process has it.
 pub(super) fn lock_file(path: &Path) -> io::Result<Option<File>> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -191,9 +187,9 @@ pub(super) fn lock_file(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// The VM's QEMU; none if it has none any more.
-pub(super) fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
-    let mut deadline = Instant::now() + BETWEEN;
+/// Returns the VM's QEMU and its definition; `None` if it has no QEMU any more.
+pub(super) fn current_qemu(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
+    let mut deadline = Instant::now() + REPLACEMENT_TIMEOUT;
     loop {
         if let Some(State { vmm: Some(vmm), definition, .. }) = State::read(rundir)?
             && vmm.is_alive()
@@ -204,15 +200,15 @@ pub(super) fn next(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
             return Ok(None);
         }
         if lock::holder(rundir).is_some() {
-            deadline = Instant::now() + BETWEEN;
+            deadline = Instant::now() + REPLACEMENT_TIMEOUT;
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Wait for what the guest does that is to be dealt with here. One that powers itself off has its QEMU ended.
-fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Happened>, QmpError> {
-    let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER)?;
+/// Waits until the guest reboots itself, powers off or panics. Ends the QEMU of a guest that has powered off.
+fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<GuestEvent>, QmpError> {
+    let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER_TIMEOUT)?;
     let mut actions = serde_json::Map::new();
     if definition.on_reboot != OnReboot::Reset {
         actions.insert("reboot".into(), "shutdown".into());
@@ -222,95 +218,96 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Ha
         actions.insert("panic".into(), "pause".into());
     }
     qmp.execute::<Value>("set-action", actions)?;
-    // Before that it would have been reset in place, or would have ended.
+    // Earlier events had QEMU's default action: the guest was reset in place, or its QEMU ended.
     let wanted = |event: &Event| match event.name.as_str() {
         "SHUTDOWN" => match event.data.get("reason").and_then(Value::as_str) {
-            Some("guest-reset") => Some(Happened::Rebooted),
-            Some("guest-shutdown") => Some(Happened::PoweredOff),
-            // What `rekindle` does itself.
+            Some("guest-reset") => Some(GuestEvent::Rebooted),
+            Some("guest-shutdown") => Some(GuestEvent::PoweredOff),
+            // Caused by `rekindle` itself.
             _ => None,
         },
-        "GUEST_PANICKED" => Some(Happened::Panicked),
+        "GUEST_PANICKED" => Some(GuestEvent::Panicked),
         _ => None,
     };
-    let happened = loop {
-        match qmp.wait_event("SHUTDOWN", LONG, wanted) {
-            Ok(happened) => break happened,
+    let event = loop {
+        match qmp.wait_event("SHUTDOWN", EVENT_TIMEOUT, wanted) {
+            Ok(event) => break event,
             Err(QmpError::Timeout { .. }) => {}
             Err(QmpError::Closed { .. }) => return Ok(None),
             Err(e) => return Err(e),
         }
     };
-    if happened == Happened::PoweredOff {
+    if event == GuestEvent::PoweredOff {
         report_end(rundir, vmm);
         qmp.execute::<Value>("quit", json!({}))?;
     }
-    Ok(Some(happened))
+    Ok(Some(event))
 }
 
-/// A guest of which a store has checkpoints has shut itself down in order: it is not to be gone back behind that. As long as the store
-/// cannot be told its QEMU stays, stopped, by which whoever looks sees that it has; unless somebody ends it meanwhile.
+/// Reports to the store that a protected guest has shut down cleanly, so that it is not set back to its last
+/// checkpoint. As long as the store is unreachable, QEMU stays, stopped, which shows that the guest has shut down;
+/// until another operation ends it.
 fn report_end(rundir: &RunDir, vmm: &Vmm) {
-    let mut said = false;
-    // Whoever is at work on it has asked the guest for that, or knows what comes of it.
+    let mut reported = false;
+    // An operation that holds the VM has requested the shutdown, or handles it.
     while vmm.is_alive() && lock::holder(rundir).is_none() {
-        let told = match (Owned::read(rundir), State::read(rundir)) {
+        let result = match (Owned::read(rundir), State::read(rundir)) {
             (Ok(Some(owned)), Ok(Some(state))) => owned.report_end(rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
             (Err(e), _) => Err(e.into()),
             (_, Err(e)) => Err(e.into()),
         };
-        match told {
+        match result {
             Ok(()) => return,
-            // Somebody else has the guest: its end here is of no concern to the store.
+            // Another host has the guest: its end here does not concern the store.
             Err(e) if e.is::<Over>() || e.downcast_ref::<StoreError>().is_some_and(|e| e.kind() == "superseded") => {
                 return;
             }
             Err(e) => {
-                if !std::mem::replace(&mut said, true) {
+                if !std::mem::replace(&mut reported, true) {
                     let name = rundir.name();
-                    tracing::warn!("{name} has shut down; its store cannot be told, and is asked again: {e}");
+                    tracing::warn!("{name} has shut down; cannot report this to its store, retrying: {e}");
                 }
-                thread::sleep(STORE);
+                thread::sleep(STORE_RETRY_INTERVAL);
             }
         }
     }
 }
 
-/// How a guest that has done that is rebooted. Where nothing can be kept it is booted all the same.
-fn how(host: &Host, name: &str, definition: &Definition, what: Happened) -> How {
+/// Returns how to reboot the guest after this event. If nothing can be retained it is booted anyway.
+fn how(host: &Host, name: &str, definition: &Definition, what: GuestEvent) -> OsRebootMethod {
     let by_phase = match what {
-        Happened::Panicked => definition.on_crash == OnCrash::Phase,
-        Happened::Rebooted | Happened::PoweredOff => definition.on_reboot == OnReboot::Phase,
+        GuestEvent::Panicked => definition.on_crash == OnCrash::Phase,
+        GuestEvent::Rebooted | GuestEvent::PoweredOff => definition.on_reboot == OnReboot::Phase,
     };
-    if by_phase { How::Phase } else { usual(host, name) }
+    if by_phase { OsRebootMethod::Phase } else { default_method(host, name) }
 }
 
-/// Reboot it, when whoever is at work on it is done; not if that has booted it meanwhile.
-fn again(host: &Host, name: &str, ended: &Vmm, how: How) -> Result<(), Failure> {
+/// Reboots the ended guest after other operations on the VM; not if one of them has booted it.
+fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod) -> Result<(), Failure> {
     let is_another = |state: &State| {
         let other = state.vmm.as_ref() != Some(ended);
-        other.then(|| Problem("it runs in another QEMU already".into()))
+        other.then(|| Problem("it already runs in another QEMU".into()))
     };
-    let deadline = Instant::now() + BUSY;
+    let deadline = Instant::now() + BUSY_TIMEOUT;
     loop {
         let done = match how {
-            How::Phase => phase::reboot(host, name, None, End::Shutdown, is_another),
-            How::Cold | How::WarmCache | How::Kexec => {
-                boot_unless(host, name, how == How::WarmCache, End::Shutdown, is_another)
+            OsRebootMethod::Phase => phase::reboot(host, name, None, End::Shutdown, is_another),
+            OsRebootMethod::Cold | OsRebootMethod::WarmCache | OsRebootMethod::Kexec => {
+                shut_down_and_boot(host, name, how == OsRebootMethod::WarmCache, End::Shutdown, is_another)
             }
         };
         match done {
             Err(failure)
                 if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
             {
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
             // `rekindle stop`, `recover` or another reboot was faster.
             Err(failure)
                 if matches!(
                     *failure.error,
-                    RebootError::Against { .. }
+                    RebootError::Prevented { .. }
                         | RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })
                 ) =>
             {

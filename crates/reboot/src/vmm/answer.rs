@@ -1,4 +1,4 @@
-//! A QEMU that does not answer is not a dead one: it may run its guest, and is never killed for its silence unless the user says so.
+//! A QEMU that does not answer may still run its guest. It is killed only if the user asks for that (`--force`).
 
 use super::RebootError;
 use rekindle_qemu::program::Program;
@@ -11,26 +11,26 @@ use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long one of the two sockets may take to answer before the other one is tried.
-const TURN: Duration = Duration::from_secs(2);
+/// How long to wait on one of the two monitor sockets before trying the other.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How `recover` deals with a QEMU that runs and does not answer.
+/// What `recover` does about a QEMU that runs and does not answer.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// How long it may take to answer.
+pub struct SilentQemuPolicy {
+    /// How long to wait for an answer.
     pub wait: Duration,
-    /// Kill it then. Otherwise the recovery fails and changes nothing.
+    /// Kill the QEMU after that time. If unset, the recovery fails and changes nothing.
     pub force: bool,
 }
 
-impl Default for Patience {
+impl Default for SilentQemuPolicy {
     fn default() -> Self {
         Self { wait: Duration::from_secs(60), force: false }
     }
 }
 
 impl RebootError {
-    /// Whether a recovery that failed for this reason has to be repeated.
+    /// Returns whether a recovery that failed for this reason must be repeated.
     #[must_use]
     pub fn needs_recovery(&self) -> bool {
         let silent = |e: &QmpError| {
@@ -52,29 +52,29 @@ impl RebootError {
     }
 }
 
-/// Waits until each QEMU answers that the recovery of an operation relies on.
+/// Waits for an answer from each QEMU that the recovery of an operation depends on.
 ///
-/// *On success:* each of them answers, has ended, or was killed because of [`Patience::force`].
-pub(super) fn require(held: &Held, operation: &Operation, patience: Patience) -> Result<(), RebootError> {
-    // What has not run a guest yet, or is to be removed, is ended without being asked.
+/// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
+pub(super) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
+    // A QEMU that has not run a guest, or whose VM is to be removed, is ended without an answer.
     if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
         return Ok(());
     }
     let name = held.rundir.name();
     if operation.step >= Step::Resume
-        && let Some(new) = destination(held, operation)?
-        && wait(name, &new, patience)?
+        && let Some(destination_qemu) = destination(held, operation)?
+        && wait_for_answer(name, &destination_qemu, policy)?
     {
-        // The guest is that one's, whatever the other one does.
+        // The destination runs the guest; the source does not matter.
         return Ok(());
     }
-    if let Some(old) = operation.from.as_ref().or(held.state.vmm.as_ref()) {
-        wait(name, old, patience)?;
+    if let Some(source_qemu) = operation.from.as_ref().or(held.state.vmm.as_ref()) {
+        wait_for_answer(name, source_qemu, policy)?;
     }
     Ok(())
 }
 
-/// The QEMU that the operation has started, recorded or not.
+/// Returns the QEMU that the operation started, recorded or not.
 fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
     match operation.to.clone().filter(Vmm::is_alive) {
         Some(recorded) => Ok(Some(recorded)),
@@ -82,35 +82,35 @@ fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, Reboot
     }
 }
 
-/// The QEMU of a generation of the VM.
+/// Returns the live QEMU of a generation of the VM.
 pub(super) fn of_generation(held: &Held, generation: u32) -> Result<Option<Vmm>, RebootError> {
     let directory = held.rundir.vmm(generation);
     let failed = |source| RebootError::File { path: directory.0.clone(), source };
     let Some(process) = processes_of(&directory).map_err(failed)?.into_iter().find(|process| process.is_alive()) else {
         return Ok(None);
     };
-    // As it was started, if that is on record: the program of the process may be a loader.
+    // Prefer the recorded binary: the program of the process may be a dynamic loader.
     let recorded = held.state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
     let binary = recorded.or_else(|| Some(Program::of(process).ok()?.start)).unwrap_or_else(|| PathBuf::from("qemu"));
     Ok(Some(Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None }))
 }
 
-/// Waits until a QEMU answers. `false`: it has ended, or was killed because of [`Patience::force`].
+/// Waits until a QEMU answers. Returns `false` if it has ended, or was killed because of [`SilentQemuPolicy::force`].
 ///
 /// # Errors
-/// [`RebootError::Silent`]; nothing was changed.
-pub(super) fn wait(name: &str, vmm: &Vmm, patience: Patience) -> Result<bool, RebootError> {
+/// [`RebootError::Silent`]: nothing was changed.
+pub(super) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
     let watched = |source: io::Error| RebootError::File { path: vmm.directory.clone(), source };
     let answers = |qmp: &mut Qmp| run_state(qmp).is_ok();
-    let deadline = Instant::now() + patience.wait;
+    let deadline = Instant::now() + policy.wait;
     let mut reported = false;
     loop {
         if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
             return Ok(false);
         }
         let left = deadline.saturating_duration_since(Instant::now());
-        let turn = left.min(TURN).max(Duration::from_millis(1));
-        // Another client may be connected to one of them, and QEMU serves one at a time.
+        let turn = left.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
+        // QEMU serves one client per socket, and another client may be connected to one of them.
         if vmm.connect(turn).is_ok_and(|mut qmp| answers(&mut qmp))
             || vmm.watch(turn).is_ok_and(|mut qmp| answers(&mut qmp))
         {
@@ -121,19 +121,19 @@ pub(super) fn wait(name: &str, vmm: &Vmm, patience: Patience) -> Result<bool, Re
         }
         if !std::mem::replace(&mut reported, true) {
             tracing::warn!(
-                "{name}: QEMU (process {}) runs and does not answer; waiting up to {} s for it",
+                "{name}: QEMU (process {}) runs but does not answer; waiting up to {} s",
                 vmm.pid,
-                patience.wait.as_secs()
+                policy.wait.as_secs()
             );
         }
     }
     if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
         return Ok(false);
     }
-    if !patience.force {
-        return Err(RebootError::Silent { name: name.into(), pid: vmm.pid, waited: patience.wait });
+    if !policy.force {
+        return Err(RebootError::Silent { name: name.into(), pid: vmm.pid, waited: policy.wait });
     }
-    tracing::warn!("{name}: QEMU (process {}) does not answer and is killed (--force)", vmm.pid);
+    tracing::warn!("{name}: QEMU (process {}) does not answer; killing it (--force)", vmm.pid);
     vmm.kill().map_err(watched)?;
     Ok(false)
 }

@@ -1,6 +1,6 @@
-//! Cold: the guest is shut down and booted, in a new QEMU; what it had of its disks may be kept for it.
+//! Cold: the guest is shut down and booted in a new QEMU. Its disk cache may be retained for the next boot.
 
-use super::{Again, Change, Failure, Left, RebootError, resume, switch};
+use super::{ColdReboot, Failure, GuestStatus, RebootError, Replacement, resume, switch};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::fault;
@@ -9,70 +9,74 @@ use rekindle_vm::life::{End, Ended, LifeError};
 use rekindle_vm::timeline::{Phase, host_us};
 use rekindle_vm::{disks, life, network, phases, ram};
 
-/// Shut the guest down and boot it.
-pub(crate) fn reboot(mut change: Change, kind: Kind, end: End) -> Result<Again, Failure> {
-    let mut journal = change.open_journal(kind).map_err(|error| Failure::new(Left::AsItWas, error))?;
-    let done = shut_down(&mut change, &mut journal, end)
-        .and_then(|(stopped, ended)| boot(&mut change, journal, stopped, ended));
-    done.map_err(|error| Failure::new(Left::NeedsRecovery, error))
+/// Shuts the guest down and boots it.
+pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Result<ColdReboot, Failure> {
+    let mut journal = replacement.open_journal(kind).map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
+    let done = shut_down(&mut replacement, &mut journal, end)
+        .and_then(|(stopped, ended)| boot(&mut replacement, journal, stopped, ended));
+    done.map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error))
 }
 
-/// Bring the guest to its end: gives when it had ended, and how that came about.
-pub(crate) fn shut_down(change: &mut Change, journal: &mut Journal, end: End) -> Result<(u64, Ended), RebootError> {
-    let old = change.old.clone();
-    change.hold_run_state()?;
-    journal.advance(Step::Suspend).map_err(change.file_error("operation.json"))?;
-    fault::point("cold.suspend.journalled", Some(&old), None);
-    change.recorder.phase(Phase::Suspend);
-    let ended = life::end(&old, end, change.held.state.definition.shutdown_timeout.as_duration())?;
+/// Ends the guest. Returns when and how it ended.
+pub(crate) fn shut_down(
+    replacement: &mut Replacement,
+    journal: &mut Journal,
+    end: End,
+) -> Result<(u64, Ended), RebootError> {
+    let source_qemu = replacement.source_qemu.clone();
+    replacement.hold_run_state()?;
+    journal.advance(Step::Suspend).map_err(replacement.file_error("operation.json"))?;
+    fault::point("cold.suspend.journalled", Some(&source_qemu), None);
+    replacement.recorder.phase(Phase::Suspend);
+    let ended = life::end(&source_qemu, end, replacement.held.state.definition.shutdown_timeout.as_duration())?;
     let stopped = host_us();
-    change.recorder.step(ended.step());
-    fault::point("cold.suspend.off", Some(&old), None);
+    replacement.recorder.step(ended.step());
+    fault::point("cold.suspend.off", Some(&source_qemu), None);
     Ok((stopped, ended))
 }
 
-/// Boot it in a new QEMU.
+/// Boots the guest in a new QEMU.
 pub(crate) fn boot(
-    change: &mut Change,
+    replacement: &mut Replacement,
     mut journal: Journal,
     stopped: u64,
     ended: Ended,
-) -> Result<Again, RebootError> {
-    let rundir = change.held.rundir.clone();
-    let old = change.old.clone();
-    change.recorder.phase(Phase::Renew);
-    let hardware = &change.held.state.hardware;
+) -> Result<ColdReboot, RebootError> {
+    let rundir = replacement.held.rundir.clone();
+    let source_qemu = replacement.source_qemu.clone();
+    replacement.recorder.phase(Phase::Renew);
+    let hardware = &replacement.held.state.hardware;
     let warm = journal.operation.kind == Kind::OsWarmCache;
-    let kept = if warm {
+    let retained = if warm {
         ram::renew_keeping_cache(&rundir, hardware)?
     } else {
         ram::renew(&rundir, hardware)?;
         None
     };
-    fault::point("cold.renew.memory", Some(&old), None);
+    fault::point("cold.renew.memory", Some(&source_qemu), None);
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
-    phases::begin(&rundir, hardware, &change.held.state.definition);
-    change.recorder.step("renew its memory");
-    let directory = rundir.create_vmm(journal.operation.generation).map_err(change.file_error("vmm"))?;
+    phases::begin(&rundir, hardware, &replacement.held.state.definition);
+    replacement.recorder.step("renew its memory");
+    let directory = rundir.create_vmm(journal.operation.generation).map_err(replacement.file_error("vmm"))?;
     let fds = network::reopen(hardware)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused, change.binary.syntax);
-    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, fds)?;
-    fault::point("cold.renew.spawned", Some(&old), Some(&new));
-    let mut qmp = new.connect(vmm::START)?;
-    change.recorder.step("start the new QEMU");
-    change.recorder.phase(Phase::Resume);
-    journal.advance(Step::Resume).map_err(change.file_error("operation.json"))?;
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Paused, replacement.binary.syntax);
+    let destination_qemu = Vmm::spawn(&replacement.binary.path, &arguments, &directory, fds)?;
+    fault::point("cold.renew.spawned", Some(&source_qemu), Some(&destination_qemu));
+    let mut qmp = destination_qemu.connect(vmm::START)?;
+    replacement.recorder.step("start the new QEMU");
+    replacement.recorder.phase(Phase::Resume);
+    journal.advance(Step::Resume).map_err(replacement.file_error("operation.json"))?;
     let resumed = resume(&mut qmp, true)?;
-    change.recorder.step("boot");
-    fault::point("cold.resume.resumed", Some(&old), Some(&new));
-    change.recorder.phase(Phase::Settle);
-    if !new.is_alive() {
-        let said = log_tail(&new.directory(), 10);
-        return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
+    replacement.recorder.step("boot");
+    fault::point("cold.resume.resumed", Some(&source_qemu), Some(&destination_qemu));
+    replacement.recorder.phase(Phase::Settle);
+    if !destination_qemu.is_alive() {
+        let log = log_tail(&destination_qemu.directory(), 10);
+        return Err(RebootError::DiedRunning { name: rundir.name().into(), log });
     }
-    let state = switch::settle(&rundir, change.held.state.clone(), None, &new, &qmp, journal, None)?;
-    change.recorder.step("record");
-    fault::point("cold.settle.recorded", Some(&old), Some(&new));
-    change.recorder.write(&rundir);
-    Ok(Again { report: change.report(&new, &state, (stopped, resumed), None), kept, ended })
+    let state = switch::settle(&rundir, replacement.held.state.clone(), None, &destination_qemu, &qmp, journal, None)?;
+    replacement.recorder.step("record");
+    fault::point("cold.settle.recorded", Some(&source_qemu), Some(&destination_qemu));
+    replacement.recorder.write(&rundir);
+    Ok(ColdReboot { report: replacement.report(&destination_qemu, &state, (stopped, resumed), None), retained, ended })
 }

@@ -2,24 +2,25 @@
 //!
 //! | how | what happens to the guest |
 //! |---|---|
-//! | [`How::Warm`] | stopped for some milliseconds; its RAM does not move |
-//! | [`How::Saved`] | stopped while its RAM is written to disk and read back |
-//! | [`How::Cold`] | shut down and booted |
+//! | [`RebootMethod::Warm`] | stopped for some milliseconds; its RAM does not move |
+//! | [`RebootMethod::Saved`] | stopped while its RAM is written to disk and read back |
+//! | [`RebootMethod::Cold`] | shut down and booted |
 //!
-//! `docs/vmm-restart.md` has the sequence and the argument; `docs/run-directory.md` what is written down when.
+//! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists what is journalled at
+//! each step.
 
 mod answer;
 pub(crate) mod cold;
-mod generation;
 pub(crate) mod handover;
 mod preflight;
 pub(crate) mod recover;
 pub(crate) mod saved;
 pub(crate) mod switch;
 mod verify;
+mod vm_generation_id;
 pub(crate) mod warm;
 
-pub use answer::Patience;
+pub use answer::SilentQemuPolicy;
 pub use preflight::Problem;
 pub use recover::{Recovered, recover};
 
@@ -49,19 +50,19 @@ use std::sync::{Barrier, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// How a VMM is replaced.
+/// How a QEMU is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum How {
-    /// The guest's RAM stays where it is; only device state passes from the old QEMU to the new.
+pub enum RebootMethod {
+    /// The guest's RAM stays in place; only device state passes from the source QEMU to the destination QEMU.
     Warm,
-    /// The guest's RAM goes to disk and back, by QEMU's own migration.
+    /// The guest's RAM is saved to disk and loaded again, by QEMU's own migration.
     Saved,
     /// The guest is shut down and booted.
     Cold,
 }
 
-impl std::fmt::Display for How {
+impl std::fmt::Display for RebootMethod {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Warm => "warm",
@@ -71,220 +72,157 @@ impl std::fmt::Display for How {
     }
 }
 
-/// What is wanted.
+/// What replaces the QEMU of a VM, and how.
 #[derive(Debug, Clone)]
-pub struct Options {
-    /// How.
-    pub how: How,
-    /// The binary to run from now on; none: the one that runs.
+pub struct ReplaceOptions {
+    pub how: RebootMethod,
+    /// The QEMU binary of the destination. `None`: the one that runs now.
     pub qemu: Option<PathBuf>,
-    /// Back to the binary before the last upgrade.
+    /// Use the binary that ran before the last upgrade.
     pub rollback: bool,
-    /// Digest all of the guest's memory in the old QEMU and in the new one, while it is stopped, and compare.
+    /// Compare digests of all guest memory, taken in the source and in the destination QEMU while the guest is stopped.
     pub verify_memory: bool,
 }
 
-/// A QEMU as it is reported.
+/// A QEMU as reports show it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Side {
-    /// Its binary.
+pub struct QemuInfo {
     pub binary: PathBuf,
-    /// Its version.
     pub version: Option<Version>,
-    /// Its process.
     pub pid: u32,
 }
 
-/// What a reboot did.
+/// Result of a reboot.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Report {
-    /// The VM.
+pub struct RebootReport {
     pub name: String,
-    /// Guest-stopped time in microseconds of the host's clock: from QEMU's `STOP` (cold: the old QEMU's end) to the
-    /// new QEMU's `RESUME`.
+    /// Guest-stopped time in microseconds of the host's clock: from the `STOP` of the source QEMU (cold: from its end)
+    /// to the `RESUME` of the destination QEMU.
     pub stopped_us: u64,
-    /// When it was stopped: microseconds since 1970.
+    /// When the guest stopped: microseconds since 1970.
     pub stop_host_us: u64,
-    /// When it went on.
+    /// When the guest resumed: microseconds since 1970.
     pub resume_host_us: u64,
-    /// The steps in order.
     pub steps: Vec<Entry>,
-    /// What ran before.
-    pub from: Side,
-    /// What runs now.
-    pub to: Side,
-    /// With [`Options::verify_memory`]: bytes of pages that differ; `None` for what the QEMU does not let be read.
+    pub from: QemuInfo,
+    pub to: QemuInfo,
+    /// With [`ReplaceOptions::verify_memory`]: how many bytes are in pages that differ.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory: Option<Memory>,
+    pub memory: Option<MemoryComparison>,
 }
 
-pub use verify::Memory;
+pub use verify::MemoryComparison;
 
-/// What the guest is left with after a failure.
+/// State of the guest after a failed reboot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Left {
-    /// As it was before.
-    AsItWas,
-    /// `rekindle recover` has to decide.
+pub enum GuestStatus {
+    /// The guest runs as before.
+    #[serde(rename = "as-it-was")]
+    Unchanged,
+    /// `rekindle recover` must finish or undo the operation.
     NeedsRecovery,
 }
 
-/// Why a VMM could not be replaced.
+/// Why a QEMU could not be replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum RebootError {
-    /// Something speaks against it; nothing was stopped.
-    #[error("the VMM of {name} cannot be replaced; nothing was stopped:\n{}", bulleted(.problems))]
-    Preflight {
-        /// The VM.
-        name: String,
-        /// What.
-        problems: Vec<Problem>,
-    },
-    /// Something speaks against a reboot of the guest.
+    /// The preflight found problems. Nothing was stopped.
+    #[error("cannot replace the QEMU of {name}; nothing was stopped:\n{}", bulleted(.problems))]
+    Preflight { name: String, problems: Vec<Problem> },
+    /// A problem prevents a reboot of the guest.
     #[error("{name} was not rebooted: {problem}")]
-    Against {
-        /// The VM.
-        name: String,
-        /// What.
-        problem: Problem,
-    },
-    /// A guest that was to start another kernel by itself has not, as far as is to be seen.
+    Prevented { name: String, problem: Problem },
+    /// A guest that was asked to start another kernel did not, as far as the host can see.
     #[error("{name}: {what}")]
     Kexec {
-        /// The VM.
         name: String,
-        /// What it has done, and what to do.
+        /// What happened, and what to do.
         what: String,
     },
-    /// A candidate cannot be loaded.
-    #[error("the candidate cannot be loaded")]
+    /// The boot snapshot cannot be loaded.
+    #[error("cannot load the boot snapshot")]
     Candidate(#[source] Box<RestoreError>),
-    /// A move to another host that was cut off is not settled.
+    /// An interrupted move to another host cannot be settled.
     #[error(transparent)]
     Move(#[from] MoveError),
-    /// Nowhere to go back to.
-    #[error("VM {name} has had no other QEMU: there is nothing to roll back to")]
-    NoRollback {
-        /// The VM.
-        name: String,
-    },
-    /// The old QEMU died before the guest's state was saved.
+    /// A rollback without a previous binary.
+    #[error("cannot roll back VM {name}: it has run no other QEMU binary")]
+    NoRollback { name: String },
+    /// The source QEMU died before the guest's state was saved.
     #[error(
-        "the old QEMU of {name} died before its guest's state was saved: the guest's processor state, and with it its \
-         memory, is lost; rekindle recover {name} boots it from its disks"
+        "the source QEMU of {name} died before its guest's state was saved, so the guest's memory is lost; to boot \
+         the guest from its disks: rekindle recover {name}"
     )]
-    Lost {
-        /// The VM.
-        name: String,
-    },
-    /// The new QEMU died after it had run the guest.
+    Lost { name: String },
+    /// The destination QEMU died after it had run the guest.
     #[error(
-        "the new QEMU of {name} died after its guest had run in it: the guest's memory is no longer that of the old \
-         QEMU and is lost; rekindle recover {name} boots it from its disks; the new QEMU said:\n{said}"
+        "the destination QEMU of {name} died after it had run the guest, so the guest's memory is lost; to boot the \
+         guest from its disks: rekindle recover {name}; end of the QEMU's log:\n{log}"
     )]
-    DiedRunning {
-        /// The VM.
-        name: String,
-        /// The end of its log.
-        said: String,
-    },
+    DiedRunning { name: String, log: String },
     /// A QEMU that may run the guest does not answer.
     #[error(
-        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was changed. If it is \
-         stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, end that one; then: rekindle \
-         recover {name}. To kill it, with what its guest has not written to disk: rekindle recover {name} --force",
+        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was \
+         changed. If it is stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, \
+         end that one; then: rekindle recover {name}. To kill it, with what its guest has not written to disk: \
+         rekindle recover {name} --force",
         waited.as_secs()
     )]
     Silent {
-        /// The VM.
         name: String,
-        /// The QEMU.
         pid: u32,
-        /// How long an answer was waited for.
+        /// How long recovery waited for an answer.
         waited: Duration,
     },
-    /// The new QEMU died while it waited for the guest of a candidate to go on.
-    #[error("the new QEMU of {name} died before its guest went on; it said:\n{said}")]
-    DiedWaiting {
-        /// The VM.
+    /// The destination QEMU died while it waited to resume the guest of a boot snapshot.
+    #[error("the destination QEMU of {name} died before its guest resumed; end of its log:\n{log}")]
+    DiedWaiting { name: String, log: String },
+    /// The destination QEMU failed before it ran the guest.
+    #[error("the destination QEMU of {name} failed to {doing}; end of its log:\n{log}")]
+    DestinationFailed {
         name: String,
-        /// The end of its log.
-        said: String,
-    },
-    /// The new QEMU failed before it ran the guest.
-    #[error("the new QEMU of {name} failed to {doing}; it said:\n{said}")]
-    NewFailed {
-        /// The VM.
-        name: String,
-        /// What it was doing.
+        /// The step that failed, as a verb phrase.
         doing: &'static str,
-        /// The end of its log.
-        said: String,
-        /// Why.
+        log: String,
         #[source]
         source: Box<RebootError>,
     },
-    /// The saved state is not what was written.
+    /// The saved state differs from what was written.
     #[error(
-        "the saved state {} of {name} is damaged: {what}; it is not loaded, and no QEMU has the guest any more; \
-         rekindle stop {name} gives it up",
+        "the saved state {} of {name} is damaged ({what}) and was not loaded; no QEMU runs the guest; to discard it: \
+         rekindle stop {name}",
         path.display()
     )]
-    Damaged {
-        /// The VM.
-        name: String,
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        what: String,
-    },
-    /// What is known of a suspended guest cannot be read or written.
+    Damaged { name: String, path: PathBuf, what: String },
+    /// The record of a suspended guest cannot be read or written.
     #[error("{name}: {why}")]
-    Record {
-        /// The VM.
-        name: String,
-        /// Why.
-        why: String,
-    },
-    /// The kernel or QEMU that it would go on with offers less than it had.
+    Record { name: String, why: String },
+    /// The kernel or QEMU that would resume the guest offers fewer processor features.
     #[error(
-        "{name} stays suspended: it would be without processor features that it uses ({words}); boot the former kernel, or          give its memory up: rekindle stop {name}"
+        "{name} stays suspended: processor features that it uses are missing ({words}); boot the previous kernel, or \
+         discard the guest's memory: rekindle stop {name}"
     )]
-    FewerFeatures {
-        /// The VM.
-        name: String,
-        /// Which.
-        words: String,
-    },
+    FewerFeatures { name: String, words: String },
     /// A file of an operation cannot be written or read.
     #[error("{}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// See [`LifeError`].
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// See [`BinaryError`].
     #[error(transparent)]
     Binary(#[from] BinaryError),
-    /// See [`VmmError`].
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// See [`QmpError`].
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// See [`TransferError`].
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// See [`NetworkError`].
     #[error(transparent)]
     Network(#[from] NetworkError),
-    /// See [`RamError`].
     #[error(transparent)]
     Ram(#[from] RamError),
 }
@@ -293,50 +231,48 @@ fn bulleted(problems: &[Problem]) -> String {
     problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
 }
 
-/// A reboot that failed, and what that means for the guest.
+/// A failed reboot, and the state of the guest after it.
 #[derive(Debug, thiserror::Error)]
-#[error("{}", match (left, &**error) {
-    // There was no guest that ran.
-    (Left::AsItWas, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. })) => {
+#[error("{}", match (guest, &**error) {
+    // No guest ran before the reboot.
+    (GuestStatus::Unchanged, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. })) => {
         "not rebooted"
     }
-    (Left::AsItWas, _) => "the reboot failed; the guest runs as before",
-    (Left::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
+    (GuestStatus::Unchanged, _) => "the reboot failed; the guest runs as before",
+    (GuestStatus::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
 })]
 pub struct Failure {
-    /// What the guest is left with.
-    pub left: Left,
-    /// Why.
+    pub guest: GuestStatus,
     #[source]
     pub error: Box<RebootError>,
 }
 
 impl Failure {
-    fn new(left: Left, error: RebootError) -> Self {
-        Self { left, error: Box::new(error) }
+    fn new(guest: GuestStatus, error: RebootError) -> Self {
+        Self { guest, error: Box::new(error) }
     }
 }
 
-/// What came of one VM of a reboot.
-pub type Outcome = (String, Result<Report, Failure>);
+/// Result of a reboot for one VM.
+pub type VmOutcome = (String, Result<RebootReport, Failure>);
 
-/// Replace the QEMUs of `names`, in parallel.
+/// Replaces the QEMUs of `names`, in parallel.
 ///
-/// *Needs:* the VMs run; nothing else is at work on them; the new binary fits (see [`Problem`]).
-/// *On success:* each guest runs in a new QEMU; the old one is gone.
-/// *On failure:* per VM, as [`Failure::left`] says. The others are not held up.
+/// *Needs:* the VMs run; no other operation holds them; the new binary passes the preflight (see [`Problem`]).
+/// *On success:* each guest runs in its destination QEMU; the source QEMU has ended.
+/// *On failure:* per VM, as [`Failure::guest`] states. The other VMs continue.
 ///
-/// Nobody is stopped before everybody has been prepared, so that the time in which guests are stopped has no
-/// preparation in it, and guests are handed over as many at a time as there are processors.
+/// No guest is stopped before all destinations are prepared, so that guest-stopped time contains no preparation. As
+/// many guests are handed over at a time as there are processors.
 #[must_use]
-pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> {
-    let together = Together { barrier: Barrier::new(names.len()), gate: Gate::new(), binaries: Mutex::default() };
+pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
+    let batch = Batch { barrier: Barrier::new(names.len()), gate: HandoverGate::new(), binaries: Mutex::default() };
     thread::scope(|scope| {
         let workers: Vec<_> = names
             .iter()
             .map(|name| {
-                let together = &together;
-                (name, scope.spawn(move || one(host, name, options, together)))
+                let batch = &batch;
+                (name, scope.spawn(move || reboot_one(host, name, options, batch)))
             })
             .collect();
         workers
@@ -345,7 +281,7 @@ pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> 
                 let outcome = worker.join().unwrap_or_else(|_| {
                     let source = io::Error::other("the thread that rebooted this VM panicked");
                     let error = RebootError::File { path: host.root.join(name), source };
-                    Err(Failure::new(Left::NeedsRecovery, error))
+                    Err(Failure::new(GuestStatus::NeedsRecovery, error))
                 });
                 (name.clone(), outcome)
             })
@@ -355,42 +291,46 @@ pub fn reboot(host: &Host, names: &[String], options: &Options) -> Vec<Outcome> 
 
 /// What a reboot would do to one VM.
 #[derive(Debug, Clone)]
-pub struct Planned {
-    /// What runs.
-    pub from: Side,
-    /// What would run.
+pub struct ReplacementPlan {
+    pub from: QemuInfo,
     pub binary: PathBuf,
-    /// Its version.
     pub version: Version,
 }
 
-/// Looks at what [`reboot`] would do to each of `names`, and what prevents it. Nothing is changed.
+/// Returns what [`reboot`] would do to each of `names`, or what prevents it. Changes nothing.
 #[must_use]
-pub fn plan(host: &Host, names: &[String], options: &Options) -> Vec<(String, Result<Planned, RebootError>)> {
-    let together = Together { barrier: Barrier::new(1), gate: Gate::new(), binaries: Mutex::default() };
+pub fn plan(
+    host: &Host,
+    names: &[String],
+    options: &ReplaceOptions,
+) -> Vec<(String, Result<ReplacementPlan, RebootError>)> {
+    let batch = Batch { barrier: Barrier::new(1), gate: HandoverGate::new(), binaries: Mutex::default() };
     let operation = format!("reboot vmm --how {} --dry-run", options.how);
-    let one = |name: &String| {
-        let change = begin(host, name, &operation, options, |path| together.probe(host, path))?;
-        let (version, pid) = (change.held.state.version.clone(), change.old.pid);
-        let from = Side { binary: change.old.binary.clone(), version, pid };
-        Ok(Planned { from, binary: change.binary.path.clone(), version: change.binary.version.clone() })
+    let reboot_one = |name: &String| {
+        let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
+        let (version, pid) = (replacement.held.state.version.clone(), replacement.source_qemu.pid);
+        let from = QemuInfo { binary: replacement.source_qemu.binary.clone(), version, pid };
+        Ok(ReplacementPlan {
+            from,
+            binary: replacement.binary.path.clone(),
+            version: replacement.binary.version.clone(),
+        })
     };
-    names.iter().map(|name| (name.clone(), one(name))).collect()
+    names.iter().map(|name| (name.clone(), reboot_one(name))).collect()
 }
 
-/// What the VMs of one reboot share.
-struct Together {
-    /// Nobody is stopped before everybody is prepared.
+/// State shared by the VMs of one reboot.
+struct Batch {
+    /// No guest is stopped before all destinations are prepared.
     barrier: Barrier,
-    /// How many are switched at a time.
-    gate: Gate,
-    /// What the binaries can do, asked once each.
+    gate: HandoverGate,
+    /// Results of probing binaries, each probed once.
     binaries: Mutex<HashMap<PathBuf, Binary>>,
 }
 
-impl Together {
+impl Batch {
     fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
-        // Held while asking: the others would ask the same.
+        // The lock is held during the probe: other threads would probe the same binary.
         let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(binary) = binaries.get(path) {
             return Ok(binary.clone());
@@ -401,14 +341,14 @@ impl Together {
     }
 }
 
-/// Lets as many through at a time as there are processors: handing a guest over is computing from end to end, and
-/// more at once would all be stopped for longer without being done sooner.
-struct Gate {
+/// Lets as many hand-overs run at a time as there are processors. A hand-over is pure computation: with more at a time,
+/// each guest would be stopped for longer and none would finish sooner.
+struct HandoverGate {
     free: Mutex<usize>,
     freed: Condvar,
 }
 
-impl Gate {
+impl HandoverGate {
     fn new() -> Self {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         Self { free: Mutex::new(processors), freed: Condvar::new() }
@@ -426,118 +366,133 @@ impl Gate {
     }
 }
 
-/// One VM. Passes the barrier as often as all others do, whatever happens.
-fn one(host: &Host, name: &str, options: &Options, together: &Together) -> Result<Report, Failure> {
+/// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure.
+fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
     let operation = format!("reboot vmm --how {}", options.how);
-    let begun = begin(host, name, &operation, options, |path| together.probe(host, path))
-        .map_err(|error| Failure::new(Left::AsItWas, error));
+    let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))
+        .map_err(|error| Failure::new(GuestStatus::Unchanged, error));
     match options.how {
-        How::Warm => {
-            let prepared = begun.and_then(warm::Prepared::new);
-            together.barrier.wait();
-            // Guests that run again already are not to keep this one waiting. Without the right to it they do.
-            let mut first = PriorityBoost::default();
-            let _ = first.this_thread();
-            let switched = prepared.and_then(|prepared| together.gate.pass(|| prepared.hand_over()));
-            drop(first);
-            // Ending old QEMUs takes processor time that guests which are still stopped need more.
-            together.barrier.wait();
-            switched?.settle()
+        RebootMethod::Warm => {
+            let prepared = replacement.and_then(warm::PreparedHandover::new);
+            batch.barrier.wait();
+            // Guests that already run again must not delay this one. Without the privilege to raise its priority, they
+            // do.
+            let mut boost = PriorityBoost::default();
+            let _ = boost.this_thread();
+            let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
+            drop(boost);
+            // Ending a source QEMU takes processor time that guests which are still stopped need more.
+            batch.barrier.wait();
+            completed?.settle()
         }
-        How::Saved => {
-            together.barrier.wait();
-            saved::reboot(begun?)
+        RebootMethod::Saved => {
+            batch.barrier.wait();
+            saved::reboot(replacement?)
         }
-        How::Cold => {
-            together.barrier.wait();
-            cold::reboot(begun?, Kind::VmmCold, End::Shutdown).map(|again| again.report)
+        RebootMethod::Cold => {
+            batch.barrier.wait();
+            cold::reboot(replacement?, Kind::VmmCold, End::Shutdown).map(|booted| booted.report)
         }
     }
 }
 
-/// A guest that was shut down and booted.
-pub(crate) struct Again {
-    pub(crate) report: Report,
-    /// What it had of its disks, if that was kept.
-    pub(crate) kept: Option<Kept>,
-    /// How it was brought to its end.
+/// Result of shutting a guest down and booting it.
+pub(crate) struct ColdReboot {
+    pub(crate) report: RebootReport,
+    /// The retained cache, if there is one.
+    pub(crate) retained: Option<Kept>,
+    /// How the previous guest ended.
     pub(crate) ended: Ended,
 }
 
-/// Bring the guest of VM `name` to its `end` and boot it, for `operation` of `kind`, unless `against` finds something that speaks against it.
-pub(crate) fn boot_again(
+/// Ends the guest of VM `name` as `end` states and boots it, as an operation of `kind`. Does nothing if `prevents`
+/// returns a problem.
+pub(crate) fn reboot_cold(
     host: &Host,
     name: &str,
     (operation, kind): (&str, Kind),
     end: End,
-    against: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<Again, Failure> {
-    cold::reboot(begin_again(host, name, operation, against)?, kind, end)
+    prevents: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<ColdReboot, Failure> {
+    cold::reboot(begin_cold_reboot(host, name, operation, prevents)?, kind, end)
 }
 
-/// Begin with that: the VM is held, and nothing has been stopped.
-pub(crate) fn begin_again(
+/// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
+pub(crate) fn begin_cold_reboot(
     host: &Host,
     name: &str,
     operation: &str,
-    against: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<Change, Failure> {
-    let options = Options { how: How::Cold, qemu: None, rollback: false, verify_memory: false };
-    let begun = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
-    let begun = begun.and_then(|change| match against(&change.held.state) {
-        None => Ok(change),
-        Some(problem) => Err(RebootError::Against { name: name.into(), problem }),
+    prevents: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Replacement, Failure> {
+    let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
+    let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
+    let replacement = replacement.and_then(|replacement| match prevents(&replacement.held.state) {
+        None => Ok(replacement),
+        Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
     });
-    begun.map_err(|error| Failure::new(Left::AsItWas, error))
+    replacement.map_err(|error| Failure::new(GuestStatus::Unchanged, error))
 }
 
-/// A change of VMMs in hand, past the preflight.
-pub(crate) struct Change {
+/// A replacement of a QEMU that has passed the preflight.
+pub(crate) struct Replacement {
     pub(crate) host: Host,
     pub(crate) held: Held,
-    pub(crate) old: Vmm,
+    pub(crate) source_qemu: Vmm,
     pub(crate) binary: Binary,
-    pub(crate) options: Options,
+    pub(crate) options: ReplaceOptions,
     pub(crate) recorder: Recorder,
-    /// Whether the guest runs, or was paused by its owner and has to stay so.
+    /// `false` if the owner of the VM paused the guest, which then stays paused.
     pub(crate) running: bool,
     run_state: Option<lock::RunState>,
 }
 
-/// How long a checkpoint of the guest may be in the way of its reboot.
-pub(crate) const RUN_STATE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long to wait for a checkpoint that holds the guest's run state.
+pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
-impl Change {
+impl Replacement {
     pub(crate) fn name(&self) -> &str {
         self.held.rundir.name()
     }
 
-    /// What is told when it is done.
-    pub(crate) fn report(&self, new: &Vmm, state: &State, times: (u64, u64), memory: Option<Memory>) -> Report {
+    pub(crate) fn report(
+        &self,
+        destination_qemu: &Vmm,
+        state: &State,
+        times: (u64, u64),
+        memory: Option<MemoryComparison>,
+    ) -> RebootReport {
         let (stop_host_us, resume_host_us) = times;
-        Report {
+        RebootReport {
             name: self.name().into(),
             stopped_us: resume_host_us.saturating_sub(stop_host_us),
             stop_host_us,
             resume_host_us,
             steps: self.recorder.entries().to_vec(),
-            from: Side { binary: self.old.binary.clone(), version: self.held.state.version.clone(), pid: self.old.pid },
-            to: Side { binary: new.binary.clone(), version: state.version.clone(), pid: new.pid },
+            from: QemuInfo {
+                binary: self.source_qemu.binary.clone(),
+                version: self.held.state.version.clone(),
+                pid: self.source_qemu.pid,
+            },
+            to: QemuInfo {
+                binary: destination_qemu.binary.clone(),
+                version: state.version.clone(),
+                pid: destination_qemu.pid,
+            },
             memory,
         }
     }
 
-    /// From here on nobody else stops the guest or lets it go on, until this change is through.
+    /// Prevents other processes from stopping or resuming the guest until this replacement is dropped.
     pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
-        let lock = lock::RunState::acquire(&self.held.rundir, RUN_STATE_PATIENCE).map_err(LifeError::from)?;
+        let lock = lock::RunState::acquire(&self.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         self.run_state = Some(lock);
         Ok(())
     }
 
-    /// Begin the operation's journal.
     pub(crate) fn open_journal(&self, kind: Kind) -> Result<Journal, RebootError> {
         let generation = self.held.state.generation + 1;
-        let journal = Journal::open_for(&self.held.rundir, kind, Some(self.old.clone()), generation, self.running);
+        let journal =
+            Journal::open_for(&self.held.rundir, kind, Some(self.source_qemu.clone()), generation, self.running);
         journal.map_err(self.file_error("operation.json"))
     }
 
@@ -551,12 +506,12 @@ pub(crate) fn begin(
     host: &Host,
     name: &str,
     operation: &str,
-    options: &Options,
+    options: &ReplaceOptions,
     probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
-) -> Result<Change, RebootError> {
+) -> Result<Replacement, RebootError> {
     let recorder = Recorder::new(name, operation);
     let held = Held::take_once_saved(host, name, operation)?;
-    let old = held.vmm()?.clone();
+    let source_qemu = held.vmm()?.clone();
     held.refuse_attached("giving its guest to another QEMU")?;
     if held.state.hardware.foreign.is_some() {
         return Err(LifeError::Foreign { name: name.into() }.into());
@@ -564,18 +519,26 @@ pub(crate) fn begin(
     let path = match (&options.qemu, options.rollback) {
         (Some(path), _) => path.clone(),
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
-        (None, false) => old.binary.clone(),
+        (None, false) => source_qemu.binary.clone(),
     };
     let binary = hardware::relied_on(&held.state.hardware, probe(&path)?, &host.binaries())?;
     let options = options.clone();
-    let mut change =
-        Change { host: host.clone(), held, old, binary, options, recorder, running: true, run_state: None };
-    change.running = preflight::check(&change)?;
-    change.recorder.step("preflight");
-    Ok(change)
+    let mut replacement = Replacement {
+        host: host.clone(),
+        held,
+        source_qemu,
+        binary,
+        options,
+        recorder,
+        running: true,
+        run_state: None,
+    };
+    replacement.running = preflight::check(&replacement)?;
+    replacement.recorder.step("preflight");
+    Ok(replacement)
 }
 
-/// Let the guest go in this QEMU, or leave it paused, and tell when.
+/// Resumes the guest in this QEMU, unless it is to stay paused. Returns the time of its `RESUME`.
 pub(crate) fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
     if !run {
         return Ok(rekindle_vm::timeline::host_us());
@@ -585,12 +548,12 @@ pub(crate) fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
     wait_resumed(qmp, Duration::from_secs(10))
 }
 
-/// Wait for QEMU's `RESUME`, and tell when it was.
+/// Waits for QEMU's `RESUME` event and returns its time.
 fn wait_resumed(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
     qmp.wait_event("RESUME", timeout, |event| (event.name == "RESUME").then_some(event.host_us))
 }
 
-/// Stop the guest in this QEMU, and tell when.
+/// Stops the guest in this QEMU and returns the time of its `STOP`.
 pub(crate) fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
     if !runs {
         return Ok(rekindle_vm::timeline::host_us());

@@ -1,7 +1,7 @@
-//! What speaks against replacing a VMM, found before anything is stopped.
+//! The preflight of a hand-over: problems found before anything is stopped.
 
 use super::recover::end_pause;
-use super::{Change, How, RUN_STATE_PATIENCE, RebootError};
+use super::{RUN_STATE_TIMEOUT, RebootError, RebootMethod, Replacement};
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
 use rekindle_qemu::hold::Hold;
@@ -15,7 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-/// One thing that speaks against it, as a sentence that names the thing and the mend.
+/// A reason not to replace a QEMU: a sentence that names the problem and its remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Problem(pub String);
@@ -26,69 +26,75 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// Run states in which a guest can be carried over. Others are QEMU's own troubles or moments between.
-const CARRIABLE: &[(&str, bool)] = &[("running", true), ("paused", false)];
+/// QEMU run states in which a guest can be handed over, and whether the guest runs in them. All others are error
+/// states, or states in transition.
+const TRANSFERABLE_STATES: &[(&str, bool)] = &[("running", true), ("paused", false)];
 
-/// Check everything that can be checked with the old QEMU running and no new one started. Gives whether the guest
-/// runs (or was paused by its owner).
+/// Runs all checks that need only the source QEMU, while the guest runs. Returns `false` if the owner of the VM has
+/// paused the guest.
 ///
 /// # Errors
 /// [`RebootError::Preflight`] with all problems found.
-pub(crate) fn check(change: &Change) -> Result<bool, RebootError> {
+pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
     let mut problems = Vec::new();
-    let state = &change.held.state;
-    problems.extend(hardware::missing(&state.hardware, &change.binary).into_iter().map(Problem));
+    let state = &replacement.held.state;
+    problems.extend(hardware::missing(&state.hardware, &replacement.binary).into_iter().map(Problem));
     let mut running = true;
-    if change.options.how != How::Cold && change.held.rundir.fill().exists() {
-        let name = change.name();
+    if replacement.options.how != RebootMethod::Cold && replacement.held.rundir.fill().exists() {
+        let name = replacement.name();
         problems.push(Problem(format!(
-            "its memory is still being brought from a checkpoint, and a new QEMU would find zeroes for what is missing; wait \
-             until that is done (rekindle show {name}), or see that its pager runs: rekindle recover {name}"
+            "its memory is still being loaded from a checkpoint, and another QEMU would read zeros for the missing \
+             pages; wait until the load is complete (rekindle show {name}); if its pager has died: rekindle recover \
+             {name}"
         )));
     }
-    if change.options.how != How::Cold {
+    if replacement.options.how != RebootMethod::Cold {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
-        // Not while a checkpoint keeps it stopped, nor as somebody left it who was killed meanwhile: neither is its owner's pause,
-        // and a guest that was paused by its owner stays so.
-        let quiet = RunState::acquire(&change.held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
-        end_pause(&change.held, &change.old)?;
-        let mut qmp = change.old.connect(Duration::from_secs(10))?;
+        // A guest that its owner paused stays paused. So wait for a checkpoint that has stopped the guest, and undo a
+        // pause that an interrupted checkpoint left behind: neither is the owner's.
+        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(life::LifeError::from)?;
+        end_pause(&replacement.held, &replacement.source_qemu)?;
+        let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
         let run_state = life::run_state(&mut qmp)?;
         drop(quiet);
         if Hold::found(&mut qmp)?.is_some() {
             problems.push(Problem(format!(
-                "what its guest sends is held until a checkpoint counts (protect --output-commit), and a new QEMU would not hold it; end \
-                 the protector, and: rekindle release {}",
-                change.name()
+                "its guest's network output is held until a checkpoint is committed (protect --output-commit), and \
+                 another QEMU would not hold it; end the protector, then: rekindle release {}",
+                replacement.name()
             )));
         }
-        match CARRIABLE.iter().find(|(name, _)| *name == run_state) {
+        match TRANSFERABLE_STATES.iter().find(|(name, _)| *name == run_state) {
             Some((_, runs)) => running = *runs,
             None => problems.push(Problem(format!(
-                "its guest is in QEMU's run state `{run_state}`, which cannot be carried over; mend what caused it, or \
-                 use --how cold"
+                "its guest is in QEMU's run state `{run_state}`, which cannot be handed over; fix the cause, or use \
+                 --how cold"
             ))),
         }
     }
-    match change.options.how {
-        How::Warm => problems.extend(ram_file(&state.hardware.ram.path, state.hardware.ram.bytes)),
-        How::Saved => {
-            problems.extend(room_to_save(change));
+    match replacement.options.how {
+        RebootMethod::Warm => problems.extend(ram_file(&state.hardware.ram.path, state.hardware.ram.bytes)),
+        RebootMethod::Saved => {
+            problems.extend(room_to_save(replacement));
             problems.extend(room_to_read(&state.hardware.ram.path));
         }
-        How::Cold => {}
+        RebootMethod::Cold => {}
     }
     for disk in &state.hardware.disks {
         if let Err(e) = std::fs::metadata(&disk.path) {
             problems.push(Problem(format!(
-                "disk {}: {}: {e}; the old QEMU still has it open, a new one could not open it",
+                "disk {}: {}: {e}; the running QEMU has it open, but another one cannot open it",
                 disk.id,
                 disk.path.display()
             )));
         }
     }
-    problems.extend(boot_files(change));
-    if problems.is_empty() { Ok(running) } else { Err(RebootError::Preflight { name: change.name().into(), problems }) }
+    problems.extend(boot_files(replacement));
+    if problems.is_empty() {
+        Ok(running)
+    } else {
+        Err(RebootError::Preflight { name: replacement.name().into(), problems })
+    }
 }
 
 fn ram_file(path: &Path, bytes: u64) -> Option<Problem> {
@@ -96,22 +102,25 @@ fn ram_file(path: &Path, bytes: u64) -> Option<Problem> {
         Ok(metadata) if metadata.len() == bytes => None,
         Ok(metadata) => Some(Problem(format!("RAM file {} has {} bytes, not {bytes}", path.display(), metadata.len()))),
         Err(e) => Some(Problem(format!(
-            "RAM file {}: {e}; the guest's RAM has no name any more and cannot be given to a new QEMU; use --how saved",
+            "RAM file {}: {e}; without it another QEMU cannot map the guest's RAM; use --how saved",
             path.display()
         ))),
     }
 }
 
-/// QEMU wants the kernel and the RAM disk at its start, also when it takes a guest over that has long booted.
-fn boot_files(change: &Change) -> Vec<Problem> {
-    let Some(boot) = &change.held.state.hardware.boot else { return Vec::new() };
+/// QEMU opens the kernel and the RAM disk at its start, also when it loads a guest that booted long ago.
+fn boot_files(replacement: &Replacement) -> Vec<Problem> {
+    let Some(boot) = &replacement.held.state.hardware.boot else { return Vec::new() };
     let files = [Some(&boot.kernel), boot.initrd.as_ref()];
     let missing = files.into_iter().flatten().filter_map(|path| std::fs::metadata(path).err().map(|e| (path, e)));
-    missing.map(|(path, e)| Problem(format!("{}: {e}; put it back", path.display()))).collect()
+    missing
+        .map(|(path, e)| Problem(format!("{}: {e}; restore the file: QEMU needs it to start", path.display())))
+        .collect()
 }
 
-/// Saving reads every page of the guest's RAM, and on a tmpfs a page that was never touched is made when it is read: if
-/// there is no room for it, the old QEMU is killed. On hugetlbfs each page was set aside when the file was made.
+/// Checks that saving has room. It reads every page of the guest's RAM, and on a tmpfs reading a page that was never
+/// touched allocates it: without room, the source QEMU is killed. On hugetlbfs all pages were reserved when the file
+/// was created.
 fn room_to_read(path: &Path) -> Option<Problem> {
     let missing = std::fs::metadata(path).ok().map(|file| file.len().saturating_sub(file.blocks() * 512))?;
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -121,8 +130,8 @@ fn room_to_read(path: &Path) -> Option<Problem> {
     let (free, _) = RamDirectory::at(directory).and_then(|directory| directory.room()).ok()?;
     (missing > free).then(|| {
         Problem(format!(
-            "saving reads all of the guest's RAM, which takes {} MiB more in {}; {} MiB are free there; use --how warm, or \
-             make room",
+            "saving reads all of the guest's RAM, which allocates {} MiB more in {}, where {} MiB are free; use --how \
+             warm, or free some space",
             missing >> 20,
             directory.display(),
             free >> 20
@@ -130,13 +139,13 @@ fn room_to_read(path: &Path) -> Option<Problem> {
     })
 }
 
-/// A saved guest takes at most its RAM on disk.
-fn room_to_save(change: &Change) -> Option<Problem> {
-    let path = super::saved::path(change);
+/// Checks the free disk space: a saved guest takes at most the size of its RAM.
+fn room_to_save(replacement: &Replacement) -> Option<Problem> {
+    let path = super::saved::path(replacement);
     let directory = path.parent().unwrap_or(Path::new("/"));
-    let bytes = change.held.state.hardware.ram.bytes;
+    let bytes = replacement.held.state.hardware.ram.bytes;
     if let Err(e) = std::fs::create_dir_all(directory) {
-        return Some(Problem(format!("cannot save into {}: {e}; name another `save_dir`", directory.display())));
+        return Some(Problem(format!("cannot save to {}: {e}; set another `save_dir`", directory.display())));
     }
     match statvfs(directory) {
         Ok(stat) => {
@@ -145,8 +154,8 @@ fn room_to_save(change: &Change) -> Option<Problem> {
                 let (free, bytes) = (free >> 20, bytes >> 20);
                 let directory = directory.display();
                 Problem(format!(
-                    "{directory} has {free} MiB free, the guest's RAM is {bytes} MiB; make room, or name another \
-                     `save_dir`"
+                    "{directory} has {free} MiB free, but the guest's RAM is {bytes} MiB; free some space, or set \
+                     another `save_dir`"
                 ))
             })
         }
@@ -154,20 +163,20 @@ fn room_to_save(change: &Change) -> Option<Problem> {
     }
 }
 
-/// Compare what the guest sees of its processors in the old QEMU and in the new one, which waits.
+/// Compares the processor features that the guest sees in the source QEMU and in the waiting destination QEMU.
 ///
-/// The device state does not hold it: a guest would go on with features that it was never told of or, worse, without
-/// some that it uses.
+/// They are not part of the device state: the guest would continue with features that it does not know or, worse,
+/// without some that it uses.
 ///
 /// # Errors
-/// When a QEMU does not answer.
-pub(crate) fn compare_cpus(old: &mut Qmp, new: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
-    let (old, new) = (cpu::features(old)?, cpu::features(new)?);
+/// If a QEMU does not answer.
+pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
+    let (source, destination) = (cpu::features(source)?, cpu::features(destination)?);
     let problem = |(word, value, now): (String, u64, u64)| {
         Problem(format!(
-            "the guest would see other processor features: {word} is {value:#x} in the old QEMU and {now:#x} in the new one; \
-             define `cpu` with a model and features that both have"
+            "the guest would see different processor features: {word} is {value:#x} in the source QEMU and {now:#x} \
+             in the destination; set `cpu` to a model and features that both have"
         ))
     };
-    Ok(cpu::differences(&old, &new).into_iter().map(problem).collect())
+    Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())
 }

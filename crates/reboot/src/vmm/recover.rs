@@ -1,15 +1,15 @@
-//! Finish or undo an operation that was cut off.
+//! Finishes or undoes an interrupted operation.
 //!
-//! What is alive and what is on disk decides, in this order:
+//! The live processes and the files decide, in this order:
 //!
-//! 1. The new QEMU runs the guest: it is finished.
-//! 2. The old QEMU is there and the guest has not run in the new one: it goes on in the old one.
-//! 3. The saved state is whole and the guest has not run since: a fresh QEMU is started from it.
-//! 4. Otherwise the guest's memory is lost; that is said, and the guest is booted from its disks.
+//! 1. The destination QEMU runs the guest: the operation is finished.
+//! 2. The source QEMU lives and the guest has not run in the destination: it resumes in the source.
+//! 3. The saved state is complete and the guest has not run since: a new QEMU is started from it.
+//! 4. Otherwise the guest's memory is lost: that is reported, and the guest is booted from its disks.
 
-use super::answer::{self, Patience};
+use super::answer::{self, SilentQemuPolicy};
 use super::handover::Taps;
-use super::{RUN_STATE_PATIENCE, RebootError, handover, resume, saved, switch};
+use super::{RUN_STATE_TIMEOUT, RebootError, handover, resume, saved, switch};
 use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_qemu::command::Start;
@@ -33,29 +33,28 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recovered {
-    /// There was nothing to do.
     Nothing,
-    /// A checkpoint that was cut off had left the guest stopped; it goes on.
+    /// An interrupted checkpoint had left the guest stopped; it was resumed.
     Unpaused,
-    /// The server of a disk had ended; it is there again.
+    /// A disk server had ended; it was started again.
     Served,
-    /// The operation was undone: the guest runs in the QEMU that it ran in before, with its memory.
+    /// The operation was undone: the guest runs in the source QEMU, with its memory.
     Undone,
-    /// The operation was finished: the guest runs in the new QEMU, with its memory.
+    /// The operation was finished: the guest runs in the destination QEMU, with its memory.
     Finished,
-    /// The guest was started again from its saved state, with its memory.
+    /// The guest was resumed from its saved state, with its memory.
     FromState,
-    /// A start or a cold reboot was finished: the guest was booted, as was wanted.
+    /// A start or a cold reboot was finished: the guest was booted.
     Started,
-    /// The guest's memory was lost; it was booted from its disks.
+    /// The guest's memory was lost, and it was booted from its disks.
     Booted,
-    /// A QEMU was prepared for a restore, as was wanted.
+    /// A preparation was finished: a QEMU waits for a restore.
     Prepared,
-    /// A move was undone: the guest goes on here.
+    /// A move was undone: the guest runs on this host.
     MovedBack,
-    /// A move was finished: the guest runs on the other host, and nothing of it is left here.
+    /// A move was finished: the guest runs on the other host, and nothing of it remains here.
     MovedAway,
-    /// The VM is gone, as was wanted, or because it had never been started.
+    /// The VM was removed: a stop was finished, or a start was undone.
     Removed,
 }
 
@@ -63,36 +62,36 @@ impl std::fmt::Display for Recovered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Nothing => "there was nothing to recover",
-            Self::Unpaused => "a checkpoint or a suspend that was cut off had left the guest stopped; it goes on",
-            Self::Served => "the server of a disk had ended; it is there again",
-            Self::Undone => "undone: the guest runs in the QEMU that it ran in before, with its memory",
-            Self::Finished => "finished: the guest runs in the new QEMU, with its memory",
-            Self::FromState => "the guest was started again from its saved state, with its memory",
+            Self::Unpaused => "an interrupted checkpoint or suspend had left the guest stopped; it was resumed",
+            Self::Served => "a disk server had ended; it was started again",
+            Self::Undone => "undone: the guest runs in the same QEMU as before, with its memory",
+            Self::Finished => "finished: the guest runs in the destination QEMU, with its memory",
+            Self::FromState => "the guest was resumed from its saved state, with its memory",
             Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
             Self::Prepared => "finished: a QEMU waits for a checkpoint",
-            Self::MovedBack => "undone: the guest goes on here, with its memory",
-            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it is left here",
+            Self::MovedBack => "undone: the guest runs on this host, with its memory",
+            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",
             Self::Removed => "the VM is removed",
         })
     }
 }
 
-/// Finish or undo what an operation on VM `name` left behind, or boot a guest whose QEMU has died.
+/// Finishes or undoes an interrupted operation on VM `name`, or boots a guest whose QEMU has died.
 ///
-/// *Needs:* nothing else at work on the VM.
-/// *On success:* as [`Recovered`] says; exactly one QEMU runs the guest.
-/// *On failure:* nothing runs that did not before; it can be done again.
+/// *Needs:* no other operation on the VM.
+/// *On success:* as [`Recovered`] states; exactly one QEMU runs the guest.
+/// *On failure:* no additional QEMU runs; the recovery can be repeated.
 ///
 /// # Errors
 /// [`RebootError`]; [`RebootError::Silent`] if a QEMU that may run the guest does not answer.
-pub fn recover(host: &Host, name: &str, patience: Patience) -> Result<Recovered, RebootError> {
+pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
-    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_PATIENCE).map_err(life::LifeError::from)?;
-    let Some(journal) = journal else { return recover_idle(host, &held, patience) };
-    answer::require(&held, &journal.operation, patience)?;
+    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(life::LifeError::from)?;
+    let Some(journal) = journal else { return recover_idle(host, &held, policy) };
+    answer::require_answers(&held, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
-        // A hand-over that was cut off has left its threads first; harmless, and not to stay.
+        // An interrupted hand-over has left its threads at raised priority: harmless, but not meant to last.
         let _ = sched::normal(vmm.process());
     }
     let recovered = match journal.operation.kind {
@@ -105,33 +104,33 @@ pub fn recover(host: &Host, name: &str, patience: Patience) -> Result<Recovered,
             Ok(Recovered::Removed)
         }
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
-        Kind::OsKexec => recover_kexec(&held, journal, patience.force),
-        // A candidate whose guest was not let go is booted instead.
+        Kind::OsKexec => recover_kexec(&held, journal, policy.force),
+        // A guest that was not yet resumed from a boot snapshot is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(&held, journal),
-        Kind::VmmWarm | Kind::VmmSaved => recover_carried(&held, journal),
+        Kind::VmmWarm | Kind::VmmSaved => recover_handover(&held, journal),
     }?;
     forget_saved(host, &held);
     Ok(recovered)
 }
 
-/// A VM on which no operation was under way.
-fn recover_idle(host: &Host, held: &Held, patience: Patience) -> Result<Recovered, RebootError> {
+/// Recovers a VM that has no interrupted operation.
+fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     if let Ok(vmm) = held.vmm()
         && held.state.hardware.disks.iter().any(|disk| disk.server)
     {
-        if has_ended(vmm, patience.wait) {
+        if guest_has_ended(vmm, policy.wait) {
             return boot_ended(held, vmm);
         }
-        // It was asked, and may have been about to end.
+        // It may have been about to end when it was queried.
         vmm.wait_released().map_err(|source| file(held, source))?;
     }
     match held.vmm() {
         Ok(vmm) => {
             forget_saved(host, held);
-            // Its guest waits for it, and may not answer before.
+            // Start disk servers first: the guest waits for its disks, and QEMU may not answer before.
             let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
-            // Of one that Rekindle has not started, the only monitor may be its protector's.
-            if held.state.attached.is_none() && !answer::wait(held.rundir.name(), vmm, patience)? {
+            // The protector may use the only monitor of an adopted QEMU.
+            if held.state.attached.is_none() && !answer::wait_for_answer(held.rundir.name(), vmm, policy)? {
                 return boot_lost(held);
             }
             match end_pause(held, vmm)? {
@@ -139,13 +138,13 @@ fn recover_idle(host: &Host, held: &Held, patience: Patience) -> Result<Recovere
                 recovered => Ok(recovered),
             }
         }
-        // What it was started with is not ours to do again.
+        // Rekindle does not know how an adopted QEMU was started.
         Err(_) if held.state.attached.is_some() => {
             held.refuse_attached("starting it again, as its QEMU has ended")?;
             Ok(Recovered::Nothing)
         }
         Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
-        // A start that was cut off before it began, or a QEMU that has waited and ended.
+        // A start that was interrupted before it began, or a QEMU that waited for a restore and ended.
         Err(_) if held.state.vmm.is_none() => {
             life::clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
@@ -154,20 +153,20 @@ fn recover_idle(host: &Host, held: &Held, patience: Patience) -> Result<Recovere
     }
 }
 
-/// Boots a guest whose QEMU has ended with the guest's memory.
+/// Boots a guest whose memory was lost with its QEMU.
 fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
     let generation = held.state.generation + 1;
     let journal = Journal::open(&held.rundir, Kind::VmmCold, held.state.vmm.clone(), generation);
-    lose(held, journal.map_err(|source| file(held, source))?, None)
+    boot_after_loss(held, journal.map_err(|source| file(held, source))?, None)
 }
 
-/// Whether a guest has rebooted itself or panicked, and QEMU was told to stop there; who was to boot it has died.
-fn has_ended(vmm: &Vmm, wait: Duration) -> bool {
+/// Returns whether a guest has rebooted itself, powered off or panicked, and QEMU has stopped there as configured. The
+/// process that would have booted it has died.
+fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
     let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?));
     state.is_ok_and(|state| life::SHUT_DOWN.contains(&state.as_str()))
 }
 
-/// Boot it.
 fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let generation = held.state.generation + 1;
     let journal = Journal::open(&held.rundir, Kind::OsWarmCache, held.state.vmm.clone(), generation);
@@ -177,13 +176,13 @@ fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     boot(held, journal, Recovered::Started, None)
 }
 
-/// Let a guest go on whose checkpoint was cut off in the pause.
+/// Resumes a guest that an interrupted checkpoint left stopped.
 pub(super) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mark = held.rundir.paused();
     if !mark.exists() {
         return Ok(Recovered::Nothing);
     }
-    // Its threads may still go before all others.
+    // Its threads may still have raised priority.
     let _ = sched::normal(vmm.process());
     let mut qmp = vmm.connect(vmm::START)?;
     if life::run_state(&mut qmp)? == "paused" {
@@ -193,8 +192,8 @@ pub(super) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
     Ok(Recovered::Unpaused)
 }
 
-/// Remove a saved state that nobody needs: the guest runs. Also one that was cut off before a journal named it, or that
-/// a recovery left which was itself cut off.
+/// Removes a saved state that is not needed because the guest runs, also one that an interrupted operation or recovery
+/// left without naming it in a journal.
 fn forget_saved(host: &Host, held: &Held) {
     let _ = std::fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
 }
@@ -203,7 +202,7 @@ fn file(held: &Held, source: std::io::Error) -> RebootError {
     RebootError::File { path: held.rundir.path().to_owned(), source }
 }
 
-/// A start is finished if the QEMU was recorded, else undone.
+/// Finishes a start if its QEMU was recorded, else undoes it.
 fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if held.vmm().is_ok() {
         journal.close().map_err(|source| file(held, source))?;
@@ -213,7 +212,7 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
     Ok(Recovered::Removed)
 }
 
-/// A preparation is finished if its QEMU was recorded, else undone.
+/// Finishes a preparation if its QEMU was recorded, else undoes it.
 fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if let Err(LifeError::Prepared { .. }) = held.vmm() {
         journal.close().map_err(|source| file(held, source))?;
@@ -223,10 +222,11 @@ fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Recover
     Ok(Recovered::Removed)
 }
 
-/// A move is settled by who owns the store; of a guest whose QEMU has died before the other host was told, the memory is lost.
+/// Settles a move by the owner of the store. If the guest's QEMU died before the other host was notified, the memory is
+/// lost.
 fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
-        return lose(held, journal, None);
+        return boot_after_loss(held, journal, None);
     }
     Ok(match settle(host, held, journal)? {
         Settled::Back => Recovered::MovedBack,
@@ -234,7 +234,7 @@ fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered,
     })
 }
 
-/// A restore is finished if its guest was let go, else undone: the checkpoint is where it was.
+/// Finishes a restore if its guest was resumed, else undoes it: the checkpoint is still in the store.
 fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let failed = |source| file(held, source);
     let to = journal.operation.to.clone().filter(Vmm::is_alive);
@@ -254,7 +254,7 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
     Ok(Recovered::Removed)
 }
 
-/// A guest that was to start another kernel: it has, or goes on as it was, or is booted.
+/// Recovers a kexec: the guest has started the other kernel, or runs as before, or is booted.
 fn recover_kexec(held: &Held, mut journal: Journal, force: bool) -> Result<Recovered, RebootError> {
     match crate::os::recover_kexec(held, &journal, force)? {
         Some(another) => {
@@ -269,36 +269,42 @@ fn recover_kexec(held: &Held, mut journal: Journal, force: bool) -> Result<Recov
     }
 }
 
-/// A cold reboot, or a boot after a loss.
+/// Recovers a cold reboot, or a boot after a loss of memory.
 pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let generation = journal.operation.generation;
     let lost = journal.operation.lost;
     if journal.operation.step >= Step::Resume
-        && let Some((new, qmp)) = alive(held, generation)?
+        && let Some((destination_qemu, qmp)) = running_destination(held, generation)?
     {
-        return finish(held, journal, &new, qmp, if lost { Recovered::Booted } else { Recovered::Started });
+        return finish(
+            held,
+            journal,
+            &destination_qemu,
+            qmp,
+            if lost { Recovered::Booted } else { Recovered::Started },
+        );
     }
     switch::end_generation(&held.rundir, generation)?;
     if lost {
-        return lose(held, journal, None);
+        return boot_after_loss(held, journal, None);
     }
-    if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
+    if let Some(source_qemu) = journal.operation.from.as_ref().filter(|source_qemu| source_qemu.is_alive()) {
         if journal.operation.step == Step::Prepare {
-            // A QEMU may have waited beside it.
+            // A successor QEMU may have waited, with RAM of its own.
             ram::forget_waiting(&held.state.hardware)?;
             let _ = std::fs::remove_dir_all(held.rundir.vmm(generation).0);
             journal.close().map_err(|source| file(held, source))?;
             return Ok(Recovered::Undone);
         }
-        // It may have been asked to shut down already, and would be gone in a moment.
-        life::shut_down(old, held.state.definition.shutdown_timeout.as_duration())?;
+        // The guest may already be shutting down.
+        life::shut_down(source_qemu, held.state.definition.shutdown_timeout.as_duration())?;
     }
-    // A guest that shut itself down has lost nothing; it is booted as was wanted.
+    // A guest that shut itself down has lost nothing.
     boot(held, journal, Recovered::Started, None)
 }
 
-/// The QEMU of `generation`, if it runs.
-fn alive(held: &Held, generation: u32) -> Result<Option<(Vmm, Qmp)>, RebootError> {
+/// Returns the QEMU of `generation` with a connection to it, if it runs.
+fn running_destination(held: &Held, generation: u32) -> Result<Option<(Vmm, Qmp)>, RebootError> {
     let Some(vmm) = answer::of_generation(held, generation)? else { return Ok(None) };
     match vmm.connect(vmm::START) {
         Ok(qmp) => Ok(Some((vmm, qmp))),
@@ -307,15 +313,15 @@ fn alive(held: &Held, generation: u32) -> Result<Option<(Vmm, Qmp)>, RebootError
     }
 }
 
-/// A warm or saved reboot.
-pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
+/// Recovers a warm or saved reboot.
+pub(crate) fn recover_handover(held: &Held, mut journal: Journal) -> Result<Recovered, RebootError> {
     let operation = journal.operation.clone();
     let generation = operation.generation;
-    // The decision for the new QEMU was written: it is asked whether it obeyed.
+    // The decision for the destination QEMU was journalled: check whether it runs the guest.
     if operation.step >= Step::Resume
-        && let Some((new, qmp)) = alive(held, generation)?
+        && let Some((destination_qemu, qmp)) = running_destination(held, generation)?
     {
-        return finish(held, journal, &new, qmp, Recovered::Finished);
+        return finish(held, journal, &destination_qemu, qmp, Recovered::Finished);
     }
     switch::end_generation(&held.rundir, generation)?;
 
@@ -327,13 +333,13 @@ pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recov
             let times = handover::disk_times(&held.state.hardware);
             operation.disks_at_resume.is_some() && times == operation.disks_at_resume
         }
-        Step::Resume => handover::untouched(ram, operation.untouched_since_ns),
+        Step::Resume => handover::is_untouched(ram, operation.untouched_since_ns),
         Step::Settle => false,
     };
-    let old = operation.from.clone().filter(Vmm::is_alive);
-    match (old, operation.saved) {
-        (Some(old), _) if has_not_run => {
-            switch::back(&held.rundir, &old, journal, operation.running)?;
+    let source_qemu = operation.from.clone().filter(Vmm::is_alive);
+    match (source_qemu, operation.saved) {
+        (Some(source_qemu), _) if has_not_run => {
+            switch::return_to_source(&held.rundir, &source_qemu, journal, operation.running)?;
             Ok(Recovered::Undone)
         }
         (_, Some(saved)) if has_not_run => {
@@ -361,35 +367,36 @@ pub(crate) fn recover_carried(held: &Held, mut journal: Journal) -> Result<Recov
             };
             let from = operation.from.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary);
             let to = operation.to.as_ref().map_or(from, |vmm| &vmm.binary);
-            let (new, qmp) = match start(to) {
-                // The new binary may be what is wrong; the old one has run this guest.
-                Err(error @ (RebootError::NewFailed { .. } | RebootError::Vmm(_))) if to != from => {
+            let (destination_qemu, qmp) = match start(to) {
+                // The new binary may be the cause; the previous one has run this guest.
+                Err(error @ (RebootError::DestinationFailed { .. } | RebootError::Vmm(_))) if to != from => {
                     tracing::warn!("{error}; trying {}", from.display());
                     start(from)?
                 }
                 started => started?,
             };
-            journal.operation.to = Some(new.clone());
-            journal.operation.untouched_since_ns = handover::mark(ram).filter(|_| !with_ram);
+            journal.operation.to = Some(destination_qemu.clone());
+            journal.operation.untouched_since_ns = handover::mark_ram(ram).filter(|_| !with_ram);
             journal.operation.disks_at_resume = handover::disk_times(hardware).filter(|_| with_ram);
             journal.advance(Step::Resume).map_err(|source| file(held, source))?;
-            finish(held, journal, &new, qmp, Recovered::FromState)
+            finish(held, journal, &destination_qemu, qmp, Recovered::FromState)
         }
-        _ => lose(held, journal, None),
+        _ => boot_after_loss(held, journal, None),
     }
 }
 
-/// On with the new QEMU, told to go on if it was not yet.
+/// Finishes with the destination QEMU: resumes the guest in it if necessary.
 pub(crate) fn finish(
     held: &Held,
     mut journal: Journal,
-    new: &Vmm,
+    destination_qemu: &Vmm,
     mut qmp: Qmp,
     recovered: Recovered,
 ) -> Result<Recovered, RebootError> {
     let operation = journal.operation.clone();
-    // What told it to go on may have died while it loads: it goes on by itself then, or stays paused.
-    let deadline = Instant::now() + handover::LOAD;
+    // The process that sent `cont` may have died during the load: the QEMU resumes the guest by itself then, or stays
+    // paused.
+    let deadline = Instant::now() + handover::LOAD_TIMEOUT;
     let mut run_state = life::run_state(&mut qmp)?;
     while run_state == "inmigrate" && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
@@ -398,23 +405,28 @@ pub(crate) fn finish(
     if operation.running && run_state != "running" {
         resume(&mut qmp, true)?;
     }
-    if !new.is_alive() {
-        let said = vmm::log_tail(&new.directory(), 10);
-        return Err(RebootError::DiedRunning { name: held.rundir.name().into(), said });
+    if !destination_qemu.is_alive() {
+        let log = vmm::log_tail(&destination_qemu.directory(), 10);
+        return Err(RebootError::DiedRunning { name: held.rundir.name().into(), log });
     }
-    // The binary as it was named, not as the kernel resolves it.
-    let new = operation.to.filter(|to| to.pid == new.pid && to.started == new.started).unwrap_or_else(|| new.clone());
+    // Record the binary by the name given, not as the kernel resolves it.
+    let destination_qemu = operation
+        .to
+        .filter(|to| to.pid == destination_qemu.pid && to.started == destination_qemu.started)
+        .unwrap_or_else(|| destination_qemu.clone());
     journal.advance(Step::Settle).map_err(|source| file(held, source))?;
-    let old = operation.from.filter(|old| old.is_alive() && old.pid != new.pid);
-    switch::settle(&held.rundir, held.state.clone(), old.as_ref(), &new, &qmp, journal, None)?;
+    let source_qemu =
+        operation.from.filter(|source_qemu| source_qemu.is_alive() && source_qemu.pid != destination_qemu.pid);
+    switch::settle(&held.rundir, held.state.clone(), source_qemu.as_ref(), &destination_qemu, &qmp, journal, None)?;
     network::forward_ports(&mut qmp, &held.state.hardware);
     Ok(recovered)
 }
 
-/// The guest's memory is lost: that is written down first, so that a recovery which is cut off here still says it.
-pub(crate) fn lose(held: &Held, mut journal: Journal, taps: Option<Taps>) -> Result<Recovered, RebootError> {
-    if let Some(old) = journal.operation.from.as_ref().filter(|old| old.is_alive()) {
-        old.kill().map_err(|source| file(held, source))?;
+/// Boots a guest whose memory is lost. The loss is journalled first, so that a recovery that is interrupted here still
+/// reports it.
+pub(crate) fn boot_after_loss(held: &Held, mut journal: Journal, taps: Option<Taps>) -> Result<Recovered, RebootError> {
+    if let Some(source_qemu) = journal.operation.from.as_ref().filter(|source_qemu| source_qemu.is_alive()) {
+        source_qemu.kill().map_err(|source| file(held, source))?;
     }
     if let Some(saved) = journal.operation.saved.take() {
         let _ = std::fs::remove_file(saved.path);
@@ -426,7 +438,8 @@ pub(crate) fn lose(held: &Held, mut journal: Journal, taps: Option<Taps>) -> Res
     boot(held, journal, Recovered::Booted, taps)
 }
 
-/// Boot the guest from its disks in a new QEMU with new RAM, with `taps` or, where none are given, its taps opened again.
+/// Boots the guest from its disks in a new QEMU with new RAM, with `taps` or, if there are none, with its taps opened
+/// again.
 pub(crate) fn boot(
     held: &Held,
     mut journal: Journal,
@@ -435,7 +448,7 @@ pub(crate) fn boot(
 ) -> Result<Recovered, RebootError> {
     let hardware = &held.state.hardware;
     let generation = journal.operation.generation;
-    // However it came to its end: what its disks' servers know of its memory is compared with the disk before it is given out.
+    // However the guest ended: its disk servers compare each retained block with the disk before they serve it.
     ram::renew_keeping_cache(&held.rundir, hardware)?;
     disks::start(&held.rundir, hardware).map_err(LifeError::from)?;
     phases::begin(&held.rundir, hardware, &held.state.definition);

@@ -1,7 +1,7 @@
-//! The two ends that every change of VMMs comes to: back to the old one, or on with the new.
+//! The two ends of every hand-over: return to the source QEMU, or settle on the destination.
 
 use super::handover;
-use super::{Failure, Left, RebootError};
+use super::{Failure, GuestStatus, RebootError};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::fault;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::fs;
 use std::time::Duration;
 
-/// End every QEMU of `generation`, also one that was started but not written down.
+/// Ends every QEMU of `generation`, recorded or not.
 pub(crate) fn end_generation(rundir: &RunDir, generation: u32) -> Result<(), RebootError> {
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
     for process in processes_of(&rundir.vmm(generation)).map_err(file)? {
@@ -23,24 +23,29 @@ pub(crate) fn end_generation(rundir: &RunDir, generation: u32) -> Result<(), Reb
     Ok(())
 }
 
-/// Back to the old QEMU: the new one is ended first, then the old one goes on.
+/// Returns to the source QEMU: ends the destination, then resumes the guest in the source.
 ///
-/// *Needs:* the guest has not run in the new QEMU.
-pub(crate) fn back(rundir: &RunDir, old: &Vmm, journal: Journal, run: bool) -> Result<(), RebootError> {
+/// *Needs:* the guest has not run in the destination QEMU.
+pub(crate) fn return_to_source(
+    rundir: &RunDir,
+    source_qemu: &Vmm,
+    journal: Journal,
+    run: bool,
+) -> Result<(), RebootError> {
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
     let generation = journal.operation.generation;
     end_generation(rundir, generation)?;
-    let mut qmp = old.connect(vmm::START)?;
+    let mut qmp = source_qemu.connect(vmm::START)?;
     if run && rekindle_vm::life::run_state(&mut qmp)? != "running" {
-        continue_patiently(&mut qmp)?;
+        cont_with_retries(&mut qmp)?;
     }
     let _ = fs::remove_dir_all(rundir.vmm(generation).0);
-    handover::forget(rundir);
+    handover::remove_stream(rundir);
     journal.close().map_err(file)
 }
 
-/// `cont`, tried again while QEMU says no: a state being saved when its reader went away is given up a moment later.
-fn continue_patiently(qmp: &mut Qmp) -> Result<(), RebootError> {
+/// Sends `cont`, and repeats it while QEMU rejects it: QEMU cancels a save whose reader has closed only a moment later.
+fn cont_with_retries(qmp: &mut Qmp) -> Result<(), RebootError> {
     let mut tries = 0;
     loop {
         match qmp.execute::<Value>("cont", ()) {
@@ -54,62 +59,63 @@ fn continue_patiently(qmp: &mut Qmp) -> Result<(), RebootError> {
     }
 }
 
-/// After a failure before the decision for the new QEMU: back if the old one lives, else the guest is lost or, where
-/// its state is saved, for `recover` to start again.
-pub(crate) fn give_up(rundir: &RunDir, old: &Vmm, journal: Journal, run: bool, error: RebootError) -> Failure {
+/// Handles a failure before the decision for the destination QEMU. Returns to the source if it lives. Otherwise the
+/// guest is lost or, if its state is saved, `recover` can resume it.
+pub(crate) fn abandon(rundir: &RunDir, source_qemu: &Vmm, journal: Journal, run: bool, error: RebootError) -> Failure {
     let saved = journal.operation.saved.is_some();
-    if !old.is_alive() {
-        // Nothing runs the guest; whether it can be run again is for `recover`.
+    if !source_qemu.is_alive() {
+        // Nothing runs the guest; `recover` decides whether it can run again.
         let _ = end_generation(rundir, journal.operation.generation);
         let error = if saved { error } else { RebootError::Lost { name: rundir.name().into() } };
-        return Failure::new(Left::NeedsRecovery, error);
+        return Failure::new(GuestStatus::NeedsRecovery, error);
     }
-    match back(rundir, old, journal, run) {
-        Ok(()) => Failure::new(Left::AsItWas, error),
+    match return_to_source(rundir, source_qemu, journal, run) {
+        Ok(()) => Failure::new(GuestStatus::Unchanged, error),
         Err(e) => {
-            tracing::error!("going back to the old QEMU failed: {e}");
-            Failure::new(Left::NeedsRecovery, error)
+            tracing::error!("{}: cannot resume the guest in its source QEMU: {e}", rundir.name());
+            Failure::new(GuestStatus::NeedsRecovery, error)
         }
     }
 }
 
-/// On with the new QEMU, which runs the guest: the old one is ended, the new one recorded.
+/// Settles on the destination QEMU, which runs the guest: ends the source and records the destination.
 pub(crate) fn settle(
     rundir: &RunDir,
     mut state: State,
-    old: Option<&Vmm>,
-    new: &Vmm,
+    source_qemu: Option<&Vmm>,
+    destination_qemu: &Vmm,
     qmp: &Qmp,
     journal: Journal,
     faults: Option<(&'static str, &'static str)>,
 ) -> Result<State, RebootError> {
     let file = |source| RebootError::File { path: rundir.path().to_owned(), source };
-    if let Some(old) = old {
-        old.kill().map_err(file)?;
+    if let Some(source_qemu) = source_qemu {
+        source_qemu.kill().map_err(file)?;
     }
     let recorded = state.generation == journal.operation.generation;
-    // Recorded already, and cut off before the journal was closed: the "old" generation of the state is the new one.
+    // If an earlier attempt recorded the destination and was interrupted before it closed the journal, the state's
+    // generation is the destination's: do not end it.
     if !recorded {
         end_generation(rundir, state.generation)?;
     }
     if let Some((gone, _)) = faults {
-        fault::point(gone, old, Some(new));
+        fault::point(gone, source_qemu, Some(destination_qemu));
     }
     if !recorded {
         let _ = fs::remove_dir_all(rundir.vmm(state.generation).0);
         let before = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
-        if before.as_ref() != Some(&new.binary) {
+        if before.as_ref() != Some(&destination_qemu.binary) {
             state.previous = before;
         }
     }
     state.generation = journal.operation.generation;
-    state.vmm = Some(new.clone());
+    state.vmm = Some(destination_qemu.clone());
     state.version = Some(qmp.version().clone());
     state.write(rundir).map_err(file)?;
     if let Some((_, point)) = faults {
-        fault::point(point, old, Some(new));
+        fault::point(point, source_qemu, Some(destination_qemu));
     }
-    handover::forget(rundir);
+    handover::remove_stream(rundir);
     journal.close().map_err(file)?;
     Ok(state)
 }

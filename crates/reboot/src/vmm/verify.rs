@@ -1,4 +1,4 @@
-//! Proof that a guest's memory did not change while its VMM was replaced.
+//! Checks that a guest's memory did not change while its QEMU was replaced.
 
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_memory::carried::Carried;
@@ -6,34 +6,34 @@ use rekindle_memory::digest;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a comparison of the whole memory gave.
+/// Result of comparing a guest's whole memory before and after.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Memory {
+pub struct MemoryComparison {
     /// Bytes of main RAM in pages that differ.
     pub ram_changed_bytes: u64,
-    /// Per other RAM block: whether it differs. Empty where a QEMU does not tell where its blocks are.
+    /// Per other RAM block: whether it differs. Empty if a QEMU does not report where its blocks are.
     pub blocks_changed: BTreeMap<String, bool>,
     /// Names of blocks that could not be compared.
     pub not_compared: Vec<String>,
 }
 
-/// The memory of a stopped guest at one moment.
-pub(crate) struct Snapshot {
+/// Digests of a stopped guest's memory.
+pub(crate) struct MemoryDigests {
     ram: Vec<u64>,
     blocks: Option<BTreeMap<String, u128>>,
 }
 
-impl Snapshot {
-    /// From the digests of the RAM file's pages and, where they could be read, the other blocks.
+impl MemoryDigests {
+    /// Combines the digests of the RAM file's pages with digests of the other RAM blocks, if those could be read.
     pub(crate) fn new(ram: Vec<u64>, carried: Option<&Carried>) -> Self {
         Self { ram, blocks: carried.map(digest::carried) }
     }
 
-    /// What differs between this and `later`.
-    pub(crate) fn compare(&self, later: &Self) -> Memory {
+    /// Compares this with `later`.
+    pub(crate) fn compare(&self, later: &Self) -> MemoryComparison {
         let pages = self.ram.iter().zip(&later.ram).filter(|(before, after)| before != after).count();
         let missing = self.ram.len().abs_diff(later.ram.len());
-        let mut memory = Memory {
+        let mut memory = MemoryComparison {
             ram_changed_bytes: ((pages + missing) * PAGE_SIZE) as u64,
             blocks_changed: BTreeMap::new(),
             not_compared: Vec::new(),
@@ -61,13 +61,13 @@ mod tests {
     #[test]
     fn a_changed_page_and_a_changed_block_are_counted() {
         let blocks = |bios: u128| Some(BTreeMap::from([("pc.bios".to_owned(), bios), ("vga.vram".to_owned(), 5)]));
-        let before = Snapshot { ram: vec![1, 2, 3], blocks: blocks(1) };
+        let before = MemoryDigests { ram: vec![1, 2, 3], blocks: blocks(1) };
         assert_eq!(before.compare(&before).ram_changed_bytes, 0);
-        let after = Snapshot { ram: vec![1, 9, 3], blocks: blocks(2) };
+        let after = MemoryDigests { ram: vec![1, 9, 3], blocks: blocks(2) };
         let memory = before.compare(&after);
         assert_eq!(memory.ram_changed_bytes, 4096);
         assert!(memory.blocks_changed["pc.bios"] && !memory.blocks_changed["vga.vram"]);
-        let unknown = Snapshot { ram: vec![1, 2], blocks: None };
+        let unknown = MemoryDigests { ram: vec![1, 2], blocks: None };
         let memory = before.compare(&unknown);
         assert_eq!((memory.ram_changed_bytes, memory.not_compared.len()), (4096, 2));
     }

@@ -1,15 +1,17 @@
-//! Warm: the guest's RAM stays where it is, in a file that both QEMUs map.
+//! Warm: the guest's RAM stays in a file that both QEMUs map.
 //!
-//! While the old QEMU runs the guest, a new one is started, compared, and already fed with what of the guest's memory
-//! it cannot map (firmware, ACPI tables, video memory). Then: stop, save the device state through this process into
-//! the new QEMU as it comes, continue there. RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
+//! While the source QEMU runs the guest, the destination is started, compared with it, and loaded with the guest memory
+//! that it cannot map (firmware, ACPI tables, video memory). Then the guest is stopped, the device state is streamed
+//! from the source through this process into the destination, and the guest resumes there. This is RootHammer's
+//! on-memory suspend and resume (section 4.2) for QEMU.
 
-use super::generation::Generation;
-use super::handover::Keeper;
+use super::handover::StreamWriter;
 use super::preflight::compare_cpus;
-use super::verify::Snapshot;
+use super::verify::MemoryDigests;
+use super::vm_generation_id::VmGenerationId;
 use super::{
-    Change, Failure, Left, Memory, Problem, RebootError, Report, handover, resume, stop, switch, wait_resumed,
+    Failure, GuestStatus, MemoryComparison, Problem, RebootError, RebootReport, Replacement, handover, resume, stop,
+    switch, wait_resumed,
 };
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::populate_heap;
@@ -33,259 +35,285 @@ use serde_json::Value;
 use std::io;
 use std::time::Duration;
 
-/// How long the new QEMU may take from `cont` to its `RESUME`: it may still load.
-const RESUMED: Duration = Duration::from_secs(60);
-/// How long its threads may take to stop when it does not answer.
-const STOPPED: Duration = Duration::from_secs(2);
+/// How long the destination QEMU may take from `cont` to its `RESUME`: it may still be loading.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the threads of an unresponsive destination may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A new QEMU that waits for the guest, beside the old one that still runs it.
-pub(crate) struct Prepared {
-    change: Change,
+/// A destination QEMU that waits for the guest, while the source still runs it.
+pub(crate) struct PreparedHandover {
+    replacement: Replacement,
     journal: Journal,
-    ready: Ready,
+    parts: HandoverParts,
 }
 
-struct Ready {
-    old_qmp: Qmp,
-    new: Vmm,
-    new_qmp: Qmp,
-    link: Link,
+struct HandoverParts {
+    source_qmp: Qmp,
+    destination_qemu: Vmm,
+    destination_qmp: Qmp,
+    transfer: StateTransfer,
     /// See [`network::captures`].
     captures: Vec<Capture>,
     /// See [`network::Duplicates::stand_ins`].
     stand_ins: Vec<StandIn>,
 }
 
-/// The way of the state from the old QEMU to the new one.
-struct Link {
+/// The path of the device state from the source QEMU to the destination.
+struct StateTransfer {
     tap: transfer::Tap,
-    /// A second connection to the old QEMU, on which the command to save is staged; none if somebody else has it.
+    /// A second connection to the source QEMU, on which the save command is staged. `None` if another client has it.
     save_qmp: Option<Qmp>,
     feed: Feed,
-    /// What the feed is given is kept as well.
-    keeper: Keeper,
-    source: Source,
-    /// Whether `cont` is staged in the new QEMU.
+    /// Receives a copy of everything that the feed is given.
+    kept: StreamWriter,
+    source: BlockSource,
+    /// Whether `cont` is staged in the destination QEMU.
     staged_cont: bool,
-    /// Into the new QEMU.
+    /// Of the destination QEMU.
     injector: Injector,
-    generation: Option<Generation>,
+    generation: Option<VmGenerationId>,
 }
 
-/// Where the RAM blocks come from that are not shared.
-enum Source {
-    /// Out of the old QEMU's memory. `ahead` was sent while the guest ran.
-    Memory { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
-    /// They are in the stream that the old QEMU writes.
+/// Where the RAM blocks come from that the two QEMUs do not share.
+enum BlockSource {
+    /// They are read from the source QEMU's memory. `ahead` was sent while the guest ran.
+    QemuMemory { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
+    /// They are part of the stream that the source QEMU writes.
     Stream,
 }
 
-/// What was handed over, and when.
-struct Handed {
+/// When the guest was stopped and resumed (host clock, µs), and the result of the memory comparison.
+struct HandoverTimes {
     stopped: u64,
     resumed: u64,
-    memory: Option<Memory>,
+    memory: Option<MemoryComparison>,
 }
 
-impl Prepared {
-    /// Start the new QEMU and bring it as far as it gets while the old one runs.
+impl PreparedHandover {
+    /// Starts the destination QEMU and prepares as much as possible while the source runs the guest.
     ///
-    /// *On failure:* the new QEMU is gone and the old one was not touched.
-    pub(crate) fn new(mut change: Change) -> Result<Self, Failure> {
-        let file = change.file_error("operation.json");
-        let as_it_was = |error| Failure::new(Left::AsItWas, error);
-        let generation = change.held.state.generation + 1;
-        let mut journal = change.open_journal(Kind::VmmWarm).map_err(as_it_was)?;
-        fault::point("warm.prepare.journalled", Some(&change.old), None);
-        match get_ready(&mut change, &mut journal) {
-            Ok(ready) => Ok(Self { change, journal, ready }),
+    /// *On failure:* the destination QEMU has ended and the source is untouched.
+    pub(crate) fn new(mut replacement: Replacement) -> Result<Self, Failure> {
+        let file = replacement.file_error("operation.json");
+        let unchanged = |error| Failure::new(GuestStatus::Unchanged, error);
+        let generation = replacement.held.state.generation + 1;
+        let mut journal = replacement.open_journal(Kind::VmmWarm).map_err(unchanged)?;
+        fault::point("warm.prepare.journalled", Some(&replacement.source_qemu), None);
+        match prepare_destination(&mut replacement, &mut journal) {
+            Ok(parts) => Ok(Self { replacement, journal, parts }),
             Err(error) => {
-                let rundir = &change.held.rundir;
-                let error = explain(rundir.name(), "get ready", error, &log_tail(&rundir.vmm(generation), 10));
-                if !change.old.is_alive() {
-                    return Err(switch::give_up(rundir, &change.old, journal, change.running, error));
+                let rundir = &replacement.held.rundir;
+                let error = with_log(rundir.name(), "prepare", error, &log_tail(&rundir.vmm(generation), 10));
+                if !replacement.source_qemu.is_alive() {
+                    return Err(switch::abandon(rundir, &replacement.source_qemu, journal, replacement.running, error));
                 }
                 let undone = switch::end_generation(rundir, generation).and_then(|()| {
                     let _ = std::fs::remove_dir_all(rundir.vmm(generation).0);
-                    handover::forget(rundir);
+                    handover::remove_stream(rundir);
                     journal.close().map_err(&file)
                 });
                 match undone {
-                    Ok(()) => Err(as_it_was(error)),
+                    Ok(()) => Err(unchanged(error)),
                     Err(undoing) => {
-                        tracing::error!("undoing the preparation failed: {undoing}");
-                        Err(Failure::new(Left::NeedsRecovery, error))
+                        tracing::error!("cannot undo the preparation of the destination QEMU: {undoing}");
+                        Err(Failure::new(GuestStatus::NeedsRecovery, error))
                     }
                 }
             }
         }
     }
 
-    /// Stop the guest in the old QEMU and let it go on in the new one.
-    pub(crate) fn hand_over(self) -> Result<Switched, Failure> {
-        let Self { mut change, mut journal, ready } = self;
-        let Ready { mut old_qmp, new, mut new_qmp, link, captures, stand_ins } = ready;
+    /// Stops the guest in the source QEMU and resumes it in the destination.
+    pub(crate) fn hand_over(self) -> Result<CompletedHandover, Failure> {
+        let Self { mut replacement, mut journal, parts } = self;
+        let HandoverParts { mut source_qmp, destination_qemu, mut destination_qmp, transfer, captures, stand_ins } =
+            parts;
         for capture in &captures {
-            // What has passed until here is of no interest.
+            // Discard frames captured before the hand-over.
             let _ = capture.frames();
         }
-        let first = go_first(&change.old, &new);
-        let handed = hand_over(&mut change, &mut journal, link, &stand_ins, &mut old_qmp, &new, &mut new_qmp);
-        drop(first);
-        // QEMU serves one client at a time, and going back connects anew.
-        drop(old_qmp);
-        match handed {
-            Ok(handed) => {
-                fault::point("warm.resume.resumed", Some(&change.old), Some(&new));
+        let boost = raise_priority(&replacement.source_qemu, &destination_qemu);
+        let times = hand_over(
+            &mut replacement,
+            &mut journal,
+            transfer,
+            &stand_ins,
+            &mut source_qmp,
+            &destination_qemu,
+            &mut destination_qmp,
+        );
+        drop(boost);
+        // QEMU serves one client at a time, and a return to the source connects anew.
+        drop(source_qmp);
+        match times {
+            Ok(times) => {
+                fault::point("warm.resume.resumed", Some(&replacement.source_qemu), Some(&destination_qemu));
                 let (spent, waiting) =
-                    captures.into_iter().partition(|capture| network::send_again(capture, handed.stopped));
-                Ok(Switched { change, journal, new, new_qmp, handed, waiting, _spent: spent, _stand_ins: stand_ins })
+                    captures.into_iter().partition(|capture| network::send_again(capture, times.stopped));
+                Ok(CompletedHandover {
+                    replacement,
+                    journal,
+                    destination_qemu,
+                    destination_qmp,
+                    times,
+                    waiting,
+                    _spent: spent,
+                    _stand_ins: stand_ins,
+                })
             }
             Err(error) => {
-                let rundir = &change.held.rundir;
-                let error = explain(rundir.name(), "take the guest over", error, &log_tail(&new.directory(), 10));
+                let rundir = &replacement.held.rundir;
+                let error =
+                    with_log(rundir.name(), "load the guest", error, &log_tail(&destination_qemu.directory(), 10));
                 Err(if journal.operation.step < Step::Resume {
-                    switch::give_up(rundir, &change.old, journal, change.running, error)
+                    switch::abandon(rundir, &replacement.source_qemu, journal, replacement.running, error)
                 } else {
-                    failed_at_resume(&change, journal, &new, error)
+                    failed_at_resume(&replacement, journal, &destination_qemu, error)
                 })
             }
         }
     }
 }
 
-/// The new QEMU runs the guest; the old one is still there, stopped.
-pub(crate) struct Switched {
-    change: Change,
+/// A hand-over whose destination QEMU runs the guest; the source is still there, stopped.
+pub(crate) struct CompletedHandover {
+    replacement: Replacement,
     journal: Journal,
-    new: Vmm,
-    new_qmp: Qmp,
-    handed: Handed,
-    /// Those into which nothing has come yet: the old QEMU may still take the first frame that does.
+    destination_qemu: Vmm,
+    destination_qmp: Qmp,
+    times: HandoverTimes,
+    /// Captures that have no frame yet: the source QEMU may still receive the first one.
     waiting: Vec<Capture>,
-    /// The others. Closing one takes the kernel many milliseconds, in which the next guest could be handed over.
+    /// The other captures. Closing one takes the kernel many milliseconds, in which the next guest could be handed
+    /// over.
     _spent: Vec<Capture>,
     _stand_ins: Vec<StandIn>,
 }
 
-impl Switched {
-    /// The old QEMU goes, the new one is recorded.
-    pub(crate) fn settle(self) -> Result<Report, Failure> {
-        let Self { mut change, journal, new, new_qmp, handed, waiting, .. } = self;
-        settle(&mut change, journal, &new, new_qmp, handed, &waiting)
-            .map_err(|error| Failure::new(Left::NeedsRecovery, error))
+impl CompletedHandover {
+    /// Ends the source QEMU and records the destination.
+    pub(crate) fn settle(self) -> Result<RebootReport, Failure> {
+        let Self { mut replacement, journal, destination_qemu, destination_qmp, times, waiting, .. } = self;
+        settle(&mut replacement, journal, &destination_qemu, destination_qmp, times, &waiting)
+            .map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error))
     }
 }
 
-/// Put a new QEMU's failure beside what it said.
-fn explain(name: &str, doing: &'static str, error: RebootError, said: &str) -> RebootError {
+/// Adds the end of the destination's log to its failure.
+fn with_log(name: &str, doing: &'static str, error: RebootError, log: &str) -> RebootError {
     match error {
-        RebootError::Qmp(_) | RebootError::Transfer(_) if !said.is_empty() => {
-            RebootError::NewFailed { name: name.into(), doing, said: said.into(), source: Box::new(error) }
+        RebootError::Qmp(_) | RebootError::Transfer(_) if !log.is_empty() => {
+            RebootError::DestinationFailed { name: name.into(), doing, log: log.into(), source: Box::new(error) }
         }
         other => other,
     }
 }
 
-/// Everything that can be done while the old QEMU runs the guest.
-fn get_ready(change: &mut Change, journal: &mut Journal) -> Result<Ready, RebootError> {
-    let file = change.file_error("operation.json");
-    let rundir = change.held.rundir.clone();
-    let hardware = &change.held.state.hardware;
-    let old = change.old.clone();
+/// Does everything that can be done while the source QEMU runs the guest.
+fn prepare_destination(replacement: &mut Replacement, journal: &mut Journal) -> Result<HandoverParts, RebootError> {
+    let file = replacement.file_error("operation.json");
+    let rundir = replacement.held.rundir.clone();
+    let hardware = &replacement.held.state.hardware;
+    let source_qemu = replacement.source_qemu.clone();
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let directory = rundir.create_vmm(journal.operation.generation).map_err(&file)?;
-    let taps = network::duplicate(hardware, old.process())?;
+    let taps = network::duplicate(hardware, source_qemu.process())?;
     let captures = network::captures(hardware)?;
-    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, change.binary.syntax);
-    let new = Vmm::spawn(&change.binary.path, &arguments, &directory, taps.fds)?;
-    fault::point("warm.prepare.spawned", Some(&old), Some(&new));
-    journal.operation.to = Some(new.clone());
+    let arguments = hardware.arguments(&directory, &rundir.console_log(), Start::Incoming, replacement.binary.syntax);
+    let destination_qemu = Vmm::spawn(&replacement.binary.path, &arguments, &directory, taps.fds)?;
+    fault::point("warm.prepare.spawned", Some(&source_qemu), Some(&destination_qemu));
+    journal.operation.to = Some(destination_qemu.clone());
     journal.write().map_err(&file)?;
-    fault::point("warm.prepare.recorded", Some(&old), Some(&new));
-    let mut new_qmp = new.connect(vmm::START)?;
-    change.recorder.step("start the new QEMU");
+    fault::point("warm.prepare.recorded", Some(&source_qemu), Some(&destination_qemu));
+    let mut destination_qmp = destination_qemu.connect(vmm::START)?;
+    replacement.recorder.step("start the new QEMU");
 
-    let mut old_qmp = old.connect(vmm::START)?;
-    let mut problems = compare_cpus(&mut old_qmp, &mut new_qmp)?;
-    let blocks = ramblock::list(&mut old_qmp)?;
-    let new_blocks = ramblock::list(&mut new_qmp)?;
-    problems.extend(compare_blocks(&blocks, &new_blocks));
-    problems.extend(compare_ram(&blocks, &new_blocks));
+    let mut source_qmp = source_qemu.connect(vmm::START)?;
+    let mut problems = compare_cpus(&mut source_qmp, &mut destination_qmp)?;
+    let blocks = ramblock::list(&mut source_qmp)?;
+    let destination_blocks = ramblock::list(&mut destination_qmp)?;
+    problems.extend(compare_blocks(&blocks, &destination_blocks));
+    problems.extend(compare_ram(&blocks, &destination_blocks));
     if !problems.is_empty() {
         return Err(RebootError::Preflight { name: rundir.name().into(), problems });
     }
-    let commands: Vec<Value> = old_qmp.execute("query-commands", ())?;
+    let commands: Vec<Value> = source_qmp.execute("query-commands", ())?;
     let in_one = commands.iter().any(|command| command["name"] == "xen-save-devices-state");
     let readable = blocks.iter().all(|block| block.address.is_some());
 
-    let mut feed = Feed::open(&mut new_qmp, handover::WARM)?;
-    let mut keeper = Keeper::begin(&rundir)?;
+    let mut feed = Feed::open(&mut destination_qmp, handover::WARM_CAPABILITIES)?;
+    let mut kept = StreamWriter::begin(&rundir)?;
     let (tap, source) = if in_one && readable {
-        let ahead = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
+        let ahead = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let mut part = stream::HEADER.to_vec();
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
-        keeper.write(&part)?;
-        (transfer::Tap::devices(&old.directory())?, Source::Memory { blocks, ahead, section })
+        kept.write(&part)?;
+        (transfer::Tap::devices(&source_qemu.directory())?, BlockSource::QemuMemory { blocks, ahead, section })
     } else {
-        (transfer::Tap::migration(&mut old_qmp)?, Source::Stream)
+        (transfer::Tap::migration(&mut source_qmp)?, BlockSource::Stream)
     };
     let mut save_qmp = match source {
-        Source::Memory { .. } => Qmp::connect(&old.directory().watch(), Duration::from_millis(100)).ok(),
-        // A descriptor that was handed to one monitor is not known to another.
-        Source::Stream => None,
+        BlockSource::QemuMemory { .. } => {
+            Qmp::connect(&source_qemu.directory().watch(), Duration::from_millis(100)).ok()
+        }
+        // A descriptor that was passed to one monitor is unknown to the other.
+        BlockSource::Stream => None,
     };
     if let Some(qmp) = &mut save_qmp {
         tap.stage(qmp)?;
     }
-    new_qmp.drop_events();
-    // Not with a stream of `migrate`: it says that the guest was stopped, which overrules a `cont` during the load. And a
-    // comparison of the memory asks the new QEMU more before that.
-    let early = matches!(source, Source::Memory { .. }) && !change.options.verify_memory;
-    let staged_cont = early && change.running;
+    destination_qmp.drop_events();
+    // Not with a stream of `migrate`: it states that the guest was stopped, which overrides a `cont` during the load.
+    // Not with a memory comparison either, which sends further commands to the destination before `cont`.
+    let early = matches!(source, BlockSource::QemuMemory { .. }) && !replacement.options.verify_memory;
+    let staged_cont = early && replacement.running;
     if staged_cont {
-        new_qmp.stage("cont", ())?;
+        destination_qmp.stage("cont", ())?;
     }
-    change.recorder.step("send ahead");
-    fault::point("warm.prepare.ready", Some(&old), Some(&new));
-    let unready = |source| RebootError::File { path: format!("/proc/{}/maps", new.pid).into(), source };
-    let injector = Injector::new(new.process()).map_err(|e| unready(e.into()))?;
-    // QEMU has given the freed pages of its heap back to the kernel, and would get each of them by a fault of its own
-    // while it loads.
+    replacement.recorder.step("send ahead");
+    fault::point("warm.prepare.ready", Some(&source_qemu), Some(&destination_qemu));
+    let unready = |source| RebootError::File { path: format!("/proc/{}/maps", destination_qemu.pid).into(), source };
+    let injector = Injector::new(destination_qemu.process()).map_err(|e| unready(e.into()))?;
+    // QEMU has returned the freed pages of its heap to the kernel; each would cost a page fault during the load.
     if let Err(e) = populate_heap(injector) {
-        tracing::debug!("the new QEMU takes its memory page by page: {e}");
+        tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
     }
-    // Only where it loads while it is decided.
-    let generation = if staged_cont { Generation::new(hardware, new.process()).map_err(unready)? } else { None };
-    let link = Link { tap, save_qmp, feed, keeper, source, staged_cont, injector, generation };
-    Ok(Ready { old_qmp, new, new_qmp, link, captures, stand_ins: taps.stand_ins })
+    // Only needed if the decision is journalled during the load.
+    let generation =
+        if staged_cont { VmGenerationId::new(hardware, destination_qemu.process()).map_err(unready)? } else { None };
+    let transfer = StateTransfer { tap, save_qmp, feed, kept, source, staged_cont, injector, generation };
+    Ok(HandoverParts { source_qmp, destination_qemu, destination_qmp, transfer, captures, stand_ins: taps.stand_ins })
 }
 
-fn unreadable(old: &Vmm, source: io::Error) -> RebootError {
-    RebootError::File { path: format!("/proc/{}/mem", old.pid).into(), source }
+fn unreadable(source_qemu: &Vmm, source: io::Error) -> RebootError {
+    RebootError::File { path: format!("/proc/{}/mem", source_qemu.pid).into(), source }
 }
 
-/// The same blocks must be there on both sides; their sizes may differ where QEMU can resize them, and then it does.
-fn compare_blocks(old: &[RamBlock], new: &[RamBlock]) -> Vec<Problem> {
-    let lacks = |these: &[RamBlock], id: &str| !these.iter().any(|block| block.id == id);
-    let gone = old.iter().filter(|block| lacks(new, &block.id));
-    let come = new.iter().filter(|block| lacks(old, &block.id));
-    gone.map(|block| Problem(format!("the new QEMU has no RAM block {}: it is not the same machine", block.id)))
+/// Reports RAM blocks that only one side has. Sizes may differ: QEMU resizes blocks that can be resized.
+fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> Vec<Problem> {
+    let is_missing = |these: &[RamBlock], id: &str| !these.iter().any(|block| block.id == id);
+    let removed = source.iter().filter(|block| is_missing(destination, &block.id));
+    let added = destination.iter().filter(|block| is_missing(source, &block.id));
+    removed
+        .map(|block| Problem(format!("the destination QEMU has no RAM block {}: it is a different machine", block.id)))
         .chain(
-            come.map(|block| {
-                Problem(format!("the old QEMU has no RAM block {}: it is not the same machine", block.id))
+            added.map(|block| {
+                Problem(format!("the source QEMU has no RAM block {}: it is a different machine", block.id))
             }),
         )
         .collect()
 }
 
-/// Other blocks can be resized; the main RAM, which both map, must be of one size.
-fn compare_ram(old: &[RamBlock], new: &[RamBlock]) -> Option<Problem> {
+/// Reports a different size of the main RAM, which both map. Other blocks can be resized.
+fn compare_ram(source: &[RamBlock], destination: &[RamBlock]) -> Option<Problem> {
     let size = |blocks: &[RamBlock]| blocks.iter().find(|block| block.id == MAIN_RAM).map(|block| block.used);
-    let (old, new) = (size(old)?, size(new)?);
-    (old != new)
-        .then(|| Problem(format!("the new QEMU has {new} bytes of RAM, the guest {old}: it is not the same machine")))
+    let (source, destination) = (size(source)?, size(destination)?);
+    (source != destination).then(|| {
+        Problem(format!(
+            "the destination QEMU has {destination} bytes of RAM, but the source has {source}: it is a different machine"
+        ))
+    })
 }
 
 pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
@@ -298,85 +326,89 @@ pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
     section
 }
 
-/// Let those threads go before all others that the stopped guest waits for: each QEMU's main thread and the one that
-/// reads its monitor, and somewhat the guest's processors in the new QEMU, which take over their registers. Without it
-/// they wait for other guests, and for what the two QEMUs do besides.
-fn go_first(old: &Vmm, new: &Vmm) -> PriorityBoost {
-    let mut first = PriorityBoost::default();
+/// Raises the priority of the threads that the stopped guest waits for: the main and monitor threads of both QEMUs and,
+/// to a lower rank, the destination's virtual processors, which load their registers. Without it they would wait for
+/// other guests, and for other work of the two QEMUs.
+fn raise_priority(source_qemu: &Vmm, destination_qemu: &Vmm) -> PriorityBoost {
+    let mut boost = PriorityBoost::default();
     let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
-    let rank_new = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
-    let asked = first.threads_of(old.process(), rank).and_then(|()| first.threads_of(new.process(), rank_new));
+    let destination_rank = |name: &str| rank(name).or_else(|| is_processor(name).then_some(Rank::Third));
+    let asked = boost
+        .threads_of(source_qemu.process(), rank)
+        .and_then(|()| boost.threads_of(destination_qemu.process(), destination_rank));
     if let Err(e) = asked {
-        tracing::debug!("the hand-over is scheduled as everything else: {e}");
+        tracing::debug!("cannot raise the priority of the hand-over: {e}");
     }
-    first
+    boost
 }
 
-/// Whether a thread of this name is a processor of a guest.
+/// Returns whether a thread of this name is a virtual processor.
 fn is_processor(name: &str) -> bool {
     name.starts_with("CPU ")
 }
 
-/// From the last moment of the old QEMU to the first of the new one.
+/// Hands the guest over: from the stop in the source QEMU to the resume in the destination.
 fn hand_over(
-    change: &mut Change,
+    replacement: &mut Replacement,
     journal: &mut Journal,
-    link: Link,
+    transfer: StateTransfer,
     stand_ins: &[StandIn],
-    old_qmp: &mut Qmp,
-    new: &Vmm,
-    new_qmp: &mut Qmp,
-) -> Result<Handed, RebootError> {
-    let Link { tap, mut save_qmp, mut feed, mut keeper, source, staged_cont, injector, generation } = link;
-    let file = change.file_error("operation.json");
-    let old = change.old.clone();
-    let ram = change.held.state.hardware.ram.path.clone();
-    let points = |name| fault::point(name, Some(&old), Some(new));
+    source_qmp: &mut Qmp,
+    destination_qemu: &Vmm,
+    destination_qmp: &mut Qmp,
+) -> Result<HandoverTimes, RebootError> {
+    let StateTransfer { tap, mut save_qmp, mut feed, mut kept, source, staged_cont, injector, generation } = transfer;
+    let file = replacement.file_error("operation.json");
+    let source_qemu = replacement.source_qemu.clone();
+    let ram = replacement.held.state.hardware.ram.path.clone();
+    let points = |name| fault::point(name, Some(&source_qemu), Some(destination_qemu));
     let ram_error = |source| RebootError::File { path: ram.clone(), source };
 
-    change.hold_run_state()?;
+    replacement.hold_run_state()?;
     journal.advance(Step::Suspend).map_err(&file)?;
     points("warm.suspend.journalled");
-    change.recorder.phase(Phase::Suspend);
-    // To be stopped, the guest's processors have to be on some of the host's. Only for that moment: were this process
-    // killed within it, they would keep all others away until `recover`.
-    let mut at_once = PriorityBoost::default();
-    let _ = at_once.threads_of(old.process(), |name| is_processor(name).then_some(Rank::Second));
-    let stopped = stop(old_qmp, change.running)?;
-    drop(at_once);
-    change.recorder.step("stop");
+    replacement.recorder.phase(Phase::Suspend);
+    // The guest's virtual processors must be scheduled on host processors to be stopped. Only for that moment: if this
+    // process were killed during it, they would preempt all other threads until `recover`.
+    let mut processor_priority = PriorityBoost::default();
+    let _ = processor_priority.threads_of(source_qemu.process(), |name| is_processor(name).then_some(Rank::Second));
+    let stopped = stop(source_qmp, replacement.running)?;
+    drop(processor_priority);
+    replacement.recorder.step("stop");
     points("warm.suspend.stopped");
 
     let mut before = None;
-    if change.options.verify_memory {
+    if replacement.options.verify_memory {
         before = Some(digest::file_pages(&ram).map_err(ram_error)?);
-        change.recorder.step("digest memory");
+        replacement.recorder.step("digest memory");
     }
 
-    // QEMU computes its state meanwhile.
+    // The source QEMU computes its state in the meantime.
     let staged = save_qmp.is_some();
-    let save_qmp = save_qmp.as_mut().unwrap_or(old_qmp);
+    let save_qmp = save_qmp.as_mut().unwrap_or(source_qmp);
     tap.begin(save_qmp, staged)?;
-    // Nobody runs the guest: the new QEMU may have the taps. It idles now, and would not while it loads.
-    let failed = |source| RebootError::File { path: format!("/proc/{}/fd", new.pid).into(), source };
-    network::replace_stand_ins(injector, &change.held.state.hardware, stand_ins).map_err(failed)?;
+    // No QEMU runs the guest: the destination may have the taps. It is idle now, and is not during the load.
+    let failed = |source| RebootError::File { path: format!("/proc/{}/fd", destination_qemu.pid).into(), source };
+    network::replace_stand_ins(injector, &replacement.held.state.hardware, stand_ins).map_err(failed)?;
     points("warm.suspend.taps");
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;
-    if let Source::Memory { blocks, ahead, mut section } = source {
-        let now = Carried::read(old.process(), &blocks).map_err(|source| unreadable(&old, source))?;
-        let moved = || unreadable(&old, io::Error::other("a RAM block changed its size meanwhile; try again"));
+    if let BlockSource::QemuMemory { blocks, ahead, mut section } = source {
+        let now = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
+        let moved = || {
+            unreadable(&source_qemu, io::Error::other("a RAM block changed its size during the hand-over; try again"))
+        };
         let mut part = Vec::new();
         for (block, offset, page) in now.changes_since(&ahead).ok_or_else(moved)? {
             section.page(&mut part, block, offset, page);
         }
         section.end(&mut part);
         feed.write(&part)?;
-        keeper.write(&part)?;
+        kept.write(&part)?;
         carried = Some(now);
     }
-    change.recorder.step("read blocks");
-    // The new QEMU has had a header already where the blocks went ahead.
+    replacement.recorder.step("read blocks");
+    // If blocks were sent in advance, the destination has received a header already.
     let mut skip = if carried.is_some() { stream::HEADER.len() } else { 0 };
     tap.drain(save_qmp, |part| {
         let skipped = skip.min(part.len());
@@ -389,115 +421,130 @@ fn hand_over(
     if let Some(generation) = generation {
         generation.write(&devices);
     }
-    change.recorder.step("save devices");
+    replacement.recorder.step("save devices");
     points("warm.suspend.saved");
-    // While the new QEMU loads, the same state is kept for the case that both QEMUs die.
+    // While the destination loads, its state is made durable, in case both QEMUs die.
     if devices.last() != Some(&stream::END_OF_STREAM) {
-        return Err(unreadable(&old, io::Error::other("the device state that it saved is cut short")));
+        return Err(unreadable(&source_qemu, io::Error::other("the saved device state is truncated")));
     }
-    keeper.write(&devices)?;
-    let saved = keeper.finish()?;
+    kept.write(&devices)?;
+    let saved = kept.finish()?;
     journal.operation.saved = Some(saved.clone());
     journal.advance(Step::Saved).map_err(&file)?;
-    change.recorder.step("keep the state");
+    replacement.recorder.step("keep the state");
     points("warm.suspend.written");
 
     let mut memory = None;
     if !staged_cont {
-        change.recorder.phase(Phase::Renew);
-        wait_loaded(new_qmp, handover::LOAD)?;
-        change.recorder.step("load");
+        replacement.recorder.phase(Phase::Renew);
+        wait_loaded(destination_qmp, handover::LOAD_TIMEOUT)?;
+        replacement.recorder.step("load");
         if let Some(pages) = before {
             if carried.is_none() {
-                let whole = handover::read(change.name(), &saved)?;
+                let whole = handover::read_stream(replacement.name(), &saved)?;
                 carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
             }
-            let before = Snapshot::new(pages, carried.as_ref());
-            let blocks = ramblock::list(new_qmp)?;
-            let carried = Carried::read(new.process(), &blocks).ok();
-            let after = Snapshot::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
+            let before = MemoryDigests::new(pages, carried.as_ref());
+            let blocks = ramblock::list(destination_qmp)?;
+            let carried = Carried::read(destination_qemu.process(), &blocks).ok();
+            let after = MemoryDigests::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
             memory = Some(before.compare(&after));
-            change.recorder.step("compare memory");
+            replacement.recorder.step("compare memory");
         }
     }
 
-    // The new QEMU has been given everything, so this can be decided while it still loads: told to go on, it does so
-    // at the end of a load that succeeds, and a load that fails ends it before it has run the guest.
-    change.recorder.phase(Phase::Resume);
-    journal.operation.untouched_since_ns = handover::mark(&ram);
+    // The destination has everything, so the decision can be made while it still loads: a staged `cont` resumes the
+    // guest at the end of a successful load, and a failed load ends the destination before it has run the guest.
+    replacement.recorder.phase(Phase::Resume);
+    journal.operation.untouched_since_ns = handover::mark_ram(&ram);
     journal.advance(Step::Resume).map_err(&file)?;
-    change.recorder.step("decide");
+    replacement.recorder.step("decide");
     points("warm.resume.journalled");
     let resumed = if staged_cont {
-        new_qmp.fire("cont")?;
-        new_qmp.reply::<Value>("cont")?;
-        wait_resumed(new_qmp, RESUMED)?
+        destination_qmp.fire("cont")?;
+        destination_qmp.reply::<Value>("cont")?;
+        wait_resumed(destination_qmp, RESUME_TIMEOUT)?
     } else {
-        resume(new_qmp, change.running)?
+        resume(destination_qmp, replacement.running)?
     };
-    change.recorder.step(if staged_cont { "load and resume" } else { "resume" });
-    Ok(Handed { stopped, resumed, memory })
+    replacement.recorder.step(if staged_cont { "load and resume" } else { "resume" });
+    Ok(HandoverTimes { stopped, resumed, memory })
 }
 
-/// After the resume: the old QEMU goes, the new one is recorded.
+/// After the resume: ends the source QEMU and records the destination.
 fn settle(
-    change: &mut Change,
+    replacement: &mut Replacement,
     mut journal: Journal,
-    new: &Vmm,
-    mut new_qmp: Qmp,
-    handed: Handed,
+    destination_qemu: &Vmm,
+    mut destination_qmp: Qmp,
+    times: HandoverTimes,
     waiting: &[Capture],
-) -> Result<Report, RebootError> {
-    let rundir = change.held.rundir.clone();
-    change.recorder.phase(Phase::Settle);
-    // The guest was seen to go on: from here on the old state is of no use, whatever the RAM file's mark says.
+) -> Result<RebootReport, RebootError> {
+    let rundir = replacement.held.rundir.clone();
+    replacement.recorder.phase(Phase::Settle);
+    // The guest was seen to resume: from here on its old state is obsolete, whatever the RAM file's mark shows.
     journal.operation.untouched_since_ns = None;
-    journal.advance(Step::Settle).map_err(change.file_error("operation.json"))?;
-    fault::point("warm.settle.journalled", Some(&change.old), Some(new));
-    if !new.is_alive() {
-        let said = log_tail(&new.directory(), 10);
-        return Err(RebootError::DiedRunning { name: rundir.name().into(), said });
+    journal.advance(Step::Settle).map_err(replacement.file_error("operation.json"))?;
+    fault::point("warm.settle.journalled", Some(&replacement.source_qemu), Some(destination_qemu));
+    if !destination_qemu.is_alive() {
+        let log = log_tail(&destination_qemu.directory(), 10);
+        return Err(RebootError::DiedRunning { name: rundir.name().into(), log });
     }
-    let state = change.held.state.clone();
+    let state = replacement.held.state.clone();
     let faults = Some(("warm.settle.old-gone", "warm.settle.recorded"));
-    let state = switch::settle(&rundir, state, Some(&change.old), new, &new_qmp, journal, faults)?;
+    let state = switch::settle(
+        &rundir,
+        state,
+        Some(&replacement.source_qemu),
+        destination_qemu,
+        &destination_qmp,
+        journal,
+        faults,
+    )?;
     for capture in waiting {
-        network::send_again(capture, handed.stopped);
+        network::send_again(capture, times.stopped);
     }
-    network::forward_ports(&mut new_qmp, &state.hardware);
-    change.recorder.step("end the old QEMU");
-    change.recorder.write(&rundir);
-    Ok(change.report(new, &state, (handed.stopped, handed.resumed), handed.memory))
+    network::forward_ports(&mut destination_qmp, &state.hardware);
+    replacement.recorder.step("end the old QEMU");
+    replacement.recorder.write(&rundir);
+    Ok(replacement.report(destination_qemu, &state, (times.stopped, times.resumed), times.memory))
 }
 
-/// The new QEMU failed between the decision and its `RESUME`, which was not seen: if it has not written to the guest's
-/// RAM either, the guest has not run in it, and the old one goes on.
-fn failed_at_resume(change: &Change, journal: Journal, new: &Vmm, error: RebootError) -> Failure {
-    let rundir = &change.held.rundir;
-    let said = log_tail(&new.directory(), 10);
-    let untouched = || handover::untouched(&change.held.state.hardware.ram.path, journal.operation.untouched_since_ns);
-    if is_silent(&error) && new.is_alive() {
-        // It may run the guest. Once it is stopped, the RAM file tells.
-        let process = new.process();
-        if !process.stop_fully(STOPPED).is_ok_and(|stopped| stopped && untouched()) {
+/// Handles a failure of the destination between the decision and its `RESUME`, which was not seen. If it has not
+/// written to the guest's RAM either, the guest has not run in it, and resumes in the source.
+fn failed_at_resume(
+    replacement: &Replacement,
+    journal: Journal,
+    destination_qemu: &Vmm,
+    error: RebootError,
+) -> Failure {
+    let rundir = &replacement.held.rundir;
+    let log = log_tail(&destination_qemu.directory(), 10);
+    let untouched =
+        || handover::is_untouched(&replacement.held.state.hardware.ram.path, journal.operation.untouched_since_ns);
+    if is_silent(&error) && destination_qemu.is_alive() {
+        // It may run the guest. Once its threads are stopped, the RAM file shows whether it has.
+        let process = destination_qemu.process();
+        if !process.stop_fully(STOP_TIMEOUT).is_ok_and(|stopped| stopped && untouched()) {
             let _ = process.resume();
             tracing::warn!("{}: {error}", rundir.name());
-            let error = RebootError::Silent { name: rundir.name().into(), pid: new.pid, waited: RESUMED };
-            return Failure::new(Left::NeedsRecovery, error);
+            let error =
+                RebootError::Silent { name: rundir.name().into(), pid: destination_qemu.pid, waited: RESUME_TIMEOUT };
+            return Failure::new(GuestStatus::NeedsRecovery, error);
         }
     }
-    let ended = new.kill();
+    let ended = destination_qemu.kill();
     if ended.is_ok() && untouched() {
-        return switch::give_up(rundir, &change.old, journal, change.running, error);
+        return switch::abandon(rundir, &replacement.source_qemu, journal, replacement.running, error);
     }
-    let error = RebootError::DiedRunning { name: rundir.name().into(), said };
-    Failure::new(Left::NeedsRecovery, error)
+    let error = RebootError::DiedRunning { name: rundir.name().into(), log };
+    Failure::new(GuestStatus::NeedsRecovery, error)
 }
 
-/// Whether QEMU has not answered, as opposed to having answered with an error or having closed its socket.
+/// Returns whether QEMU gave no answer, as opposed to an error or a closed socket.
 fn is_silent(error: &RebootError) -> bool {
     let error = match error {
-        RebootError::NewFailed { source, .. } => source,
+        RebootError::DestinationFailed { source, .. } => source,
         other => other,
     };
     matches!(error, RebootError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. } | QmpError::TooLong { .. }))

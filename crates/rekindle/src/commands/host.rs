@@ -4,9 +4,9 @@ use super::{distinct, dry_run};
 use crate::cli::{Host as Commands, HostInit, HostSuspend, Others, RebootHost, RebootMethod};
 use crate::output::{Output, Usage, duration};
 use anyhow::{Result, bail};
-use rekindle_reboot::host::plan::{self, Plan};
-use rekindle_reboot::host::setup::{self, Mounted, Place, Step};
-use rekindle_reboot::host::{self, Fallback, Outcome, Resumed, Suspended};
+use rekindle_reboot::host::plan::{self, HostRebootPlan};
+use rekindle_reboot::host::setup::{self, MountOutcome, SetupStep, SetupTarget};
+use rekindle_reboot::host::{self, Fallback, ResumeOutcome, ResumeReport, SuspendReport};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
@@ -22,20 +22,20 @@ pub fn run(output: &Output, command: &Commands) -> Result<ExitCode> {
     }
 }
 
-fn method(how: RebootMethod) -> host::How {
+fn method(how: RebootMethod) -> host::RebootMethod {
     match how {
-        RebootMethod::Warm => host::How::Warm,
-        RebootMethod::Saved => host::How::Saved,
-        RebootMethod::Cold => host::How::Cold,
+        RebootMethod::Warm => host::RebootMethod::Warm,
+        RebootMethod::Saved => host::RebootMethod::Saved,
+        RebootMethod::Cold => host::RebootMethod::Cold,
     }
 }
 
 pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
     let host = Host::open()?;
     let others = match arguments.others {
-        Others::Refuse => plan::Others::Refuse,
-        Others::Saved => plan::Others::Saved,
-        Others::Cold => plan::Others::Cold,
+        Others::Refuse => plan::OthersPolicy::Refuse,
+        Others::Saved => plan::OthersPolicy::Saved,
+        Others::Cold => plan::OthersPolicy::Cold,
     };
     let plan = plan::make(&host, method(arguments.how), others)?;
     if !arguments.dry_run {
@@ -52,21 +52,21 @@ pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
 }
 
 fn init(output: &Output, arguments: &HostInit) -> Result<ExitCode> {
-    let place = Place::here()?;
+    let place = SetupTarget::here()?;
     let steps = setup::steps(&place, arguments.reserve.as_u64(), arguments.start.map(|start| start.as_u64()))?;
     let mounted = if arguments.write { setup::carry_out(&steps)? } else { None };
     let mut text = String::new();
     for step in &steps {
         text += &match step {
-            Step::Done { what } => format!("ok       {what}\n"),
-            Step::Write { path, content } if arguments.write => {
+            SetupStep::Done { what } => format!("ok       {what}\n"),
+            SetupStep::Write { path, content } if arguments.write => {
                 format!("written  {} ({} bytes)\n", path.display(), content.len())
             }
-            Step::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
-            Step::Run { command } if arguments.write => format!("done     {}\n", command.join(" ")),
-            Step::Run { command } => format!("run      {}\n", command.join(" ")),
-            Step::ByHand { what } => format!("by hand  {what}\n"),
-            Step::Mount => match (arguments.write, mounted) {
+            SetupStep::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
+            SetupStep::Run { command } if arguments.write => format!("done     {}\n", command.join(" ")),
+            SetupStep::Run { command } => format!("run      {}\n", command.join(" ")),
+            SetupStep::ByHand { what } => format!("by hand  {what}\n"),
+            SetupStep::Mount => match (arguments.write, mounted) {
                 (true, Some(mounted)) => format!("{}\n", mounted_text(mounted)),
                 (true, None) => "later    the RAM is mounted at the first boot that reserves it\n".into(),
                 (false, _) => "mount    the reserved RAM, and start the units\n".into(),
@@ -84,11 +84,11 @@ fn indented(content: &str) -> String {
     content.lines().map(|line| format!("         | {line}\n")).collect()
 }
 
-fn mounted_text(mounted: Mounted) -> &'static str {
+fn mounted_text(mounted: MountOutcome) -> &'static str {
     match mounted {
-        Mounted::Before => "the reserved RAM was already mounted",
-        Mounted::Kept => "the reserved RAM is mounted, with suspended guests in it",
-        Mounted::New => "the reserved RAM is mounted, new and empty",
+        MountOutcome::Before => "the reserved RAM was already mounted",
+        MountOutcome::Kept => "the reserved RAM is mounted, with suspended guests in it",
+        MountOutcome::New => "the reserved RAM is mounted, new and empty",
     }
 }
 
@@ -104,11 +104,11 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
         // A shutdown without a plan of `rekindle reboot host`.
         let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
         let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
-        if host::take_up(&host, &names, &plan.token)? {
+        if host::recover_suspend(&host, &names, &plan.token)? {
             return Ok(ExitCode::SUCCESS);
         }
         let vms = plan::still_running(&host, &plan);
-        (Plan { vms, ..plan }, Fallback::Cold)
+        (HostRebootPlan { vms, ..plan }, Fallback::Cold)
     } else {
         (chosen(&host, arguments)?, Fallback::None)
     };
@@ -131,11 +131,11 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
 }
 
 /// Returns a plan for the named VMs, or for all that run.
-fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
+fn chosen(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> {
     if !arguments.all && arguments.names.is_empty() {
         return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());
     }
-    let all = plan::for_now(host, method(arguments.how))?;
+    let all = plan::for_manual_suspend(host, method(arguments.how))?;
     if arguments.all {
         return Ok(all);
     }
@@ -149,7 +149,7 @@ fn chosen(host: &Host, arguments: &HostSuspend) -> Result<Plan> {
             None => return Err(LifeError::Unknown { name }.into()),
         }
     }
-    Ok(Plan { vms, ..all })
+    Ok(HostRebootPlan { vms, ..all })
 }
 
 fn would(how: RebootMethod) -> &'static str {
@@ -160,13 +160,13 @@ fn would(how: RebootMethod) -> &'static str {
     }
 }
 
-fn suspended_line(one: &Suspended) -> String {
+fn suspended_line(one: &SuspendReport) -> String {
     let why =
         one.fell_back.as_ref().map(|why| format!(", because the chosen method failed: {why}")).unwrap_or_default();
     match one.how {
-        host::How::Warm => format!("{}: suspended, its RAM in place{why}\n", one.name),
-        host::How::Saved => format!("{}: suspended, its RAM on disk{why}\n", one.name),
-        host::How::Cold => format!("{}: shut down{why}\n", one.name),
+        host::RebootMethod::Warm => format!("{}: suspended, its RAM in place{why}\n", one.name),
+        host::RebootMethod::Saved => format!("{}: suspended, its RAM on disk{why}\n", one.name),
+        host::RebootMethod::Cold => format!("{}: shut down{why}\n", one.name),
     }
 }
 
@@ -177,17 +177,17 @@ fn resume(output: &Output) -> Result<ExitCode> {
         text = "no VM is suspended".into();
     }
     output.result(&resumed, text)?;
-    let failed = resumed.iter().any(|one| matches!(one.outcome, Outcome::Failed { .. }));
+    let failed = resumed.iter().any(|one| matches!(one.outcome, ResumeOutcome::Failed { .. }));
     Ok(if failed { ExitCode::from(3) } else { ExitCode::SUCCESS })
 }
 
-fn resumed_line(one: &Resumed) -> String {
+fn resumed_line(one: &ResumeReport) -> String {
     let away = one.resume_us.map(|at| duration(at.saturating_sub(one.stop_us))).unwrap_or_default();
     let name = &one.name;
     match &one.outcome {
-        Outcome::Resumed => format!("{name}: resumed with its memory after {away}\n"),
-        Outcome::Booted => format!("{name}: booted {away} after it was shut down\n"),
-        Outcome::Lost { why } => format!("{name}: its memory is lost; booted from its disks: {why}\n"),
-        Outcome::Failed { error } => format!("{name}: not resumed: {error}; try: rekindle recover {name}\n"),
+        ResumeOutcome::Resumed => format!("{name}: resumed with its memory after {away}\n"),
+        ResumeOutcome::Booted => format!("{name}: booted {away} after it was shut down\n"),
+        ResumeOutcome::Lost { why } => format!("{name}: its memory is lost; booted from its disks: {why}\n"),
+        ResumeOutcome::Failed { error } => format!("{name}: not resumed: {error}; try: rekindle recover {name}\n"),
     }
 }

@@ -9,8 +9,8 @@ use rekindle_cluster::config::{Utilization, lines};
 use rekindle_cluster::migrate::{migrate_to as migrate, settings as move_settings};
 use rekindle_cluster::monitor::{Verdict, monitor as check_running};
 use rekindle_cluster::resource::Resource;
-use rekindle_cluster::start::{Started, start as begin};
-use rekindle_cluster::stop::{How, stop as end};
+use rekindle_cluster::start::{StartResult, start as begin};
+use rekindle_cluster::stop::{self, stop as end};
 use rekindle_protect::moving::Event;
 use rekindle_protect::moving::source::check;
 use rekindle_protect::protector::{Disks, Settings};
@@ -70,9 +70,9 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let name = &resource.name;
     super::reboot::start_helpers(&host, name.as_str());
     let text = match &started {
-        Started::Already => format!("{name} runs already"),
-        Started::Restored(restored) => format!("{name} resumed from checkpoint {}", restored.checkpoint),
-        Started::Booted { why } => format!("{name} was booted: {why}"),
+        StartResult::Already => format!("{name} runs already"),
+        StartResult::Restored(restored) => format!("{name} resumed from checkpoint {}", restored.checkpoint),
+        StartResult::Booted { why } => format!("{name} was booted: {why}"),
     };
     output.result(&started, text)?;
     Ok(ExitCode::SUCCESS)
@@ -80,15 +80,15 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
 
 fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
     let how = match arguments.how {
-        StopMethod::Suspend => How::Suspend,
-        StopMethod::Shutdown => How::ShutDown,
+        StopMethod::Suspend => stop::StopMethod::Suspend,
+        StopMethod::Shutdown => stop::StopMethod::ShutDown,
     };
     let resource = resource(&arguments.resource);
     if arguments.dry_run {
         let name = resource.name.to_string();
         let first = match how {
-            How::Suspend => "take a last checkpoint",
-            How::ShutDown => "shut its guest down",
+            stop::StopMethod::Suspend => "take a last checkpoint",
+            stop::StopMethod::ShutDown => "shut its guest down",
         };
         let would = match life::stoppable(&Host::open()?, &name) {
             Ok(Stoppable::Guest(pid)) => Ok(format!("{first}, and end QEMU process {pid}")),

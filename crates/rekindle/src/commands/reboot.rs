@@ -5,9 +5,9 @@ use crate::cli::{EndOs, NameOnly, OsMethod, RebootMethod, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
-use rekindle_reboot::os::phase::{Outcome as FromPhase, Skipped, keeper};
-use rekindle_reboot::os::{self, Rebooted};
-use rekindle_reboot::vmm::{self, Options, Outcome, Report};
+use rekindle_reboot::os::phase::{PhaseOutcome, SkippedCandidate, saver};
+use rekindle_reboot::os::{self, OsRebootReport};
+use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, End, Ended, Status};
@@ -21,7 +21,7 @@ use std::time::Duration;
 /// The JSON result of `rekindle reboot vmm`.
 #[derive(Serialize)]
 struct VmmResult<'a> {
-    how: vmm::How,
+    how: vmm::RebootMethod,
     vms: Vec<VmResult<'a>>,
     /// From the first guest's stop to the last guest's resume.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,13 +33,13 @@ struct VmmResult<'a> {
 enum VmResult<'a> {
     Done {
         #[serde(flatten)]
-        report: &'a Report,
+        report: &'a RebootReport,
         #[serde(skip_serializing_if = "Option::is_none")]
         memory_changed_bytes: Option<u64>,
     },
     Failed {
         name: &'a str,
-        left: vmm::Left,
+        left: vmm::GuestStatus,
         error: String,
     },
 }
@@ -47,27 +47,27 @@ enum VmResult<'a> {
 /// The JSON result of `rekindle reboot os`.
 #[derive(Serialize)]
 struct OsResult<'a> {
-    how: os::How,
+    how: os::OsRebootMethod,
     #[serde(flatten)]
-    report: &'a Report,
+    report: &'a RebootReport,
     kept: Option<&'a Kept>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ended: Option<Ended>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    kexec: Option<&'a os::Loaded>,
+    kexec: Option<&'a os::LoadedKernel>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    phase: Option<&'a FromPhase>,
+    phase: Option<&'a PhaseOutcome>,
 }
 
 pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
     let names = if arguments.all { running(&host)? } else { distinct(&arguments.names)? };
     let how = match arguments.how {
-        RebootMethod::Warm => vmm::How::Warm,
-        RebootMethod::Saved => vmm::How::Saved,
-        RebootMethod::Cold => vmm::How::Cold,
+        RebootMethod::Warm => vmm::RebootMethod::Warm,
+        RebootMethod::Saved => vmm::RebootMethod::Saved,
+        RebootMethod::Cold => vmm::RebootMethod::Cold,
     };
-    let options = Options {
+    let options = ReplaceOptions {
         how,
         qemu: arguments.qemu.clone(),
         rollback: arguments.rollback,
@@ -85,7 +85,7 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     waiting.finish_and_clear();
     names.iter().for_each(|name| start_helpers(&host, name));
     print(output, how, &outcomes)?;
-    let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.left), |_| 0)).max();
+    let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
 }
 
@@ -93,21 +93,21 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.as_str();
     let how = match arguments.how {
-        Some(OsMethod::Cold) => os::How::Cold,
-        Some(OsMethod::WarmCache) => os::How::WarmCache,
-        Some(OsMethod::Kexec) => os::How::Kexec,
-        Some(OsMethod::Phase) => os::How::Phase,
-        None => os::usual(&host, name),
+        Some(OsMethod::Cold) => os::OsRebootMethod::Cold,
+        Some(OsMethod::WarmCache) => os::OsRebootMethod::WarmCache,
+        Some(OsMethod::Kexec) => os::OsRebootMethod::Kexec,
+        Some(OsMethod::Phase) => os::OsRebootMethod::Phase,
+        None => os::default_method(&host, name),
     };
-    if how != os::How::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
+    if how != os::OsRebootMethod::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
         return Err(Usage("--kernel and --initrd are for --how kexec".into()).into());
     }
-    if how != os::How::Phase && arguments.candidate.is_some() {
+    if how != os::OsRebootMethod::Phase && arguments.candidate.is_some() {
         return Err(Usage("--candidate is for --how phase".into()).into());
     }
     let end = match arguments.end {
         EndOs::Shutdown => End::Shutdown,
-        EndOs::Freeze if how == os::How::Kexec => {
+        EndOs::Freeze if how == os::OsRebootMethod::Kexec => {
             return Err(Usage(
                 "--end freeze is not for --how kexec: the guest shuts itself down to start the next kernel".into(),
             )
@@ -115,14 +115,16 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         }
         EndOs::Freeze => End::Freeze,
     };
-    let kexec = os::Wanted { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
-    let request = os::Request { how, kexec, candidate: arguments.candidate.clone(), end };
+    let kexec = os::KexecRequest { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
+    let request = os::OsRebootRequest { how, kexec, candidate: arguments.candidate.clone(), end };
     if arguments.dry_run {
         let would = match how {
-            os::How::Cold => "shut its guest down and boot it",
-            os::How::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",
-            os::How::Kexec => "have its guest load another kernel and start that",
-            os::How::Phase => "shut its guest down and continue from a saved phase of an earlier boot, or else boot it",
+            os::OsRebootMethod::Cold => "shut its guest down and boot it",
+            os::OsRebootMethod::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",
+            os::OsRebootMethod::Kexec => "have its guest load another kernel and start that",
+            os::OsRebootMethod::Phase => {
+                "shut its guest down and continue from a saved phase of an earlier boot, or else boot it"
+            }
         };
         let checked = os::check(&host, name, &request).map(|()| would.to_owned()).map_err(|failure| *failure.error);
         return dry_run::print(output, &[(name.to_owned(), checked)]);
@@ -130,7 +132,7 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let waiting = spinner(output, format!("reboot of {name}"));
     let rebooted = os::reboot(&host, name, &request);
     waiting.finish_and_clear();
-    let Rebooted { report, kept, ended, kexec, phase } = &rebooted?;
+    let OsRebootReport { report, kept, ended, kexec, phase } = &rebooted?;
     start_helpers(&host, name);
     let candidate = phase.as_ref().and_then(|phase| phase.candidate.as_ref());
     let mut text = match (how, kexec) {
@@ -138,16 +140,16 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
             let (candidate, stopped) = (candidate.map_or("", String::as_str), duration(report.stopped_us));
             format!("{name}: continued from phase {candidate} after {stopped}")
         }
-        (os::How::Kexec, Some(loaded)) => {
+        (os::OsRebootMethod::Kexec, Some(loaded)) => {
             format!("{name}: runs again after {}, with kernel {}", duration(report.stopped_us), loaded.kernel.display())
         }
-        (os::How::Kexec, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
+        (os::OsRebootMethod::Kexec, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
         _ => format!("{name}: booted after {}", duration(report.stopped_us)),
     };
     if let Some(ended) = ended {
         text += &format!("; it was {}", ended.step());
     }
-    for Skipped { name, why } in phase.iter().flat_map(|phase| &phase.skipped) {
+    for SkippedCandidate { name, why } in phase.iter().flat_map(|phase| &phase.skipped) {
         text += &format!("; not from {name}: {why}");
     }
     match kept {
@@ -156,7 +158,7 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
             let disks = format!("{}{}", if disks.len() == 1 { "disk " } else { "disks " }, disks.join(", "));
             text += &format!("; {} of its cache of {disks} are retained", bytes(kept.bytes));
         }
-        None if how == os::How::WarmCache => text += "; nothing of its cache is retained",
+        None if how == os::OsRebootMethod::WarmCache => text += "; nothing of its cache is retained",
         None => {}
     }
     output.result(
@@ -178,14 +180,14 @@ pub fn start_helpers(host: &Host, name: &str) {
     if let Err(e) = os::watch::start(&rundir, &state) {
         tracing::warn!("{name}: `rekindle watch` does not run ({e}); to start it: rekindle recover {name}");
     }
-    if let Err(e) = keeper::start(&rundir, &state.definition) {
+    if let Err(e) = saver::start(&rundir, &state.definition) {
         tracing::warn!("{name}: phases of its guest's boot are not saved ({e}); to save them: rekindle recover {name}");
     }
 }
 
 pub fn phases(arguments: &NameOnly) -> Result<ExitCode> {
     known(&Host::open()?, arguments.name.as_str())?;
-    keeper::run(&Host::open()?, arguments.name.as_str())?;
+    saver::run(&Host::open()?, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -208,12 +210,12 @@ fn spinner(output: &Output, message: String) -> ProgressBar {
     bar
 }
 
-fn would(how: vmm::How, planned: &vmm::Planned) -> String {
-    let vmm::Planned { from, binary, version } = planned;
+fn would(how: vmm::RebootMethod, planned: &vmm::ReplacementPlan) -> String {
+    let vmm::ReplacementPlan { from, binary, version } = planned;
     let guest = match how {
-        vmm::How::Warm => "its guest stopped for milliseconds",
-        vmm::How::Saved => "its guest stopped while its RAM is saved to disk and loaded",
-        vmm::How::Cold => "its guest shut down and booted",
+        vmm::RebootMethod::Warm => "its guest stopped for milliseconds",
+        vmm::RebootMethod::Saved => "its guest stopped while its RAM is saved to disk and loaded",
+        vmm::RebootMethod::Cold => "its guest shut down and booted",
     };
     let old = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
     format!("replace QEMU process {}{old} by {} ({version}), {guest}", from.pid, binary.display())
@@ -229,7 +231,7 @@ fn running(host: &Host) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn print(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
+fn print(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Result<()> {
     let done = || outcomes.iter().filter_map(|(_, outcome)| outcome.as_ref().ok());
     let first = done().map(|report| report.stop_host_us).min();
     let last = done().map(|report| report.resume_host_us).max();
@@ -249,7 +251,7 @@ fn print(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
                 if !output.json() {
                     eprintln!("rekindle: {name}: {error}");
                 }
-                vms.push(VmResult::Failed { name, left: failure.left, error });
+                vms.push(VmResult::Failed { name, left: failure.guest, error });
             }
         }
     }
@@ -262,8 +264,8 @@ fn print(output: &Output, how: vmm::How, outcomes: &[Outcome]) -> Result<()> {
     Ok(())
 }
 
-fn line(report: &Report) -> String {
-    let version = |side: &vmm::Side| side.version.as_ref().map(ToString::to_string).unwrap_or_default();
+fn line(report: &RebootReport) -> String {
+    let version = |side: &vmm::QemuInfo| side.version.as_ref().map(ToString::to_string).unwrap_or_default();
     let mut line = format!(
         "{}: stopped for {}; QEMU {} (process {}) -> QEMU {} (process {})",
         report.name,

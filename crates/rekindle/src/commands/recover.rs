@@ -5,7 +5,7 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::owned::Owned;
 use rekindle_protect::restore::start_pager;
-use rekindle_reboot::vmm::{self, Patience};
+use rekindle_reboot::vmm::{self, SilentQemuPolicy};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
@@ -27,7 +27,7 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
         // First: a QEMU that waits for a missing page answers no QMP command. A second pager finds the first, and ends.
         start_pager(&rundir)?;
     }
-    let patience = Patience { wait: arguments.wait.as_duration(), force: arguments.force };
+    let patience = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
     let recovered = vmm::recover(&host, name.as_str(), patience)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
         super::reboot::start_helpers(&host, name.as_str());

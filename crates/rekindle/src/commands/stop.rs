@@ -4,7 +4,7 @@ use super::{distinct, dry_run};
 use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_cluster::stop::report_end;
+use rekindle_cluster::stop::report_shutdown;
 use rekindle_reboot::host;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Ended, LifeError, Stoppable};
@@ -44,7 +44,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     }
     let mut failed = None;
     for name in &arguments.names {
-        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| report_end(rundir)) {
+        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| report_shutdown(rundir)) {
             // A suspended VM that has not been resumed in this boot.
             Err(LifeError::Unknown { .. }) if host::drop_suspended(&host, name.as_str())? => Ok(Ended::Before),
             Ok(ended) => host::drop_suspended(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),

@@ -1,4 +1,4 @@
-//! What `rekindle doctor` says of a host that is to be rebooted under its guests.
+//! Findings of `rekindle doctor` about reboots of the host under its guests.
 
 use super::super::survived::command_line;
 use super::check_units;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 const INIT: &str = "rekindle host init --reserve SIZE --write";
 
-/// Look at all of it. A host that was never set up for it is limited, and nothing else is said.
+/// Returns all findings. A host that was never set up gets a single one, of level limited.
 #[must_use]
 pub fn findings() -> Vec<Finding> {
     let finding =
@@ -18,7 +18,7 @@ pub fn findings() -> Vec<Finding> {
     let directory = Host::open().ok().and_then(|host| host.named_ram_directory().map(Path::to_owned));
     let (Some(reserve), Some(directory)) = (reserve, directory.as_ref()) else {
         let found = match (reserve, directory) {
-            (None, None) => "not set up: guests' RAM ends with the host's kernel".to_owned(),
+            (None, None) => "not set up: guests' RAM is lost when the host reboots".to_owned(),
             (None, Some(_)) => "`ram_dir` is set, but no RAM is reserved on this kernel's command line".to_owned(),
             (Some(reserve), None) => format!("{reserve} is reserved, but host.toml has no `ram_dir`"),
             (Some(_), Some(_)) => String::new(),
@@ -29,7 +29,7 @@ pub fn findings() -> Vec<Finding> {
         Ok(Some(device)) => finding("reserved RAM", Level::Good, format!("{reserve}: {}", device.display()), ""),
         Ok(None) => {
             let hint = "modprobe nd_e820 nd_pmem; dmesg | grep pmem";
-            finding("reserved RAM", Level::Limited, format!("Linux has made no device of {reserve}"), hint)
+            finding("reserved RAM", Level::Limited, format!("Linux has created no device for {reserve}"), hint)
         }
         Err(e) => finding("reserved RAM", Level::Limited, e.to_string(), "mount /sys"),
     };

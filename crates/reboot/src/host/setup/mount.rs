@@ -1,13 +1,14 @@
-//! The file system in the reserved RAM: kept if suspended guests are in it, else made anew.
+//! The file system in the reserved RAM: kept if it holds suspended guests, else created anew.
 //!
-//! After a power failure RAM holds anything, also what looks like a file system. So nothing in it is believed unless the record of suspended
-//! guests says that it should be there: in a kernel that was entered by kexec for that record as it is, else only if it is whole.
+//! After a power failure RAM may hold anything, also what resembles a file system. So it is trusted only if the record
+//! of suspended guests expects it: without a check in a kernel that was entered by kexec for that record, else only
+//! after a check by `e2fsck`.
 
 use super::super::files::read_ahead;
 use super::super::plan::run;
-use super::super::record::Record;
+use super::super::record::SuspendRecord;
 use super::super::survived::Trust;
-use super::super::{HostError, How};
+use super::super::{HostError, RebootMethod};
 use super::reserve::{self, Reserve};
 use rekindle_vm::host::Host;
 use rustix::io::Errno;
@@ -19,30 +20,29 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the drivers may take to make the device.
-const DEVICE: Duration = Duration::from_secs(30);
-/// The drivers of the device.
+/// How long the drivers may take to create the device.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 const DRIVERS: &[&str] = &["nd_e820", "nd_pmem"];
-/// By which it is known.
+/// Label of the file system.
 const LABEL: &str = "rekindle-ram";
 
-/// What was found there.
+/// What was mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Mounted {
+pub enum MountOutcome {
     /// It was mounted already.
     Before,
-    /// With suspended guests in it.
+    /// A file system with suspended guests.
     Kept,
-    /// New, and empty.
+    /// A new, empty file system.
     New,
 }
 
-/// Mount the reserved RAM at the RAM directory of this host. Needs root.
+/// Mounts the reserved RAM at the RAM directory of this host. Needs root.
 ///
 /// # Errors
-/// [`HostError`]: nothing is reserved, no device, no tools.
-pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
+/// [`HostError`]: no RAM is reserved, or the device or a tool is missing.
+pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
     let setup = |text: String| HostError::Setup(text);
     let at = host.named_ram_directory().ok_or_else(|| {
         setup("/etc/rekindle/host.toml has no `ram_dir`; rekindle host init --reserve SIZE --write sets one".into())
@@ -59,25 +59,23 @@ pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
     DirBuilder::new().recursive(true).mode(0o700).create(at).map_err(failed(at))?;
     let device = wait_for_device(reserve)?;
     if is_mounted(&device, at).map_err(failed(at))? {
-        return Ok(Mounted::Before);
+        return Ok(MountOutcome::Before);
     }
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::NOATIME;
     let mount = || mount(&device, at, "ext4", flags, Some(c"dax=always"));
-    let kept = if is_wanted(host, &device)? { Some(mount()) } else { None };
+    let kept = if holds_guests(host, &device)? { Some(mount()) } else { None };
     let mounted = match kept {
-        Some(Ok(())) => Mounted::Kept,
-        // There is no file system; anything else may be mended, and is no reason to give guests up.
+        Some(Ok(())) => MountOutcome::Kept,
+        // With these two errors there is no file system. Any other cause may be fixable, and is no reason to discard
+        // guests.
         Some(Err(e)) if ![Errno::INVAL, Errno::UCLEAN].contains(&e) => return Err(failed(&device)(e.into())),
         lost => {
             if lost.is_some() {
-                tracing::warn!(
-                    "the RAM of suspended guests did not survive: no file system is in {}",
-                    device.display()
-                );
+                tracing::warn!("the RAM of suspended guests is lost: {} holds no file system", device.display());
             }
-            make(&device)?;
+            make_file_system(&device)?;
             mount().map_err(|e| failed(&device)(e.into()))?;
-            Mounted::New
+            MountOutcome::New
         }
     };
     if !reserve::holds(at).map_err(failed(at))? {
@@ -86,9 +84,9 @@ pub fn mount_ram(host: &Host) -> Result<Mounted, HostError> {
     Ok(mounted)
 }
 
-/// While this waits for its device, what guests' QEMUs are started from comes.
+/// Reads the files of the guests' QEMUs in the background while this waits for the device.
 fn read_ahead_for(host: &Host) -> Result<(), HostError> {
-    let record = Record::read(&host.suspend_dir)?;
+    let record = SuspendRecord::read(&host.suspend_dir)?;
     for name in record.names()? {
         if let Some(entry) = record.entry(&name)? {
             read_ahead(entry.files.iter());
@@ -100,7 +98,7 @@ fn read_ahead_for(host: &Host) -> Result<(), HostError> {
 fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
     let sys = Path::new("/sys");
     let failed = |source| HostError::File { path: sys.join("block"), source };
-    let deadline = Instant::now() + DEVICE;
+    let deadline = Instant::now() + DEVICE_TIMEOUT;
     let mut asked = false;
     loop {
         if let Some(device) = reserve::device(sys, reserve).map_err(failed)?.filter(|device| device.exists()) {
@@ -114,7 +112,8 @@ fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
         }
         if Instant::now() > deadline {
             return Err(HostError::Setup(format!(
-                "{reserve} is on the command line, but Linux has made no device of it; is it RAM? dmesg | grep -e e820 -e pmem"
+                "{reserve} is on the kernel's command line, but Linux has created no device for it; check that the \
+                 range is RAM: dmesg | grep -e e820 -e pmem"
             )));
         }
         thread::sleep(Duration::from_millis(10));
@@ -125,13 +124,13 @@ fn is_mounted(device: &Path, at: &Path) -> std::io::Result<bool> {
     Ok(fs::metadata(device)?.rdev() == fs::metadata(at)?.dev())
 }
 
-/// Whether suspended guests are in it, as far as can be told before it is mounted.
-fn is_wanted(host: &Host, device: &Path) -> Result<bool, HostError> {
-    let record = Record::read(&host.suspend_dir)?;
+/// Returns whether it holds suspended guests, as far as can be determined before it is mounted.
+fn holds_guests(host: &Host, device: &Path) -> Result<bool, HostError> {
+    let record = SuspendRecord::read(&host.suspend_dir)?;
     let Some(head) = &record.head else { return Ok(false) };
     let mut warm = false;
     for name in record.names()? {
-        warm |= record.entry(&name)?.is_some_and(|entry| entry.how == How::Warm && !entry.struck);
+        warm |= record.entry(&name)?.is_some_and(|entry| entry.how == RebootMethod::Warm && !entry.struck);
     }
     if !warm {
         return Ok(false);
@@ -143,7 +142,7 @@ fn is_wanted(host: &Host, device: &Path) -> Result<bool, HostError> {
             let checked = checked.map_err(|source| HostError::File { path: "e2fsck".into(), source })?;
             if !checked.status.success() {
                 tracing::warn!(
-                    "the RAM of suspended guests did not survive: no whole file system is in {}",
+                    "the RAM of suspended guests is lost: the file system in {} is damaged",
                     device.display()
                 );
             }
@@ -152,9 +151,9 @@ fn is_wanted(host: &Host, device: &Path) -> Result<bool, HostError> {
     }
 }
 
-fn make(device: &Path) -> Result<(), HostError> {
+fn make_file_system(device: &Path) -> Result<(), HostError> {
     let device = device.to_string_lossy();
-    // Few, large files; extents in whole huge pages, so that QEMU's page tables can have them.
+    // Few, large files, with extents in whole huge pages, so that QEMU can map them as such.
     let options = "lazy_itable_init=0,lazy_journal_init=0,nodiscard,stride=512,stripe_width=512";
     run(
         "mkfs.ext4",

@@ -1,4 +1,5 @@
-//! RAM that no kernel hands out: `memmap=SIZE!START` on the host's command line, and the device that Linux makes of it.
+//! RAM that the kernel does not use: `memmap=SIZE!START` on the host's command line, and the device that Linux creates
+//! for it.
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use std::fs;
@@ -7,21 +8,19 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// What a range is aligned to if it can be: a page table entry of the kernel's own map.
-const FINE: u64 = 1 << 30;
-/// What it is aligned to at least: Linux adds memory to its map in sections of this size.
-const COARSE: u64 = 128 << 20;
-/// What is left to the host itself of the range that is taken from, at least, where it is the only one.
-const FOR_THE_HOST: u64 = 1 << 30;
-/// Above what 32-bit devices and kernels at their start need.
+/// Preferred alignment of a range: an entry of the kernel's own page table.
+const GOOD_ALIGNMENT: u64 = 1 << 30;
+/// Minimum alignment: Linux adds memory to its map in sections of this size.
+const MIN_ALIGNMENT: u64 = 128 << 20;
+/// Minimum left to the host, if all RAM is in the range that is reserved from.
+const MIN_FOR_HOST: u64 = 1 << 30;
+/// Memory below this is needed by 32-bit devices, and by kernels at their start.
 const FOUR_GIB: u64 = 4 << 30;
 
-/// A range of physical addresses that is kept from the kernel.
+/// A range of physical addresses that is reserved from the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reserve {
-    /// Where it begins.
     pub start: u64,
-    /// How long it is.
     pub bytes: u64,
 }
 
@@ -33,56 +32,64 @@ impl std::fmt::Display for Reserve {
 }
 
 impl Reserve {
-    /// The one that a kernel's command line names.
+    /// Parses the range that a kernel's command line reserves.
     #[must_use]
     pub fn of(command_line: &str) -> Option<Self> {
         let words = command_line.split_whitespace().filter_map(|word| word.strip_prefix("memmap="));
         words.flat_map(|word| word.split(',')).find_map(|range| {
             let (bytes, start) = range.split_once('!')?;
-            Some(Self { start: number(start)?, bytes: number(bytes)? })
+            Some(Self { start: parse_size(start)?, bytes: parse_size(bytes)? })
         })
     }
 
-    /// Choose where `bytes` are taken from: the end of the highest RAM, or at `start`.
+    /// Chooses the range of `bytes`: at the end of the highest RAM, or at `start`.
     ///
     /// # Errors
-    /// A text that says why there is no such place.
+    /// A text that states why there is no such range.
     pub fn choose(ram: &[Range<u64>], bytes: u64, start: Option<u64>) -> Result<Self, String> {
         let wanted = |bytes: u64| format!("{} MiB", bytes >> 20);
-        if bytes == 0 || !bytes.is_multiple_of(COARSE) {
-            return Err(format!("{} cannot be reserved: a multiple of {} is needed", wanted(bytes), wanted(COARSE)));
+        if bytes == 0 || !bytes.is_multiple_of(MIN_ALIGNMENT) {
+            return Err(format!(
+                "cannot reserve {}: the size must be a multiple of {}",
+                wanted(bytes),
+                wanted(MIN_ALIGNMENT)
+            ));
         }
         let total: u64 = ram.iter().map(|range| range.end - range.start).sum();
-        if bytes + FOR_THE_HOST > total {
+        if bytes + MIN_FOR_HOST > total {
             return Err(format!(
-                "{} cannot be reserved: this machine has {}, of which the host itself needs {} at least",
+                "cannot reserve {}: this machine has {}, of which the host needs at least {}",
                 wanted(bytes),
                 wanted(total),
-                wanted(FOR_THE_HOST)
+                wanted(MIN_FOR_HOST)
             ));
         }
         if let Some(start) = start {
             let fits = ram.iter().any(|range| range.start <= start && start + bytes <= range.end);
-            let aligned = start.is_multiple_of(COARSE);
+            let aligned = start.is_multiple_of(MIN_ALIGNMENT);
             return if fits && aligned && start >= FOUR_GIB {
                 Ok(Self { start, bytes })
             } else {
                 Err(format!(
-                    "{} cannot be reserved at {start:#x}: it has to be RAM, above 4 GiB, at a multiple of {}",
+                    "cannot reserve {} at {start:#x}: the range must be RAM, above 4 GiB, at a multiple of {}",
                     wanted(bytes),
-                    wanted(COARSE)
+                    wanted(MIN_ALIGNMENT)
                 ))
             };
         }
         let high = ram.iter().filter(|range| range.end > FOUR_GIB).max_by_key(|range| range.end);
         let found = high.and_then(|range| {
             let last = range.end.checked_sub(bytes)?;
-            [FINE, COARSE].into_iter().map(|align| last - last % align).find(|at| *at >= range.start.max(FOUR_GIB))
+            [GOOD_ALIGNMENT, MIN_ALIGNMENT]
+                .into_iter()
+                .map(|align| last - last % align)
+                .find(|at| *at >= range.start.max(FOUR_GIB))
         });
         match found {
             Some(start) => Ok(Self { start, bytes }),
             None => Err(format!(
-                "{} cannot be reserved: the highest piece of RAM above 4 GiB is {}; ask for less, or name another place: --start",
+                "cannot reserve {}: the highest range of RAM above 4 GiB has {}; reserve less, or choose another \
+                 range with --start",
                 wanted(bytes),
                 wanted(high.map_or(0, |range| range.end - range.start.max(FOUR_GIB)))
             )),
@@ -90,8 +97,8 @@ impl Reserve {
     }
 }
 
-/// A number as the kernel reads it: decimal or `0x`, with K, M, G or T.
-fn number(text: &str) -> Option<u64> {
+/// Parses a size as the kernel does: decimal or `0x`, with K, M, G or T.
+fn parse_size(text: &str) -> Option<u64> {
     let (digits, unit) = match text.char_indices().last()? {
         (at, unit) if "kKmMgGtT".contains(unit) => (text.get(..at)?, unit.to_ascii_uppercase()),
         _ => (text, ' '),
@@ -103,16 +110,16 @@ fn number(text: &str) -> Option<u64> {
     value.checked_mul(1 << [(' ', 0), ('K', 10), ('M', 20), ('G', 30), ('T', 40)].iter().find(|(c, _)| *c == unit)?.1)
 }
 
-/// The machine's RAM as its firmware told it, whatever was reserved since.
+/// Returns the machine's RAM as reported by its firmware, independent of reservations.
 ///
 /// # Errors
-/// When this kernel does not tell (`CONFIG_FIRMWARE_MEMMAP`).
+/// If this kernel does not report it (`CONFIG_FIRMWARE_MEMMAP`).
 pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
     let mut ram = Vec::new();
     for entry in fs::read_dir(sys.join("firmware/memmap"))? {
         let entry = entry?.path();
         let read = |name: &str| fs::read_to_string(entry.join(name)).map(|text| text.trim().to_owned());
-        let address = |name: &str| read(name).map(|text| number(&text).unwrap_or(0));
+        let address = |name: &str| read(name).map(|text| parse_size(&text).unwrap_or(0));
         if read("type")? == "System RAM" {
             ram.push(address("start")?..address("end")? + 1);
         }
@@ -121,11 +128,11 @@ pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
     Ok(ram)
 }
 
-/// The device that Linux has made of a reserve: a *legacy* persistent memory device at its address. Never one that is really persistent,
-/// which may hold somebody's data.
+/// Returns the device that Linux has created for a reserve: a *legacy* persistent memory device at its address. Never a
+/// device that is really persistent, which may hold other data.
 ///
 /// # Errors
-/// When `/sys` cannot be read.
+/// If `/sys` cannot be read.
 pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
     let entries = match fs::read_dir(sys.join("block")) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -139,7 +146,7 @@ pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
         }
         let place = fs::canonicalize(entry.path().join("device"))?;
         let legacy = place.components().any(|part| part.as_os_str().to_string_lossy().starts_with("e820_pmem"));
-        let at = fs::read_to_string(place.join("resource")).ok().and_then(|text| number(text.trim()));
+        let at = fs::read_to_string(place.join("resource")).ok().and_then(|text| parse_size(text.trim()));
         if legacy && at == Some(reserve.start) {
             return Ok(Some(Path::new("/dev").join(name)));
         }
@@ -147,10 +154,10 @@ pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Whether the file or directory at `path` is in the memory that this host has reserved, directly (DAX).
+/// Returns whether the file or directory at `path` is in this host's reserved memory, mapped directly (DAX).
 ///
 /// # Errors
-/// When it cannot be looked at.
+/// If it cannot be checked.
 pub fn holds(path: &Path) -> io::Result<bool> {
     let Some(reserve) = Reserve::of(&fs::read_to_string("/proc/cmdline")?) else { return Ok(false) };
     let Some(device) = device(Path::new("/sys"), reserve)? else { return Ok(false) };
@@ -162,7 +169,7 @@ pub fn holds(path: &Path) -> io::Result<bool> {
         let direct = statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)?.stx_attributes;
         return Ok(direct.contains(StatxAttributes::DAX));
     }
-    // Only files tell it of themselves.
+    // Directories do not have this attribute: check the mount options.
     let mounts = fs::read_to_string("/proc/self/mounts")?;
     Ok(mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).any(|words| match words.as_slice() {
         [from, _, _, options, ..] => {
@@ -179,7 +186,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn a_reserve_is_read_as_the_kernel_reads_it_and_written_so() {
+    fn a_reserve_is_parsed_and_printed_as_the_kernel_does() {
         for text in ["quiet memmap=1G!4G ro", "memmap=0x40000000!4096M", "memmap=64K$1M,1048576K!0x100000000"] {
             assert_eq!(Reserve::of(text), Some(Reserve { start: 4 * GIB, bytes: GIB }), "{text}");
         }
@@ -191,12 +198,12 @@ mod tests {
     }
 
     #[test]
-    fn it_is_taken_from_the_end_of_the_highest_ram() {
+    fn the_end_of_the_highest_ram_is_reserved() {
         let low = 0x10_0000..2 * GIB;
         let ram = [low.clone(), 4 * GIB..8 * GIB - (100 << 20)];
         let choose = |bytes, start| Reserve::choose(&ram, bytes, start);
         assert_eq!(choose(GIB, None), Ok(Reserve { start: 6 * GIB, bytes: GIB }));
-        // Finer where whole GiB do not fit.
+        // Aligned to less than a GiB if whole GiB do not fit.
         let all = choose(4 * GIB - (128 << 20), None).unwrap();
         assert_eq!(all.start, 4 * GIB);
         assert_eq!(choose(GIB, Some(5 * GIB)), Ok(Reserve { start: 5 * GIB, bytes: GIB }));
@@ -208,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_legacy_device_at_that_address_is_ours() {
+    fn only_a_legacy_device_at_that_address_is_accepted() {
         let root = tempfile::tempdir().unwrap();
         let sys = root.path();
         let reserve = Reserve { start: 4 * GIB, bytes: GIB };
@@ -228,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_this_machine_is_not_reserved_by_chance() {
+    fn files_of_this_machine_are_not_in_reserved_memory() {
         assert!(!holds(Path::new("/proc/self/exe")).unwrap_or(false));
     }
 }

@@ -1,6 +1,6 @@
 //! The candidates of a VM: where they are, and whether they may be used.
 
-use super::Skipped;
+use super::SkippedCandidate;
 use rekindle_protect::candidate::{self, Found};
 use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::command::Hardware;
@@ -16,32 +16,31 @@ use std::io;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// A candidate, for those who look.
+/// A candidate as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Candidate {
-    /// Its phase.
     pub name: String,
-    /// When it was taken, in µs since 1970; none if there is none.
+    /// When it was taken, in µs since 1970. `None`: there is no candidate.
     pub taken_us: Option<u64>,
-    /// Bytes that it takes.
+    /// Size on disk.
     pub bytes: u64,
-    /// Why it may not be used; none if it may.
+    /// Why it is not usable. `None`: it is.
     pub void: Option<String>,
 }
 
-/// What is kept of the moment of a candidate, beside its guest.
+/// Conditions under which a candidate stays usable, stored with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct About {
-    /// This boot of the host: times of files may be those of before a crash in another one.
+pub(super) struct CandidateInfo {
+    /// Boot ID of the host: in another boot, file times may be those from before a crash.
     host: String,
-    /// The kernel and RAM disk that QEMU has loaded. A cold boot would load those of now.
+    /// Kernel and RAM disk that QEMU has loaded: a cold boot would load the current ones.
     files: Vec<Mark>,
     disks: Vec<DiskThen>,
 }
 
-/// Why what is to be kept cannot be found out.
+/// Why these conditions cannot be determined.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AboutError {
+pub(super) enum InfoError {
     #[error(transparent)]
     Disks(#[from] PhaseError),
     #[error("{}", path.display())]
@@ -52,10 +51,10 @@ pub(super) enum AboutError {
     },
 }
 
-impl About {
-    /// Of now, with the guest of this VM stopped.
-    pub(super) fn now(rundir: &RunDir, hardware: &Hardware) -> Result<Self, AboutError> {
-        let mark = |path: &PathBuf| Mark::of(path).map_err(|source| AboutError::File { path: path.clone(), source });
+impl CandidateInfo {
+    /// Records the current conditions. The guest of this VM must be stopped.
+    pub(super) fn now(rundir: &RunDir, hardware: &Hardware) -> Result<Self, InfoError> {
+        let mark = |path: &PathBuf| Mark::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
         let files = boot_files(hardware).map(mark).collect::<Result<_, _>>()?;
         Ok(Self { host: host_boot()?, files, disks: phases::mark(rundir, hardware)? })
     }
@@ -69,54 +68,54 @@ fn boot_files(hardware: &Hardware) -> impl Iterator<Item = &PathBuf> {
     hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten()
 }
 
-fn host_boot() -> Result<String, AboutError> {
+fn host_boot() -> Result<String, InfoError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
     let read = std::fs::read_to_string(path);
-    read.map(|text| text.trim().to_owned()).map_err(|source| AboutError::File { path: path.to_owned(), source })
+    read.map(|text| text.trim().to_owned()).map_err(|source| InfoError::File { path: path.to_owned(), source })
 }
 
-/// Where the candidate of a phase is.
-pub(super) fn place(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> PathBuf {
+/// Returns the path of a phase's candidate.
+pub(super) fn path_of(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> PathBuf {
     phases::directory(host, rundir, &state.definition).join(phase)
 }
 
-/// One that may be used.
+/// A candidate that may be used.
 #[derive(Debug)]
-pub(super) struct Good {
+pub(super) struct UsableCandidate {
     pub(super) name: String,
     pub(super) store: StoreUrl,
-    pub(super) about: About,
+    pub(super) info: CandidateInfo,
 }
 
-/// A phase, looked at.
-pub(super) struct Looked {
+/// A phase and its candidate.
+pub(super) struct CandidateCheck {
     /// When its candidate was taken, in µs since 1970, if there is one.
     taken_us: Option<u64>,
     bytes: u64,
-    /// It may be used now; otherwise why not. That may end at any moment as long as a QEMU of the VM runs.
-    pub(super) good: Result<Good, String>,
+    /// The candidate if it is usable now, else why not. That may change at any moment as long as a QEMU of the VM runs.
+    pub(super) usable: Result<UsableCandidate, String>,
 }
 
-/// Look at the candidate of a phase.
-pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> Looked {
-    let none = |why: String| Looked { taken_us: None, bytes: 0, good: Err(why) };
-    let path = place(host, rundir, state, phase);
+/// Checks the candidate of a phase.
+pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> CandidateCheck {
+    let none = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
+    let path = path_of(host, rundir, state, phase);
     let store = StoreUrl::Directory(path.clone());
     match candidate::look(&store) {
         _ if !path.exists() => none("none was saved of this phase".into()),
         Err(RestoreError::Store(StoreError::Empty { .. })) => none("none was saved of this phase".into()),
         Err(e) => none(chain(&e)),
         Ok(found) => {
-            let good = judge(rundir, state, &found).map(|about| Good { name: phase.into(), store, about });
-            Looked { taken_us: Some(found.taken_us), bytes: found.bytes, good }
+            let usable = judge(rundir, state, &found).map(|info| UsableCandidate { name: phase.into(), store, info });
+            CandidateCheck { taken_us: Some(found.taken_us), bytes: found.bytes, usable }
         }
     }
 }
 
-fn judge(rundir: &RunDir, state: &State, found: &Found) -> Result<About, String> {
-    let about: About = serde_json::from_value::<About>(found.about.clone())
-        .map_err(|e| format!("what is said of it cannot be understood: {e}"))?;
-    if like(&found.hardware) != like(&state.hardware) {
+fn judge(rundir: &RunDir, state: &State, found: &Found) -> Result<CandidateInfo, String> {
+    let about: CandidateInfo = serde_json::from_value::<CandidateInfo>(found.about.clone())
+        .map_err(|e| format!("cannot read its description: {e}"))?;
+    if comparable(&found.hardware) != comparable(&state.hardware) {
         return Err("the VM has other hardware now".into());
     }
     match host_boot() {
@@ -133,47 +132,47 @@ fn judge(rundir: &RunDir, state: &State, found: &Found) -> Result<About, String>
     }
 }
 
-/// What of a machine a guest knows from its boot on. Its generation ID is another one after each restore.
-fn like(hardware: &Hardware) -> Hardware {
-    let mut like = Hardware { vm_generation: hardware.vm_generation.map(|_| Uuid::nil()), ..hardware.clone() };
-    like.ram.path = PathBuf::new();
-    like
+/// Reduces hardware to what a guest knows of its machine since boot. Its generation ID changes with each restore.
+fn comparable(hardware: &Hardware) -> Hardware {
+    let mut comparable = Hardware { vm_generation: hardware.vm_generation.map(|_| Uuid::nil()), ..hardware.clone() };
+    comparable.ram.path = PathBuf::new();
+    comparable
 }
 
-/// The latest phase of which there is a candidate that may be used, and why those after it may not. `only`: this one or none. `failed`: those
-/// that were tried.
+/// Returns the latest phase with a usable candidate, and why later ones are not usable. `only`: consider this phase
+/// alone. `failed`: candidates that could not be loaded.
 pub(super) fn choose(
     host: &Host,
     rundir: &RunDir,
     state: &State,
     only: Option<&str>,
-    failed: &[Skipped],
-) -> (Option<Good>, Vec<Skipped>) {
+    failed: &[SkippedCandidate],
+) -> (Option<UsableCandidate>, Vec<SkippedCandidate>) {
     let mut skipped = Vec::new();
     let wanted = state.definition.phase.save.iter().rev().filter(|name| only.is_none_or(|only| only == name.as_str()));
     for name in wanted {
-        match find(host, rundir, state, name).good {
-            Ok(good) => match failed.iter().find(|failed| failed.name == *name) {
+        match find(host, rundir, state, name).usable {
+            Ok(usable) => match failed.iter().find(|failed| failed.name == *name) {
                 Some(failed) => skipped.push(failed.clone()),
-                None => return (Some(good), skipped),
+                None => return (Some(usable), skipped),
             },
-            Err(why) => skipped.push(Skipped { name: name.clone(), why }),
+            Err(why) => skipped.push(SkippedCandidate { name: name.clone(), why }),
         }
     }
     (None, skipped)
 }
 
-/// All phases of which a VM is to have candidates, the earliest first.
+/// Lists all phases that a VM saves, the earliest first.
 #[must_use]
 pub fn list(host: &Host, rundir: &RunDir, state: &State) -> Vec<Candidate> {
     let one = |name: &String| {
-        let Looked { taken_us, bytes, good } = find(host, rundir, state, name);
-        Candidate { name: name.clone(), taken_us, bytes, void: good.err() }
+        let CandidateCheck { taken_us, bytes, usable } = find(host, rundir, state, name);
+        Candidate { name: name.clone(), taken_us, bytes, void: usable.err() }
     };
     state.definition.phase.save.iter().map(one).collect()
 }
 
-/// With all its causes, in one line.
+/// Returns an error with all its causes, in one line.
 pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -187,7 +186,7 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
     text.replace('\n', " ")
 }
 
-/// As it is stored.
-pub(super) fn value(about: &About) -> Value {
+/// Converts it to the JSON value that is stored.
+pub(super) fn value(about: &CandidateInfo) -> Value {
     serde_json::to_value(about).unwrap_or(Value::Null)
 }

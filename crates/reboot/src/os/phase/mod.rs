@@ -1,59 +1,58 @@
-//! Phase-based reboot: the guest goes on from a snapshot of a phase of an earlier boot (section 3.2 of the evaluation).
+//! Phase-based reboot: the guest continues from a boot snapshot, taken at a phase of an earlier boot (section 3.2 of
+//! the evaluation). The snapshot of a phase is called its *candidate*.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`candidates`] | the snapshots of a VM: where they are, and whether they may be used |
-//! | `port` | the port by which a guest announces phases, and is answered |
-//! | `health` | the phase that no guest announces |
-//! | [`keeper`] | the process that waits for both |
-//! | `save` | what it has saved |
-//! | `go` | the reboot |
-//! | `next` | the guest that goes on, from a QEMU that waits beside the former one |
+//! | [`candidates`] | the candidates of a VM: where they are, and whether they may be used |
+//! | `port` | the port through which a guest announces phases and gets answers |
+//! | `health` | the phase that is detected from outside |
+//! | [`saver`] | the process that waits for phases and has candidates saved |
+//! | `save` | saving one candidate |
+//! | `reboot` | the reboot |
+//! | `successor` | the QEMU that is loaded while the previous one still runs, and then replaces it |
 //!
-//! A candidate may be used while none of the blocks that its guest had read or written has been written since: `docs/os-reboot.md` has the
-//! argument.
+//! A candidate may be used as long as none of the blocks that its guest had read or written has been written since:
+//! `docs/os-reboot.md` has the argument.
 
 pub mod candidates;
-mod go;
 mod health;
-pub mod keeper;
-mod next;
 mod port;
+mod reboot;
 mod save;
+pub mod saver;
+mod successor;
 
 pub use candidates::Candidate;
-pub(super) use go::{against, reboot};
+pub(super) use reboot::{prevents, reboot};
 
 use rekindle_protect::restore::Clock;
 use rekindle_qemu::command::Hardware;
 use serde::{Deserialize, Serialize};
 
-/// What has come of a reboot by phase.
+/// Result of a reboot by phase.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Outcome {
-    /// The candidate; none: none could be used, and it was booted cold.
+pub struct PhaseOutcome {
+    /// The candidate that was used. `None`: none was usable, and the guest was booted.
     pub candidate: Option<String>,
-    /// Later ones that could not be used.
-    pub skipped: Vec<Skipped>,
-    /// What became of the guest's clock, if an agent ran in it.
+    /// Candidates of later phases that were not usable.
+    pub skipped: Vec<SkippedCandidate>,
+    /// Whether the guest's clock was set, if an agent ran in it.
     pub clock: Option<Clock>,
-    /// From the command to the guest's running, in µs, without the end of the former one.
+    /// Time from the command to the running guest, in µs, without the shutdown of the previous guest.
     pub load_us: Option<u64>,
 }
 
-/// Why no candidate of such a machine can be used, whatever it holds.
-fn unfit(hardware: &Hardware) -> Option<String> {
+/// Returns why no candidate of such a machine is usable, whatever it holds.
+fn why_unfit(hardware: &Hardware) -> Option<String> {
     super::huge_pages(hardware).map(|directory| {
         let directory = directory.display();
-        format!("its RAM is in huge pages ({directory}), which keep what the former guest has left in them")
+        format!("its RAM is in huge pages ({directory}), which still hold the previous guest's data")
     })
 }
 
-/// A candidate that could not be used.
+/// A candidate that was not usable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Skipped {
-    /// Its phase.
+pub struct SkippedCandidate {
     pub name: String,
-    /// Why.
     pub why: String,
 }

@@ -1,11 +1,11 @@
-//! The port by which a guest announces phases: lines.
+//! The port through which a guest announces phases, line by line.
 //!
 //! ```text
-//! guest    phase NAME          its boot has come to this phase; it waits
+//! guest    phase NAME          its boot has reached this phase; it waits
 //! host     saved               a candidate was taken
-//!          kept                there is one already that may be used
-//!          skipped WHY         there is none
-//!          restored SECONDS    this guest goes on from the candidate; the host's time, since 1970
+//!          kept                a usable candidate exists already
+//!          skipped WHY         no candidate was taken
+//!          restored SECONDS    this guest continues from the candidate; the host's time, since 1970
 //! ```
 
 use rekindle_qemu::agent;
@@ -17,31 +17,30 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Bytes of a line at most: a guest can say anything.
-const LONGEST: usize = 256;
-/// How long a guest may take to read an answer: its pages come on demand.
-const READ: Duration = Duration::from_secs(5);
-/// Between two looks at what cannot be waited for.
-const LOOK: Duration = Duration::from_millis(2);
+/// Longest line in bytes: a guest can send anything.
+const MAX_LINE: usize = 256;
+/// How long a guest may take to read an answer: its pages are loaded on demand.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A connection to the port of one QEMU's guest.
 #[derive(Debug)]
-pub(super) struct Port {
+pub(super) struct PhasePort {
     stream: UnixStream,
     input: Vec<u8>,
 }
 
-impl Port {
-    /// Connect. QEMU has one connection at a time; a second one waits until the first has gone.
+impl PhasePort {
+    /// Connects. QEMU serves one connection at a time; a second one waits until the first is closed.
     pub(super) fn connect(vmm: &Vmm) -> io::Result<Self> {
         let stream = UnixStream::connect(vmm.directory().phase())?;
-        stream.set_write_timeout(Some(READ))?;
+        stream.set_write_timeout(Some(READ_TIMEOUT))?;
         Ok(Self { stream, input: Vec::new() })
     }
 
-    /// The phase that the guest announces next, if it does so within `patience`.
-    pub(super) fn announced(&mut self, patience: Duration) -> io::Result<Option<String>> {
-        let deadline = Instant::now() + patience;
+    /// Returns the phase that the guest announces next, if it does so within `timeout`.
+    pub(super) fn next_phase(&mut self, timeout: Duration) -> io::Result<Option<String>> {
+        let deadline = Instant::now() + timeout;
         loop {
             while let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.input.drain(..=end).collect();
@@ -50,7 +49,7 @@ impl Port {
                     return Ok(Some(name.trim().to_owned()));
                 }
             }
-            if self.input.len() > LONGEST {
+            if self.input.len() > MAX_LINE {
                 self.input.clear();
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -58,7 +57,7 @@ impl Port {
                 return Ok(None);
             }
             self.stream.set_read_timeout(Some(left))?;
-            let mut chunk = [0; LONGEST];
+            let mut chunk = [0; MAX_LINE];
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => self.input.extend_from_slice(chunk.get(..read).unwrap_or_default()),
@@ -69,25 +68,25 @@ impl Port {
         }
     }
 
-    /// Answer.
     pub(super) fn answer(&mut self, text: &str) -> io::Result<()> {
         self.stream.write_all(format!("{text}\n").as_bytes())
     }
 
-    /// Tell the guest that it goes on from a candidate.
-    pub(super) fn restored(&mut self) -> io::Result<()> {
+    /// Notifies the guest that it continues from a candidate.
+    pub(super) fn notify_restored(&mut self) -> io::Result<()> {
         self.answer(&format!("restored {}", host_us() / 1_000_000))
     }
 }
 
-/// Wait until the guest has read its answer and closed the port: to let go of it before would take the answer away. Whether it has.
+/// Waits until the guest has read its answer and closed the port: closing the connection earlier would discard the
+/// answer. Returns whether it has.
 pub(super) fn wait_read(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let deadline = Instant::now() + READ;
+    let deadline = Instant::now() + READ_TIMEOUT;
     while agent::is_open(qmp, "phase")? {
         if Instant::now() > deadline {
             return Ok(false);
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
     Ok(true)
 }

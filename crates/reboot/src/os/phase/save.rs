@@ -1,6 +1,6 @@
 //! Saving a candidate.
 
-use super::candidates::{self, About, chain};
+use super::candidates::{self, CandidateInfo, chain};
 use rekindle_protect::candidate;
 use rekindle_protect::target::Target;
 use rekindle_qemu::command::Hardware;
@@ -20,24 +20,23 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long somebody else may be at work on the VM, or its memory be on its way: the guest waits no longer.
-const BUSY: Duration = Duration::from_secs(10);
-/// Between two looks at what cannot be waited for.
-const LOOK: Duration = Duration::from_millis(20);
+/// How long to wait for another operation on the VM, or for its memory to be loaded: the guest does not wait longer.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What has come of it.
-pub(super) enum Saved {
-    Now {
+/// Result of saving a candidate.
+pub(super) enum SaveOutcome {
+    Saved {
         stopped_us: u64,
         bytes: u64,
     },
-    /// There is one already that may be used.
-    Before,
+    /// A usable candidate exists already.
+    Existing,
 }
 
-/// Have a candidate of `phase`, in which the guest of `vmm` is.
-pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Result<Saved, String> {
-    let held = hold(host, rundir)?;
+/// Saves a candidate of `phase`, in which the guest of `vmm` is, unless a usable one exists.
+pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Result<SaveOutcome, String> {
+    let held = lock_vm(host, rundir)?;
     let state = &held.state;
     if state.vmm.as_ref() != Some(vmm) {
         return Err("another QEMU runs the guest now".into());
@@ -45,61 +44,61 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     if !state.definition.phase.save.iter().any(|name| name == phase) {
         return Err("the VM's definition does not name it under phase.save".into());
     }
-    if let Some(why) = super::unfit(&state.hardware) {
+    if let Some(why) = super::why_unfit(&state.hardware) {
         return Err(why);
     }
     if let Some(why) = uncarriable(&state.definition).first() {
         return Err(why.clone());
     }
-    if let Some(file) = unwatched(vmm, &state.hardware).map_err(|e| chain(&e))? {
+    if let Some(file) = untracked_image(vmm, &state.hardware).map_err(|e| chain(&e))? {
         return Err(format!(
-            "QEMU itself has {file} open for the guest (`qemu_args`), and nobody knows what is written to it"
+            "QEMU has {file} open for the guest through `qemu_args`, so writes to it are not recorded"
         ));
     }
-    if candidates::find(host, rundir, state, phase).good.is_ok() {
-        return Ok(Saved::Before);
+    if candidates::find(host, rundir, state, phase).usable.is_ok() {
+        return Ok(SaveOutcome::Existing);
     }
-    let deadline = Instant::now() + BUSY;
+    let deadline = Instant::now() + BUSY_TIMEOUT;
     while rundir.fill().exists() {
         if Instant::now() > deadline {
-            return Err("the guest's memory is still being brought".into());
+            return Err("the guest's memory is still being loaded from a checkpoint".into());
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
     let directory = phases::directory(host, rundir, &state.definition);
-    let (place, new) = (directory.join(phase), directory.join(format!("{phase}.new")));
+    let (path, new) = (directory.join(phase), directory.join(format!("{phase}.new")));
     let failed = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
     DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|e| failed(&directory, e))?;
-    // What one that was killed has left.
+    // Left by a process that was killed.
     remove(&new).map_err(|e| failed(&new, e))?;
     let target = Target::of(host, rundir.name()).map_err(|e| chain(&e))?;
-    let about = || About::now(rundir, &state.hardware).map(|about| candidates::value(&about));
+    let about = || CandidateInfo::now(rundir, &state.hardware).map(|about| candidates::value(&about));
     let taken = candidate::take(&target, &StoreUrl::Directory(new.clone()), about);
     let taken = taken.map_err(|e| {
         let _ = remove(&new);
         chain(&e)
     })?;
-    // Whoever comes in between finds none.
-    let put = remove(&place).and_then(|()| fs::rename(&new, &place)).and_then(|()| sync_directory(&directory));
-    put.map_err(|e| failed(&place, e))?;
-    Ok(Saved::Now { stopped_us: taken.stopped_us, bytes: taken.bytes })
+    // Between the two steps there is no candidate.
+    let put = remove(&path).and_then(|()| fs::rename(&new, &path)).and_then(|()| sync_directory(&directory));
+    put.map_err(|e| failed(&path, e))?;
+    Ok(SaveOutcome::Saved { stopped_us: taken.stopped_us, bytes: taken.bytes })
 }
 
-/// An image that QEMU has open and that is no `[[disk]]`: one of those that has no server is only read.
-fn unwatched(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, QmpError> {
-    let mut qmp = Qmp::connect(&vmm.directory().qmp(), BUSY)?;
+/// Returns an image that QEMU has open and that is not a `[[disk]]`. Disks without a server are only read.
+fn untracked_image(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, QmpError> {
+    let mut qmp = Qmp::connect(&vmm.directory().qmp(), BUSY_TIMEOUT)?;
     let devices: Vec<Value> = qmp.execute("query-block", ())?;
     let files = devices.iter().filter_map(|device| device.pointer("/inserted/file").and_then(Value::as_str));
     let is_known = |file: &str| hardware.disks.iter().any(|disk| disk.readonly && disk.path == Path::new(file));
     Ok(files.filter(|file| !is_known(file)).map(str::to_owned).next())
 }
 
-/// The VM, once nobody else is at work on it: whoever has started the guest is about to be done.
-fn hold(host: &Host, rundir: &RunDir) -> Result<Held, String> {
-    let deadline = Instant::now() + BUSY;
+/// Locks the VM. The operation that started the guest may still hold it for a moment.
+fn lock_vm(host: &Host, rundir: &RunDir) -> Result<Held, String> {
+    let deadline = Instant::now() + BUSY_TIMEOUT;
     loop {
         match Held::take(host, rundir.name(), phases::SAVING) {
-            Err(LifeError::Lock(_)) if Instant::now() < deadline => thread::sleep(LOOK),
+            Err(LifeError::Lock(_)) if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
             held => return held.map_err(|e| chain(&e)),
         }
     }

@@ -1,0 +1,356 @@
+//! One guest's part of a suspend: prepared, saved with its QEMU still there, then ended or resumed.
+
+use super::RebootMethod;
+use super::digests::EarlyDigests;
+use super::files::mapped;
+use super::record::{FileDigest, SuspendedGuest, state_directory, state_files};
+use super::survived::write_pages;
+use crate::vmm::handover::{StreamWriter, disk_times};
+use crate::vmm::warm::put_blocks;
+use crate::vmm::{
+    RUN_STATE_TIMEOUT, RebootError, ReplaceOptions, Replacement, SilentQemuPolicy, begin, saved, stop, switch,
+};
+use rekindle_memory::carried::Carried;
+use rekindle_memory::digest;
+use rekindle_memory::directory::RamDirectory;
+use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::cpu;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::ramblock;
+use rekindle_qemu::stream;
+use rekindle_qemu::transfer::Tap;
+use rekindle_qemu::vmm;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
+use rekindle_vm::life::{self, Ended, LifeError};
+use rekindle_vm::lock::RunState;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::{Phase, host_us};
+use rekindle_vm::{disks, fault, ram};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Upper limit of what is written next to a guest's RAM besides digests: its state, with video memory.
+const MAX_STREAM_BYTES: u64 = 64 << 20;
+
+/// Returns name and kind of the operation that suspends by this method.
+pub(super) fn operation(how: RebootMethod) -> (String, Kind) {
+    let kind = match how {
+        RebootMethod::Warm => Kind::HostWarm,
+        RebootMethod::Saved => Kind::HostSaved,
+        RebootMethod::Cold => Kind::HostCold,
+    };
+    (format!("host suspend --how {how}"), kind)
+}
+
+/// A running guest whose suspend is prepared as far as possible.
+pub(super) struct PreparedSuspend {
+    replacement: Replacement,
+    journal: Journal,
+    /// `None` for a guest that is shut down: QEMU serves one client at a time.
+    qmp: Option<Qmp>,
+    cpu: cpu::Features,
+    early: Option<EarlyDigests>,
+    files: Vec<PathBuf>,
+}
+
+/// Runs the preflight of a suspend of VM `name`. Changes nothing.
+pub(super) fn preflight(
+    host: &Host,
+    name: &str,
+    how: RebootMethod,
+    probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
+) -> Result<Replacement, RebootError> {
+    let options = ReplaceOptions { how, qemu: None, rollback: false, verify_memory: false };
+    let replacement = begin(host, name, &operation(how).0, &options, probe)?;
+    if how == RebootMethod::Warm {
+        let ram = &replacement.held.state.hardware.ram;
+        // Eight bytes of digest for each page of 4 KiB.
+        let state_directory = ram.path.parent().unwrap_or(Path::new("/"));
+        RamDirectory::at(state_directory)?.check_room(ram.bytes / 512 + MAX_STREAM_BYTES)?;
+    }
+    Ok(replacement)
+}
+
+impl PreparedSuspend {
+    pub(super) fn name(&self) -> &str {
+        self.replacement.name()
+    }
+
+    /// *On failure:* the guest is unchanged.
+    pub(super) fn new(mut replacement: Replacement) -> Result<Self, RebootError> {
+        let how = replacement.options.how;
+        let hardware = replacement.held.state.hardware.clone();
+        let mut qmp = replacement.source_qemu.connect(vmm::START)?;
+        let cpu = cpu::features(&mut qmp)?;
+        let mut early = None;
+        if how == RebootMethod::Warm {
+            let held = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+            let mark = replacement.held.rundir.paused();
+            early = EarlyDigests::begin(
+                &replacement.source_qemu,
+                &mut qmp,
+                &hardware,
+                replacement.running.then_some(mark.as_path()),
+            )?;
+            drop(held);
+            replacement.recorder.step("digest memory ahead");
+        }
+        let opened = replacement.open_journal(operation(how).1);
+        match opened {
+            Ok(journal) => {
+                fault::point("host.suspend.journalled", Some(&replacement.source_qemu), None);
+                let qmp = (how != RebootMethod::Cold).then_some(qmp);
+                let files = mapped(&replacement.source_qemu);
+                Ok(Self { replacement, journal, qmp, cpu, early, files })
+            }
+            Err(e) => {
+                discard_digests(early);
+                Err(e)
+            }
+        }
+    }
+
+    pub(super) fn rundir_and_state(&self) -> (RunDir, State) {
+        (self.replacement.held.rundir.clone(), self.replacement.held.state.clone())
+    }
+
+    pub(super) fn how(&self) -> RebootMethod {
+        self.replacement.options.how
+    }
+
+    /// Stops the guest and saves it; its QEMU stays, stopped. A guest with method cold is shut down instead, and its
+    /// QEMU has ended.
+    ///
+    /// *On failure:* the guest is resumed, if its QEMU lives.
+    pub(super) fn save(
+        mut self,
+        host: &Host,
+        token: &str,
+        fell_back: Option<String>,
+    ) -> Result<SavedGuest, RebootError> {
+        let done = self.save_state(host);
+        let Self { mut replacement, mut journal, cpu, early, files, .. } = self;
+        match done {
+            Ok((saved, pages, stop_us)) => {
+                let entry = SuspendedGuest {
+                    token: token.into(),
+                    how: replacement.options.how,
+                    state: replacement.held.state.clone(),
+                    running: replacement.running,
+                    saved,
+                    pages,
+                    cpu,
+                    disks: disk_times(&replacement.held.state.hardware),
+                    stop_us,
+                    fell_back,
+                    struck: false,
+                    steps: Vec::new(),
+                    files,
+                };
+                journal.operation.saved = entry.saved.clone();
+                // A guest that was shut down has no state to resume from.
+                let step = if entry.how == RebootMethod::Cold { Step::Suspend } else { Step::Saved };
+                let advanced = journal.advance(step).map_err(replacement.file_error("operation.json"));
+                replacement.recorder.step("keep the state");
+                let saved = SavedGuest { replacement, journal, entry };
+                fault::point("host.suspend.saved", Some(&saved.replacement.source_qemu), None);
+                match advanced {
+                    Ok(()) => Ok(saved),
+                    Err(e) => {
+                        saved.undo(host);
+                        Err(e)
+                    }
+                }
+            }
+            Err(error) => {
+                discard_digests(early);
+                if replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive() {
+                    return Err(error);
+                }
+                Err(*switch::abandon(
+                    &replacement.held.rundir,
+                    &replacement.source_qemu,
+                    journal,
+                    replacement.running,
+                    error,
+                )
+                .error)
+            }
+        }
+    }
+
+    /// Saves the guest. Returns its state and the digests of its RAM, if there are any, and when it was stopped.
+    fn save_state(&mut self, host: &Host) -> Result<(Option<SavedState>, Option<FileDigest>, u64), RebootError> {
+        let file = self.replacement.file_error("operation.json");
+        self.replacement.hold_run_state()?;
+        self.journal.advance(Step::Suspend).map_err(file)?;
+        self.replacement.recorder.phase(Phase::Suspend);
+        let state = self.replacement.held.state.clone();
+        let rundir = self.replacement.held.rundir.clone();
+        let source_qemu = self.replacement.source_qemu.clone();
+        if self.how() == RebootMethod::Cold {
+            let ended = life::shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
+            if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
+                disks::end_epochs(&rundir, &state.hardware);
+            }
+            self.replacement.recorder.step("shut down");
+            return Ok((None, None, host_us()));
+        }
+        // Dropped at the end of this function: a return to the source connects anew.
+        let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
+        let stopped = self.stop(&mut qmp)?;
+        if self.how() == RebootMethod::Saved {
+            let saved = saved::save(&mut qmp, &life::saved_path(host, &rundir, &state.definition))?;
+            self.replacement.recorder.step("save to disk");
+            return Ok((Some(saved), None, stopped));
+        }
+        let [stream, pages] = state_files(&state_directory(&state), &rundir);
+        let saved = self.save_devices(&mut qmp, stream)?;
+        self.replacement.recorder.step("save devices");
+        let digests = self.digests(&mut qmp, &state.hardware.ram.path)?;
+        let digest_file = write_pages(&pages, &digests).map_err(|source| RebootError::File { path: pages, source })?;
+        self.replacement.recorder.step("digest memory");
+        Ok((Some(saved), Some(digest_file), stopped))
+    }
+
+    /// Stops the guest and syncs its disk images, which must never be older than its memory.
+    fn stop(&mut self, qmp: &mut Qmp) -> Result<u64, RebootError> {
+        let stopped = stop(qmp, self.replacement.running)?;
+        self.replacement.recorder.step("stop");
+        fault::point("host.suspend.stopped", Some(&self.replacement.source_qemu), None);
+        for disk in self.replacement.held.state.hardware.disks.iter().filter(|disk| !disk.readonly) {
+            let synced = File::open(&disk.path).and_then(|image| image.sync_all());
+            synced.map_err(|source| RebootError::File { path: disk.path.clone(), source })?;
+        }
+        self.replacement.recorder.step("sync its disks");
+        Ok(stopped)
+    }
+
+    fn save_devices(&mut self, qmp: &mut Qmp, path: PathBuf) -> Result<SavedState, RebootError> {
+        let source_qemu = &self.replacement.source_qemu;
+        let commands: Vec<Value> = qmp.execute("query-commands", ())?;
+        let in_one = commands.iter().any(|command| command["name"] == "xen-save-devices-state");
+        let blocks = ramblock::list(qmp)?;
+        let mut writer = StreamWriter::create(path)?;
+        let mut skip = 0;
+        let tap = if in_one && blocks.iter().all(|block| block.address.is_some()) {
+            let unreadable =
+                |source| RebootError::File { path: format!("/proc/{}/mem", source_qemu.pid).into(), source };
+            let carried = Carried::read(source_qemu.process(), &blocks).map_err(unreadable)?;
+            let mut part = stream::HEADER.to_vec();
+            put_blocks(&mut part, &carried).end(&mut part);
+            writer.write(&part)?;
+            skip = stream::HEADER.len();
+            Tap::devices(&source_qemu.directory())?
+        } else {
+            Tap::migration(qmp)?
+        };
+        tap.begin(qmp, false)?;
+        let mut devices = Vec::with_capacity(1 << 20);
+        tap.drain(qmp, |part| {
+            let skipped = skip.min(part.len());
+            skip -= skipped;
+            devices.extend(part.get(skipped..).unwrap_or_default());
+            Ok(())
+        })?;
+        if devices.last() != Some(&stream::END_OF_STREAM) {
+            let source = io::Error::other("the saved device state is truncated");
+            return Err(RebootError::File { path: format!("/proc/{}", source_qemu.pid).into(), source });
+        }
+        writer.write(&devices)?;
+        writer.finish()
+    }
+
+    fn digests(&mut self, qmp: &mut Qmp, ram: &Path) -> Result<Vec<u64>, RebootError> {
+        match self.early.take().map(|early| early.finish(qmp)) {
+            Some(Ok(digests)) => return Ok(digests),
+            Some(Err(why)) => tracing::debug!("cannot use early digests; digesting all of {}: {why}", ram.display()),
+            None => {}
+        }
+        digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })
+    }
+
+    /// Cancels the suspend before the guest was stopped.
+    pub(super) fn cancel(self) {
+        let Self { replacement, journal, early, .. } = self;
+        discard_digests(early);
+        if let Err(e) = journal.close() {
+            tracing::error!("{}: {e}", replacement.name());
+        }
+    }
+}
+
+fn discard_digests(early: Option<EarlyDigests>) {
+    if let Some(early) = early {
+        early.discard();
+    }
+}
+
+/// A guest whose state is saved, and whose QEMU is still there.
+pub(super) struct SavedGuest {
+    replacement: Replacement,
+    journal: Journal,
+    pub(super) entry: SuspendedGuest,
+}
+
+impl SavedGuest {
+    pub(super) fn name(&self) -> &str {
+        self.replacement.name()
+    }
+
+    pub(super) fn vmm(&self) -> &vmm::Vmm {
+        &self.replacement.source_qemu
+    }
+
+    /// Returns the directory of the RAM if the guest is to find it again.
+    pub(super) fn ram_directory(&self) -> Option<&Path> {
+        self.entry.state.hardware.ram.path.parent().filter(|_| self.entry.how == RebootMethod::Warm)
+    }
+
+    /// Returns the entry with the steps taken so far.
+    pub(super) fn entry_with_steps(&self) -> SuspendedGuest {
+        SuspendedGuest { steps: self.replacement.recorder.entries().to_vec(), ..self.entry.clone() }
+    }
+
+    /// Undoes the suspend. If the QEMU has ended already, `recover` restarts the guest.
+    pub(super) fn undo(self, host: &Host) {
+        let Self { replacement, journal, entry } = self;
+        let name = replacement.name().to_owned();
+        if let Some(saved) = &entry.saved {
+            let _ = fs::remove_file(&saved.path);
+        }
+        let undo = if replacement.source_qemu.is_alive() {
+            let mut journal = journal;
+            journal.operation.saved = None;
+            switch::return_to_source(&replacement.held.rundir, &replacement.source_qemu, journal, replacement.running)
+        } else {
+            drop(replacement);
+            crate::vmm::recover(host, &name, SilentQemuPolicy::default()).map(drop)
+        };
+        if let Err(e) = undo {
+            tracing::error!("{name}: cannot resume the guest: {e}; run: rekindle recover {name}");
+        }
+    }
+
+    /// Ends the QEMU and the disk servers after the record was committed.
+    pub(super) fn end(self) -> Result<(), RebootError> {
+        let hardware = &self.replacement.held.state.hardware;
+        let named = |source| RebootError::File { path: self.replacement.held.rundir.path().to_owned(), source };
+        self.replacement.source_qemu.kill().map_err(named)?;
+        disks::end(&self.replacement.held.rundir, hardware).map_err(LifeError::from)?;
+        if self.entry.how == RebootMethod::Saved {
+            // The saved state is on a disk; the RAM is not needed any more.
+            let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
+            for (path, _) in hardware.ram_files() {
+                RamDirectory::at(directory)?.remove(&ram::name(&path))?;
+            }
+        }
+        self.replacement.recorder.write(&self.replacement.held.rundir);
+        fault::point("host.suspend.ended", Some(&self.replacement.source_qemu), None);
+        Ok(())
+    }
+}

@@ -1,0 +1,188 @@
+//! The reboot: a destination QEMU is loaded from the latest usable candidate while the previous guest still runs; then
+//! that guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded, the guest is booted
+//! instead: the previous one has been shut down cleanly by then, so nothing is lost either way.
+
+use super::candidates::{chain, choose};
+use super::successor::{self, ResumedGuest};
+use super::{PhaseOutcome, SkippedCandidate};
+use crate::os::OsRebootReport;
+use crate::vmm::{self, Failure, GuestStatus, Problem, RebootError, Replacement, cold, switch};
+use rekindle_memory::directory::PreviousRam;
+use rekindle_protect::restore::Clock;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::life::{End, Ended};
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::Phase;
+use rekindle_vm::{disks, fault, ram};
+use std::time::Instant;
+
+const OPERATION: &str = "reboot os --how phase";
+
+/// When the previous guest ended (host clock, µs), and how.
+pub(super) type ShutdownResult = (u64, Ended);
+
+/// Reboots the guest of VM `name` from a candidate; from `only`, if given. Does nothing if `other_reason` returns a
+/// problem once the VM is locked.
+///
+/// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only`, if given.
+/// *On success:* the guest continues from the candidate, or boots: [`PhaseOutcome`] states which.
+/// *On failure:* as [`Failure::guest`] states.
+pub(in crate::os) fn reboot(
+    host: &Host,
+    name: &str,
+    only: Option<&str>,
+    end: End,
+    other_reason: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<OsRebootReport, Failure> {
+    let began = Instant::now();
+    let rundir = rekindle_vm::rundir::RunDir::new(&host.root, name);
+    let prevents = |state: &State| other_reason(state).or_else(|| prevents(host, &rundir, state, only));
+    let replacement = vmm::begin_cold_reboot(host, name, OPERATION, prevents)?;
+    let journal = replacement
+        .open_journal(Kind::OsPhase)
+        .map_err(|error| Failure { guest: GuestStatus::Unchanged, error: error.into() })?;
+    let attempt =
+        Attempt { replacement, only: only.map(str::to_owned), end, began, shutdown: None, failed: Vec::new() };
+    attempt.run(journal)
+}
+
+/// Returns what prevents the reboot while the guest still runs. Writes until its end may still make a candidate
+/// unusable.
+pub(in crate::os) fn prevents(
+    host: &Host,
+    rundir: &rekindle_vm::rundir::RunDir,
+    state: &State,
+    only: Option<&str>,
+) -> Option<Problem> {
+    let phases = &state.definition.phase.save;
+    if phases.is_empty() {
+        let why = "no phase of its boot is saved; list the phases that its guest announces under [phase] and restart \
+                   the VM, or use --how cold";
+        return Some(Problem(why.into()));
+    }
+    if let Some(why) = super::why_unfit(&state.hardware) {
+        return Some(Problem(format!("{why}; put `ram.dir` on a tmpfs, or use --how cold")));
+    }
+    let only = only?;
+    if !phases.iter().any(|name| name == only) {
+        let why = format!("it saves no phase {only}; its phases are: {}", phases.join(", "));
+        return Some(Problem(why));
+    }
+    match choose(host, rundir, state, Some(only), &[]) {
+        (Some(_), _) => None,
+        (None, skipped) => {
+            let why = skipped.into_iter().next().map(|skipped| skipped.why).unwrap_or_default();
+            Some(Problem(unusable(only, &format!("may not be used: {why}"))))
+        }
+    }
+}
+
+fn unusable(only: &str, why: &str) -> String {
+    format!("candidate {only} {why}; omit --candidate, or use --how cold")
+}
+
+/// A reboot in progress.
+struct Attempt {
+    replacement: Replacement,
+    only: Option<String>,
+    end: End,
+    began: Instant,
+    /// Set once the previous guest has ended.
+    shutdown: Option<ShutdownResult>,
+    /// Candidates that could not be loaded after that.
+    failed: Vec<SkippedCandidate>,
+}
+
+impl Attempt {
+    fn run(mut self, mut journal: Journal) -> Result<OsRebootReport, Failure> {
+        let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: error.into() };
+        loop {
+            let Replacement { host, held, .. } = &self.replacement;
+            let (chosen, skipped) = choose(host, &held.rundir, &held.state, self.only.as_deref(), &self.failed);
+            let Some(candidate) = chosen else { return self.boot(journal, skipped).map_err(needs_recovery) };
+            self.replacement.recorder.step("choose a candidate");
+            fault::point("phase.prepare.chosen", Some(&self.replacement.source_qemu), None);
+            let why = match successor::load(
+                &mut self.replacement,
+                journal,
+                &candidate,
+                self.end,
+                self.began,
+                &mut self.shutdown,
+            ) {
+                Ok(resumed) => return Ok(self.report(resumed, candidate.name, skipped)),
+                Err(why) => why,
+            };
+            journal = match self.undo().map_err(needs_recovery)? {
+                Some(journal) => journal,
+                None => return Err(needs_recovery(why)),
+            };
+            let why = chain(&why);
+            match (&self.only, self.shutdown) {
+                (_, Some(_)) => {
+                    tracing::warn!("cannot load candidate {}: {why}", candidate.name);
+                    self.failed.push(SkippedCandidate { name: candidate.name, why });
+                }
+                // Perhaps there was no memory for two: try once more after the previous guest has ended.
+                (None, None) => {
+                    tracing::info!("cannot load candidate {} while the previous guest runs: {why}", candidate.name);
+                    self.shut_down(&mut journal).map_err(needs_recovery)?;
+                }
+                (Some(only), None) => {
+                    let problem = Problem(unusable(only, &format!("cannot be loaded: {why}")));
+                    let error = RebootError::Prevented { name: self.replacement.name().into(), problem };
+                    let closed = journal.close().map_err(self.replacement.file_error("operation.json"));
+                    closed.map_err(needs_recovery)?;
+                    return Err(Failure { guest: GuestStatus::Unchanged, error: error.into() });
+                }
+            }
+        }
+    }
+
+    fn shut_down(&mut self, journal: &mut Journal) -> Result<ShutdownResult, RebootError> {
+        let shutdown = match self.shutdown {
+            Some(shutdown) => shutdown,
+            None => cold::shut_down(&mut self.replacement, journal, self.end)?,
+        };
+        self.shutdown = Some(shutdown);
+        Ok(shutdown)
+    }
+
+    fn boot(mut self, mut journal: Journal, skipped: Vec<SkippedCandidate>) -> Result<OsRebootReport, RebootError> {
+        let (stopped, ended) = self.shut_down(&mut journal)?;
+        let booted = cold::boot(&mut self.replacement, journal, stopped, ended)?;
+        let phase = Some(PhaseOutcome { candidate: None, skipped, clock: None, load_us: None });
+        Ok(OsRebootReport { report: booted.report, kept: None, ended: Some(ended), kexec: None, phase })
+    }
+
+    /// Undoes a failed load: ends the destination QEMU and resets the journal. Returns `None` if `recover` must decide,
+    /// since the guest may run in the destination, or the previous guest did not end.
+    fn undo(&self) -> Result<Option<Journal>, RebootError> {
+        let (rundir, hardware) = (&self.replacement.held.rundir, &self.replacement.held.state.hardware);
+        let left = Journal::left_behind(rundir).map_err(self.replacement.file_error("operation.json"))?;
+        let can_continue = |step: Step| step == Step::Prepare || (step == Step::Suspend && self.shutdown.is_some());
+        let Some(mut journal) = left.filter(|left| can_continue(left.operation.step)) else { return Ok(None) };
+        switch::end_generation(rundir, journal.operation.generation)?;
+        let _ = std::fs::remove_dir_all(rundir.vmm(journal.operation.generation).0);
+        // The disk servers were notified that the guest's memory is being loaded.
+        disks::filled(rundir);
+        ram::forget_waiting(hardware)?;
+        journal.operation.to = None;
+        journal.write().map_err(self.replacement.file_error("operation.json"))?;
+        Ok(Some(journal))
+    }
+
+    fn report(self, resumed: ResumedGuest, candidate: String, skipped: Vec<SkippedCandidate>) -> OsRebootReport {
+        let Self { mut replacement, shutdown, .. } = self;
+        let (stopped, ended) = shutdown.unwrap_or((resumed.resumed, Ended::Before));
+        replacement.recorder.phase(Phase::Settle);
+        resumed.previous_ram.into_iter().for_each(PreviousRam::give_back);
+        replacement.recorder.step("free the previous RAM");
+        replacement.recorder.write(&replacement.held.rundir);
+        let report = replacement.report(&resumed.vmm, &resumed.state, (stopped, resumed.resumed), None);
+        let clock = Some(resumed.loaded.clock).filter(|clock| *clock != Clock::NoAgent);
+        let phase = Some(PhaseOutcome { candidate: Some(candidate), skipped, clock, load_us: Some(resumed.loaded.us) });
+        OsRebootReport { report, kept: None, ended: Some(ended), kexec: None, phase }
+    }
+}

@@ -1,0 +1,55 @@
+//! The VM generation ID in guest RAM.
+//!
+//! QEMU's `vmgenid` device writes the ID to guest RAM on every load (`vmgenid_post_load`), even if it is unchanged. In
+//! a marked RAM file ([`super::handover::mark_ram`]) this write would look like a guest that has run, and a load that
+//! fails after it would lose the guest's memory. So the page is made writable in the destination QEMU before the file
+//! is marked: QEMU's later write then does not change the file's modification time.
+
+use rekindle_kernel::memory;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::stream;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// The generation ID of a guest, and how to reach it in the destination QEMU.
+pub(crate) struct VmGenerationId {
+    /// In the byte order of guest memory.
+    bytes: [u8; 16],
+    ram: File,
+    process: Process,
+    /// Address at which the process has mapped the RAM.
+    mapped: u64,
+}
+
+impl VmGenerationId {
+    /// Prepares access to the ID of the guest that `process` is going to run. Returns `None` if the guest has none.
+    ///
+    /// # Errors
+    /// If the process's mappings or the RAM file cannot be read.
+    pub(crate) fn new(hardware: &Hardware, process: Process) -> io::Result<Option<Self>> {
+        let Some(id) = hardware.vm_generation else { return Ok(None) };
+        let Some(mapped) = memory::mapping_of(process, &hardware.ram.path)? else { return Ok(None) };
+        let ram = File::open(&hardware.ram.path)?;
+        Ok(Some(Self { bytes: id.to_bytes_le(), ram, process, mapped: mapped.start }))
+    }
+
+    /// Writes the ID to the address that the device state `devices` names, if the same ID is there already. Changes
+    /// nothing but the process's page table.
+    ///
+    /// The guest chooses the address, so it may be wrong. If the write fails, the RAM file may later appear modified,
+    /// which is safe.
+    pub(crate) fn write(&self, devices: &[u8]) {
+        let Some(address) = stream::generation_address(devices) else { return };
+        let mut there = [0; 16];
+        // Main RAM starts at guest address 0, so below 4 GiB the file offset equals the guest address.
+        let read = self.ram.read_exact_at(&mut there, address);
+        let place = self.mapped.wrapping_add(address);
+        let written =
+            read.and_then(|()| if there == self.bytes { memory::write(self.process, place, &there) } else { Ok(()) });
+        if let Err(e) = written {
+            tracing::debug!("cannot write the VM generation ID at {address:#x}: {e}");
+        }
+    }
+}
