@@ -15,7 +15,7 @@ use crate::engine::ledger::Question;
 use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
-use crate::redo::keeper::At;
+use crate::redo::keeper::DiskEpoch;
 use rekindle_kernel::lines::Lines;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -110,7 +110,7 @@ pub enum Ask {
     Have {
         /// As it was at a checkpoint; the newest, if it is not said.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        at: Option<At>,
+        at: Option<DiskEpoch>,
         /// The guest's memory still comes: missing pages are waited for, until `filled`.
         filling: bool,
     },
@@ -128,7 +128,7 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
     let answered = match asked {
         Ask::Status {} => value(engine.ask(Command::Status).map(|mut status| {
             if let Ok(keeper) = desk.keeper() {
-                status.redo.iter_mut().for_each(|told| keeper.tell(told));
+                status.redo.iter_mut().for_each(|redo| keeper.complete_status(redo));
             }
             status
         })),

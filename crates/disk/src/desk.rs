@@ -9,8 +9,8 @@ use crate::engine::Handle;
 use crate::engine::command::{Command, Refused};
 use crate::image::{How, Image};
 use crate::redo::error::chain;
-use crate::redo::keeper::{self, At, Keeper, Place};
-use crate::redo::recover::Wanted;
+use crate::redo::keeper::{self, DiskEpoch, Keeper, LogOptions};
+use crate::redo::recover::DiskVersion;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -23,7 +23,7 @@ pub struct Waiting {
     /// How that is opened.
     pub how: How,
     /// Where its log is.
-    pub redo: Place,
+    pub redo: LogOptions,
     /// Whether a restore still brings the guest's memory.
     pub filling: Arc<AtomicBool>,
 }
@@ -64,13 +64,13 @@ impl Desk {
     ///
     /// # Errors
     /// [`Refused`]: somebody else has the image, its log is another one; it has its disk already.
-    pub fn have(&self, at: Option<At>, filling: bool) -> Result<(), Refused> {
+    pub fn have(&self, at: Option<DiskEpoch>, filling: bool) -> Result<(), Refused> {
         let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
         let image = Image::open(&waiting.image, waiting.how).map_err(|e| Refused(chain(&e)))?;
-        let wanted = at.map_or(Wanted::Newest, |At { disk, epoch }| Wanted::Epoch { epoch, disk });
-        let place = Place { wanted, ..waiting.redo.clone() };
-        let mut opened = keeper::open(&image, place).map_err(|e| Refused(chain(&e)))?;
+        let version = at.map_or(DiskVersion::Newest, |DiskEpoch { disk, epoch }| DiskVersion::Epoch { epoch, disk });
+        let options = LogOptions { version, ..waiting.redo.clone() };
+        let mut opened = keeper::open(&image, options).map_err(|e| Refused(chain(&e)))?;
         let logged = opened.logged.take();
         waiting.filling.store(filling, Ordering::Relaxed);
         self.engine.ask(|answer| Command::Have(Box::new((image, logged)), answer))?;

@@ -4,7 +4,7 @@
 use crate::chain::walk;
 use crate::redo::files::LogFile;
 use crate::redo::format::PAGE;
-use crate::redo::recover::{Found, scan};
+use crate::redo::recover::{SegmentContent, scan};
 use crate::request::{Disk, Kind, parse};
 use std::io;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ impl LogFile for Bytes {
 /// When an entry leads beyond it, lies over another one or makes no sense: a bug.
 pub fn segment(bytes: &[u8]) {
     let file = Bytes(Arc::new(bytes.to_vec()));
-    let Ok(Some(Found { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
+    let Ok(Some(SegmentContent { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
     entries.sort_by_key(|entry| entry.offset);
     let mut free = PAGE;
     for entry in &entries {
@@ -96,17 +96,17 @@ pub fn segment(bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::redo::format::{Head, Header, What, sum, write_head, write_header};
+    use crate::redo::format::{EntryHeader, EntryKind, SegmentHead, checksum, write_head, write_header};
 
     /// A segment of three entries.
     fn log() -> Vec<u8> {
         let nonce = 77;
-        let mut bytes = write_head(&Head { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
+        let mut bytes = write_head(&SegmentHead { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
         for (sequence, at, length, what) in
-            [(1, 0, 4096, What::Data), (2, 512, 1 << 20, What::Hole), (3, 0, 512, What::Data)]
+            [(1, 0, 4096, EntryKind::Data), (2, 512, 1 << 20, EntryKind::Hole), (3, 0, 512, EntryKind::Data)]
         {
-            let data = if what == What::Data { vec![sequence as u8; length as usize] } else { Vec::new() };
-            let header = Header { sequence, at, bytes: length, what, data: sum(&data) };
+            let data = if what == EntryKind::Data { vec![sequence as u8; length as usize] } else { Vec::new() };
+            let header = EntryHeader { sequence, at, bytes: length, what, data: checksum(&data) };
             bytes.extend(write_header(&header, nonce, bytes.len() as u64));
             bytes.extend(data);
             bytes.resize(bytes.len().next_multiple_of(PAGE as usize), 0);

@@ -25,6 +25,8 @@
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
 
+#![allow(missing_docs, reason = "an internal crate: a comment is only where the name does not suffice")]
+
 pub mod attic;
 mod beside;
 pub mod block;

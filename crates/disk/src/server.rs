@@ -9,7 +9,7 @@ use crate::engine::command::{Command, Session};
 use crate::engine::{self, Handle, Settings};
 use crate::image::{How, Image, ImageError};
 use crate::redo::error::RedoError;
-use crate::redo::keeper::{self, Place};
+use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
 use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
@@ -70,7 +70,7 @@ pub struct Service {
     /// The socket for everybody else.
     pub control: PathBuf,
     /// Its redo log.
-    pub redo: Place,
+    pub redo: LogOptions,
     /// What it is served with.
     pub settings: Settings,
     /// Which disk that is to be is said later: until then nobody is kept from the image.

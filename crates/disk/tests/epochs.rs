@@ -6,10 +6,10 @@ mod common;
 
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::Told;
-use rekindle_disk::redo::keeper::At;
-use rekindle_disk::redo::left::{beside, look, merge_all};
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, serve};
 use rustix::process::{Pid, Resource, Rlimit, prlimit, setrlimit};
 use std::collections::BTreeMap;
@@ -22,16 +22,16 @@ use std::sync::Arc;
 
 const BLOCKS: u64 = 256;
 
-fn told(disk: &Disk) -> Option<Told> {
+fn told(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> At {
+fn begin(disk: &Disk) -> DiskEpoch {
     disk.control().ask(&Control::EpochBegin {}).unwrap()
 }
 
 /// A checkpoint's mark: with the guest's queues stopped.
-fn mark(disk: &Disk, guest: &mut Guest) -> At {
+fn mark(disk: &Disk, guest: &mut Guest) -> DiskEpoch {
     guest.stop(0);
     let at = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
@@ -66,7 +66,7 @@ fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iter
 }
 
 /// End the server without a word, as a host that dies does; what was written stays.
-fn restart(disk: &mut Disk, wanted: Wanted) -> Guest {
+fn restart(disk: &mut Disk, wanted: DiskVersion) -> Guest {
     disk.end();
     let place = redo(wanted);
     disk.serve(|service| service.redo = place);
@@ -85,7 +85,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
     write(&mut guest, &mut newest, 2..20, 2);
     check(&mut guest, &newest, "in the first epoch");
     let first = mark(&disk, &mut guest);
-    assert_eq!(first, At { disk: begun.disk, epoch: 1 });
+    assert_eq!(first, DiskEpoch { disk: begun.disk, epoch: 1 });
     let checkpoint = newest.clone();
     write(&mut guest, &mut newest, 10..40, 3);
     seal(&disk, 1);
@@ -95,16 +95,16 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
     assert_eq!(disk.block(10), content(10, 0));
     // The newest, over a restart.
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "after a restart");
     // The checkpoint's. Nothing is given up until the guest writes.
     drop(guest);
-    let back = Wanted::Epoch { epoch: 1, disk: begun.disk };
+    let back = DiskVersion::Epoch { epoch: 1, disk: begun.disk };
     let mut guest = restart(&mut disk, back);
     check(&mut guest, &checkpoint, "at the checkpoint");
     assert!(told(&disk).unwrap().rewound);
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "not gone back");
     drop(guest);
     let mut guest = restart(&mut disk, back);
@@ -113,7 +113,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
     check(&mut guest, &newest, "gone back");
     assert!(!told(&disk).unwrap().rewound);
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "gone back for good");
     // Committed, it is merged, and the log goes.
     let at = mark(&disk, &mut guest);
@@ -164,7 +164,7 @@ fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
     disk.end();
     let refused = |epoch, of| {
         let mut service = disk.service();
-        service.redo = redo(Wanted::Epoch { epoch, disk: of });
+        service.redo = redo(DiskVersion::Epoch { epoch, disk: of });
         let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
         e.to_string()
     };
@@ -172,13 +172,13 @@ fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
     assert!(refused(2, uuid::Uuid::new_v4()).contains("it is of disk"));
     assert!(refused(9, begun.disk).contains("never sealed"));
     // Who has no server is told what there is, and can merge it.
-    let left = look(&directory(&disk)).unwrap().unwrap();
+    let left = inspect(&directory(&disk)).unwrap().unwrap();
     assert_eq!((left.disk, left.sealed, left.floor, left.writes), (begun.disk, 2, 2, 1));
     assert_eq!(disk.block(1), content(1, 2));
-    assert!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap().is_some());
+    assert!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap().is_some());
     assert_eq!(disk.block(1), content(1, 3));
-    assert_eq!(look(&directory(&disk)).unwrap(), None);
-    assert_eq!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap(), None);
+    assert_eq!(inspect(&directory(&disk)).unwrap(), None);
+    assert_eq!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap(), None);
     assert!(refused(2, begun.disk).contains("the disk is newer than the checkpoint"));
     disk.serve(|_| ());
 }
@@ -265,7 +265,7 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
     // Who stops the guest does not wait, and gets a checkpoint, which makes room.
     guest.stop(0);
     ended += guest.ended(0).len();
-    let at: At = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let at: DiskEpoch = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
     seal(&disk, at.epoch);
@@ -355,7 +355,7 @@ fn room_of_what_is_overwritten_is_used_again() {
     let used = std::os::unix::fs::MetadataExt::blocks(&blocks) * 512;
     assert!(used < 8 << 20, "{used}");
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &versions, "after a restart");
 }
 
@@ -392,7 +392,7 @@ fn a_full_log_of_which_nobody_takes_checkpoints_ends() {
     // Restored, and nobody protects it.
     disk.end();
     disk.serve(|service| {
-        service.redo = redo(Wanted::Epoch { epoch: at.epoch, disk: begun.disk });
+        service.redo = redo(DiskVersion::Epoch { epoch: at.epoch, disk: begun.disk });
         service.redo.limit = Some(256 << 10);
     });
     let mut guest = Guest::start(&disk.socket());

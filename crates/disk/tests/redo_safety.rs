@@ -6,10 +6,10 @@ mod common;
 
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::Told;
-use rekindle_disk::redo::keeper::At;
-use rekindle_disk::redo::left::merge_all;
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::offline::merge_all;
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, symlink};
@@ -18,18 +18,18 @@ use std::process::Command;
 
 const BLOCKS: u64 = 64;
 
-fn log_status(disk: &Disk) -> Option<Told> {
+fn log_status(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> Result<At, String> {
+fn begin(disk: &Disk) -> Result<DiskEpoch, String> {
     disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
 }
 
 /// Marks an epoch, with the guest's queue stopped.
 fn mark(disk: &Disk, guest: &mut Guest) -> u64 {
     guest.stop(0);
-    let At { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let DiskEpoch { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     epoch
 }
@@ -173,7 +173,7 @@ fn a_commit_of_a_log_that_has_ended_does_not_count_for_the_next_log() {
     assert_eq!(log_status(&disk).unwrap().merged, sealed[0], "an epoch was merged that no checkpoint has");
     drop(guest);
     disk.end();
-    disk.serve(|service| service.redo = redo(Wanted::Epoch { epoch: sealed[0], disk: new.disk }));
+    disk.serve(|service| service.redo = redo(DiskVersion::Epoch { epoch: sealed[0], disk: new.disk }));
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(1, FIRST), content(1, 4));
 }

@@ -167,7 +167,7 @@ impl Engine {
             touched: self.ledger.touched(),
             broken: self.broken(),
             unchecked: crate::attic::UNCHECKED,
-            redo: self.logged.as_ref().map(super::logged::Logged::told),
+            redo: self.logged.as_ref().map(super::logged::Logged::status),
         }
     }
 }

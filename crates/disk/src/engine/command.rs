@@ -100,7 +100,7 @@ pub struct Status {
     pub touched: Option<u64>,
     /// The redo log, if the disk has one.
     #[serde(default)]
-    pub redo: Option<super::logged::Told>,
+    pub redo: Option<super::logged::RedoStatus>,
     /// It waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,

@@ -330,7 +330,7 @@ impl Engine {
             match line.next(&memory) {
                 Ok(Next::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
                 Ok(Next::Again) => cost += 1,
-                Ok(Next::Wait) => return,
+                Ok(Next::CannotAllocate) => return,
                 Err(e) => return self.ring_failed(session, number, &e),
             }
         }

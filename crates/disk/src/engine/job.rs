@@ -17,7 +17,7 @@ use super::command::Session;
 use crate::block::{BLOCK, touched};
 use crate::map::Frame;
 use crate::memory::Memory;
-use crate::redo::log::Placed;
+use crate::redo::log::LogEntry;
 use crate::request::{Kind, Range, Request, Segment, Status};
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ pub(super) enum Work {
 
 /// Where a part is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum PartLocation {
     /// In the image; a write of a disk that has a log is given a place when it begins.
     Image,
     /// In the segment of an epoch, from byte `at` on. Of a flush: so many entries of it are durable then.
@@ -47,7 +47,7 @@ pub(super) enum Place {
     /// Nowhere: zeroes.
     Zeroes,
     /// An entry of the log.
-    Entry(Placed),
+    Entry(LogEntry),
 }
 
 /// A part of a request.
@@ -59,7 +59,7 @@ pub(super) struct Part {
     pub bytes: u64,
     /// Where it begins in the request's data.
     pub offset: u64,
-    pub place: Place,
+    pub place: PartLocation,
 }
 
 /// See [the module](self).
@@ -160,7 +160,7 @@ pub(super) fn cut(work: Work, range: Range, offset: u64) -> Vec<Part> {
         at: range.at + done,
         bytes: (range.bytes - done).min(CHUNK as u64),
         offset: offset + done,
-        place: Place::Image,
+        place: PartLocation::Image,
     };
     (0..range.bytes).step_by(CHUNK).map(part).collect()
 }

@@ -37,7 +37,7 @@ pub(super) enum Next {
     /// Look again: the guest has put something in just now.
     Again,
     /// Wait for a kick.
-    Wait,
+    CannotAllocate,
 }
 
 /// See [the module](self).
@@ -62,14 +62,14 @@ impl Line {
     pub fn next(&mut self, memory: &Memory) -> Result<Next, RingError> {
         let size = self.queue.size();
         if self.broken.is_some() {
-            return Ok(Next::Wait);
+            return Ok(Next::CannotAllocate);
         }
         if let Some(head) = self.again.pop_front() {
             let found = Next::Request { head, is_new: false };
             return if head < size { Ok(found) } else { Err(RingError::Inflight { head, size }) };
         }
         if self.stopping {
-            return Ok(Next::Wait);
+            return Ok(Next::CannotAllocate);
         }
         let map: &GuestMemoryMmap<Marks> = &memory.map;
         self.queue.disable_notification(map).map_err(RingError::Access)?;
@@ -90,7 +90,7 @@ impl Line {
             }
             None => {
                 let is_more = self.queue.enable_notification(map).map_err(RingError::Access)?;
-                Ok(if is_more { Next::Again } else { Next::Wait })
+                Ok(if is_more { Next::Again } else { Next::CannotAllocate })
             }
         }
     }

@@ -1,11 +1,11 @@
 //! Writes that go to the log, and reads of what is there.
 
-use super::job::{Part, Place, Work};
+use super::job::{Part, PartLocation, Work};
 use super::{DEPTH, Engine, Token};
 use crate::redo::files::LocalFile;
-use crate::redo::format::{PAGE, What};
+use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::{Log, Placed, Wait};
+use crate::redo::log::{CannotAllocate, Log, LogEntry};
 use crate::report::warn_limited;
 use crate::request::{Range, Status};
 use rekindle_kernel::uring::{Buffer, Operation};
@@ -39,7 +39,7 @@ struct Grace<F> {
 
 /// What a log is doing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Told {
+pub struct RedoStatus {
     /// The disk's identity.
     pub disk: Uuid,
     /// What is written now is of this epoch.
@@ -116,9 +116,9 @@ impl<F: Clone> Logged<F> {
 
     /// What it is doing, as far as it is known here.
     #[must_use]
-    pub fn told(&self) -> Told {
+    pub fn status(&self) -> RedoStatus {
         let (bytes, limit) = self.log.bytes();
-        Told {
+        RedoStatus {
             disk: self.log.disk(),
             epoch: self.log.epoch(),
             sealed: 0,
@@ -147,13 +147,13 @@ impl<F: Clone> Logged<F> {
     }
 
     /// A write has no place yet: asks for a segment, or for room.
-    pub(crate) fn want(&mut self, wait: Wait) {
-        self.is_full |= wait == Wait::Limit;
+    pub(crate) fn want(&mut self, wait: CannotAllocate) {
+        self.is_full |= wait == CannotAllocate::Limit;
         self.wanted.send();
     }
 
     /// A write into the log has ended well.
-    pub(crate) fn written(&mut self, placed: &Placed) {
+    pub(crate) fn written(&mut self, placed: &LogEntry) {
         self.log.written(placed);
         if self.held.is_empty() {
             (self.waiting, self.is_full) = (None, false);
@@ -161,7 +161,7 @@ impl<F: Clone> Logged<F> {
     }
 
     fn full(&mut self, number: usize, part: u32, why: &str) {
-        self.want(Wait::Limit);
+        self.want(CannotAllocate::Limit);
         self.hold(number, part, &format!("there is no room for the redo log where it is{why}"));
     }
 
@@ -190,9 +190,9 @@ impl Engine {
             let mut parts = super::job::cut(Work::Read, Range { at, bytes }, offset + (at - range.at));
             for part in &mut parts {
                 part.place = match source.map(|source| source.skip(part.at - at)) {
-                    None => Place::Image,
-                    Some(Source::Data { epoch, at }) => Place::Segment { epoch, at },
-                    Some(Source::Zeroes { .. }) => Place::Zeroes,
+                    None => PartLocation::Image,
+                    Some(Source::Data { epoch, at }) => PartLocation::Segment { epoch, at },
+                    Some(Source::Zeroes { .. }) => PartLocation::Zeroes,
                 };
             }
             parts
@@ -207,10 +207,11 @@ impl Engine {
         if is_image_wanted && self.image.durability.is_broken() {
             return None;
         }
-        let Some(logged) = &self.logged else { return Some(vec![part(Place::Image)]) };
+        let Some(logged) = &self.logged else { return Some(vec![part(PartLocation::Image)]) };
         let unsynced = logged.log.unsynced(u64::MAX)?.into_iter();
-        let segments = unsynced.map(|segment| part(Place::Segment { epoch: segment.epoch, at: segment.written }));
-        let image = logged.image_dirty.then(|| part(Place::Image));
+        let segments =
+            unsynced.map(|segment| part(PartLocation::Segment { epoch: segment.epoch, at: segment.written }));
+        let image = logged.image_dirty.then(|| part(PartLocation::Image));
         Some(image.into_iter().chain(segments).collect())
     }
 
@@ -221,32 +222,32 @@ impl Engine {
         let may_wait = self.stopping.is_empty() && !is_left && !self.ended;
         let Some(logged) = &mut self.logged else { return };
         let what = match work.work {
-            Work::Discard | Work::Zero { hole: true } => What::Hole,
-            Work::Zero { hole: false } | Work::ZeroByWriting => What::Zeroes,
-            _ => What::Data,
+            Work::Discard | Work::Zero { hole: true } => EntryKind::Hole,
+            Work::Zero { hole: false } | Work::ZeroByWriting => EntryKind::Zeroes,
+            _ => EntryKind::Data,
         };
         let placed = match work.place {
             place if logged.closing => {
-                if let Place::Entry(placed) = place {
+                if let PartLocation::Entry(placed) = place {
                     logged.log.abandoned(&placed);
                 }
                 logged.hold(number, part, "the log is about to end");
                 if let Some(part) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
-                    part.place = Place::Image;
+                    part.place = PartLocation::Image;
                 }
                 return;
             }
             // Tried before.
-            Place::Entry(placed) => placed,
-            _ => match logged.log.place(work.at, work.bytes, what, may_wait) {
+            PartLocation::Entry(placed) => placed,
+            _ => match logged.log.allocate(work.at, work.bytes, what, may_wait) {
                 Ok(placed) => placed,
-                Err(wait @ Wait::Segment(epoch)) => {
+                Err(wait @ CannotAllocate::Segment(epoch)) => {
                     logged.want(wait);
                     return logged.hold(number, part, &format!("epoch {epoch} has no segment yet"));
                 }
-                Err(Wait::Limit) => {
+                Err(CannotAllocate::Limit) => {
                     let (_, limit) = logged.log.bytes();
-                    logged.want(Wait::Limit);
+                    logged.want(CannotAllocate::Limit);
                     let why = format!(
                         "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
                          rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
@@ -257,13 +258,13 @@ impl Engine {
             },
         };
         if let Some(place) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
-            place.place = Place::Entry(placed);
+            place.place = PartLocation::Entry(placed);
         }
         let mut buffer = self.buffer(placed.length() as usize);
         let len = work.bytes as usize;
         let (head, data) = buffer.split_at_mut(PAGE as usize);
         let data = match what {
-            What::Data => {
+            EntryKind::Data => {
                 let (data, rest) = data.split_at_mut(len);
                 rest.fill(0);
                 if self.copy(number, part, data).is_none() {
@@ -273,7 +274,7 @@ impl Engine {
                 }
                 &*data
             }
-            What::Zeroes | What::Hole => &[],
+            EntryKind::Zeroes | EntryKind::Hole => &[],
         };
         let Some(logged) = &self.logged else { return };
         head.copy_from_slice(&logged.log.header(&placed, data));
@@ -289,7 +290,7 @@ impl Engine {
         }
     }
 
-    fn abandon(&mut self, placed: &Placed) {
+    fn abandon(&mut self, placed: &LogEntry) {
         if let Some(logged) = &mut self.logged {
             logged.log.abandoned(placed);
         }
@@ -299,7 +300,7 @@ impl Engine {
     pub(super) fn appended(
         &mut self,
         (number, part): (usize, u32),
-        placed: &Placed,
+        placed: &LogEntry,
         result: io::Result<usize>,
         buffer: Option<Buffer>,
     ) {
@@ -325,20 +326,20 @@ impl Engine {
     }
 
     /// A part of a flush has ended. Gives what that means to the guest: an error also where another sync of the image has got it.
-    pub(super) fn flushed(&mut self, place: Place, result: io::Result<usize>) -> io::Result<usize> {
+    pub(super) fn flushed(&mut self, place: PartLocation, result: io::Result<usize>) -> io::Result<usize> {
         if matches!(&result, Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))) {
             return result;
         }
         match (place, &mut self.logged) {
-            (Place::Segment { epoch, at: written }, Some(logged)) => {
+            (PartLocation::Segment { epoch, at: written }, Some(logged)) => {
                 let is_durable = logged.log.synced(epoch, written, result.is_ok());
                 self.reclaim();
                 if !is_durable && result.is_ok() {
                     return Err(io::Error::from_raw_os_error(libc::EIO));
                 }
             }
-            (Place::Image, _) if result.is_err() => self.image.durability.set_broken(),
-            (Place::Image, _) if self.image.durability.is_broken() => {
+            (PartLocation::Image, _) if result.is_err() => self.image.durability.set_broken(),
+            (PartLocation::Image, _) if self.image.durability.is_broken() => {
                 return Err(io::Error::from_raw_os_error(libc::EIO));
             }
             _ => {}

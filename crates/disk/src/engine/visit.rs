@@ -6,7 +6,7 @@ use super::{Engine, Handle};
 use crate::redo::files::{LocalFile, LogFile};
 
 /// What a visitor finds.
-pub struct Reach<'a, F = LocalFile> {
+pub struct EngineView<'a, F = LocalFile> {
     /// The log, if the disk has one.
     pub logged: &'a mut Option<Logged<F>>,
     /// The guest may ask for something at any moment, or has done so.
@@ -16,7 +16,7 @@ pub struct Reach<'a, F = LocalFile> {
 }
 
 /// See [the module](self).
-pub struct Visit(Box<dyn FnOnce(&mut Reach<'_>) + Send>);
+pub struct Visit(Box<dyn FnOnce(&mut EngineView<'_>) + Send>);
 
 impl std::fmt::Debug for Visit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -35,7 +35,7 @@ pub trait VisitEngine: Clone + Send + Sync + 'static {
     /// What it gives; also when the engine has ended.
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut Reach<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
+        visit: impl FnOnce(&mut EngineView<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused>;
 }
 
@@ -44,9 +44,9 @@ impl VisitEngine for Handle {
 
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut Reach<'_>) -> Result<T, Refused> + Send + 'static,
+        visit: impl FnOnce(&mut EngineView<'_>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused> {
-        self.ask(|answer| Command::Visit(Visit(Box::new(move |reach| drop(answer.send(visit(reach)))))))
+        self.ask(|answer| Command::Visit(Visit(Box::new(move |view| drop(answer.send(visit(view)))))))
     }
 }
 
@@ -56,9 +56,9 @@ impl Engine {
             self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
         let is_running = has_queues || !self.jobs.is_empty();
         let mut logged = self.logged.take();
-        let mut reach = Reach { logged: &mut logged, is_running, ended: None };
-        visit(&mut reach);
-        if let Some(mut ended) = reach.ended {
+        let mut view = EngineView { logged: &mut logged, is_running, ended: None };
+        visit(&mut view);
+        if let Some(mut ended) = view.ended {
             self.unlogged(&mut ended);
         }
         self.logged = logged;

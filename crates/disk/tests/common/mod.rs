@@ -6,8 +6,8 @@ use rekindle_disk::control::Control;
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::redo::keeper::LogOptions;
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, Service, serve};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -43,8 +43,8 @@ pub struct Disk {
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
-pub fn redo(wanted: Wanted) -> Place {
-    Place { wanted, ..Place::default() }
+pub fn redo(version: DiskVersion) -> LogOptions {
+    LogOptions { version, ..LogOptions::default() }
 }
 
 pub fn service(directory: &Path, image: &Path) -> Service {
@@ -62,7 +62,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         how,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
-        redo: redo(Wanted::Newest),
+        redo: redo(DiskVersion::Newest),
         settings,
         waits: false,
     }

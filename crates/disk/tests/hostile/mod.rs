@@ -22,8 +22,8 @@ use rekindle_disk::control::{Ask, Control};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::{At, Place};
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::redo::keeper::{DiskEpoch, LogOptions};
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -182,7 +182,7 @@ impl Disk {
             attic_keep: None,
             filling: Arc::default(),
         };
-        let place = Place { wanted: Wanted::Newest, limit: Some(CAPACITY), ..Place::default() };
+        let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
         let service = Service {
             image: image.clone(),
             how: How { readonly: false, direct: false },
@@ -198,14 +198,14 @@ impl Disk {
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
         let mut control = Control::connect(&at).unwrap();
         if has_log {
-            control.ask::<At>(&Ask::EpochBegin {}).unwrap();
+            control.ask::<DiskEpoch>(&Ask::EpochBegin {}).unwrap();
         }
         Self { directory: directory.into(), image, has_log, control, rounds: 0 }
     }
 
     /// Commits a checkpoint, which gives the log its room back.
     fn commit(&mut self) {
-        let at: At = self.control.ask(&Ask::EpochMark {}).unwrap();
+        let at: DiskEpoch = self.control.ask(&Ask::EpochMark {}).unwrap();
         self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
         self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
     }

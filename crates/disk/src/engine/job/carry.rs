@@ -1,6 +1,6 @@
 //! The parts of a request on their way to the disk and back, and its answer.
 
-use super::{Part, Place, Work, cut};
+use super::{Part, PartLocation, Work, cut};
 use crate::block::touched;
 use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::report::warn_limited;
@@ -64,18 +64,20 @@ impl Engine {
         }
         let len = bytes as usize;
         let segment = match place {
-            Place::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
+            PartLocation::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
             _ => None,
         };
         match (work, place) {
-            (Work::Read, Place::Zeroes) => {
+            (Work::Read, PartLocation::Zeroes) => {
                 let mut buffer = self.buffer(len);
                 buffer.fill(0);
                 self.moving += len;
                 return self.part_ended(number, part, Ok(len), Some(buffer));
             }
             // It was merged meanwhile, and the image synced.
-            (Work::Sync, Place::Segment { .. }) if segment.is_none() => return self.part_done(number, Status::Ok),
+            (Work::Sync, PartLocation::Segment { .. }) if segment.is_none() => {
+                return self.part_done(number, Status::Ok);
+            }
             _ => {}
         }
         let operation = match work {
@@ -88,7 +90,7 @@ impl Engine {
             }
             Work::Read => {
                 let at = match place {
-                    Place::Segment { at, .. } if segment.is_some() => at,
+                    PartLocation::Segment { at, .. } if segment.is_some() => at,
                     _ => at,
                 };
                 Operation::Read { at, len, buffer: self.buffer(len) }
@@ -128,7 +130,7 @@ impl Engine {
         if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
             self.moving = self.moving.saturating_sub(work.bytes as usize);
         }
-        if let (Place::Entry(placed), true) = (work.place, buffer.is_some()) {
+        if let (PartLocation::Entry(placed), true) = (work.place, buffer.is_some()) {
             return self.appended((number, part), &placed, result, buffer);
         }
         let result = if work.work == Work::Sync { self.flushed(work.place, result) } else { result };

@@ -1,7 +1,7 @@
 //! What is to be done for a request.
 
 use super::super::command::Session;
-use super::{Job, Part, Place, Work, along, cut};
+use super::{Job, Part, PartLocation, Work, along, cut};
 use crate::block::{BLOCK, touched, whole};
 use crate::chain::walk;
 use crate::digest::Digest;
@@ -100,7 +100,7 @@ impl Engine {
                     at: range.at,
                     bytes: range.bytes,
                     offset: 0,
-                    place: Place::Image,
+                    place: PartLocation::Image,
                 };
                 ranges.iter().filter(|range| range.bytes > 0).map(part).collect()
             }
@@ -110,7 +110,7 @@ impl Engine {
                     at: range.at,
                     bytes: range.bytes,
                     offset: 0,
-                    place: Place::Image,
+                    place: PartLocation::Image,
                 };
                 ranges.iter().filter(|(range, _)| range.bytes > 0).map(part).collect()
             }
