@@ -15,7 +15,7 @@ use crate::engine::ledger::Question;
 use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
-use crate::redo::keeper::DiskEpoch;
+use crate::redo::keeper::EpochId;
 use rekindle_kernel::lines::Lines;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -110,7 +110,7 @@ pub enum Ask {
     Have {
         /// As it was at a checkpoint; the newest, if it is not said.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        at: Option<DiskEpoch>,
+        at: Option<EpochId>,
         /// The guest's memory still comes: missing pages are waited for, until `filled`.
         filling: bool,
     },

@@ -9,7 +9,7 @@ use crate::engine::Handle;
 use crate::engine::command::{Command, Refused};
 use crate::image::{How, Image};
 use crate::redo::error::chain;
-use crate::redo::keeper::{self, DiskEpoch, Keeper, LogOptions};
+use crate::redo::keeper::{self, EpochId, Keeper, LogOptions};
 use crate::redo::recover::DiskVersion;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,11 +64,11 @@ impl Desk {
     ///
     /// # Errors
     /// [`Refused`]: somebody else has the image, its log is another one; it has its disk already.
-    pub fn have(&self, at: Option<DiskEpoch>, filling: bool) -> Result<(), Refused> {
+    pub fn have(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
         let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
         let image = Image::open(&waiting.image, waiting.how).map_err(|e| Refused(chain(&e)))?;
-        let version = at.map_or(DiskVersion::Newest, |DiskEpoch { disk, epoch }| DiskVersion::Epoch { epoch, disk });
+        let version = at.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
         let options = LogOptions { version, ..waiting.redo.clone() };
         let mut opened = keeper::open(&image, options).map_err(|e| Refused(chain(&e)))?;
         let logged = opened.logged.take();

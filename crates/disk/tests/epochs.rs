@@ -7,7 +7,7 @@ mod common;
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::engine::logged::RedoStatus;
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, serve};
@@ -26,12 +26,12 @@ fn told(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> DiskEpoch {
+fn begin(disk: &Disk) -> EpochId {
     disk.control().ask(&Control::EpochBegin {}).unwrap()
 }
 
 /// A checkpoint's mark: with the guest's queues stopped.
-fn mark(disk: &Disk, guest: &mut Guest) -> DiskEpoch {
+fn mark(disk: &Disk, guest: &mut Guest) -> EpochId {
     guest.stop(0);
     let at = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
@@ -85,7 +85,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
     write(&mut guest, &mut newest, 2..20, 2);
     check(&mut guest, &newest, "in the first epoch");
     let first = mark(&disk, &mut guest);
-    assert_eq!(first, DiskEpoch { disk: begun.disk, epoch: 1 });
+    assert_eq!(first, EpochId { disk: begun.disk, epoch: 1 });
     let checkpoint = newest.clone();
     write(&mut guest, &mut newest, 10..40, 3);
     seal(&disk, 1);
@@ -265,7 +265,7 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
     // Who stops the guest does not wait, and gets a checkpoint, which makes room.
     guest.stop(0);
     ended += guest.ended(0).len();
-    let at: DiskEpoch = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let at: EpochId = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
     seal(&disk, at.epoch);

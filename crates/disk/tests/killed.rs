@@ -6,7 +6,7 @@ mod common;
 
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, service, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::server::serve;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -48,7 +48,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut disk = Disk::new(BLOCKS);
     if with_log {
         // Those that come honour it.
-        disk.control().ask::<DiskEpoch>(&Control::EpochBegin {}).unwrap();
+        disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     }
     disk.end();
     let directory = disk.directory.path().to_owned();

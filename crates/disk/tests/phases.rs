@@ -8,7 +8,7 @@ mod common;
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::ledger::{Moment, Void};
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 use std::collections::BTreeMap;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
@@ -111,7 +111,7 @@ fn a_qemu_that_waits_for_its_guest_is_in_nobodys_way() {
 fn a_log_beside_the_image_changes_nothing_of_what_was_touched() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
-    disk.control().ask::<DiskEpoch>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();

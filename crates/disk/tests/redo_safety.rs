@@ -7,7 +7,7 @@ mod common;
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::engine::logged::RedoStatus;
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::merge_all;
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
@@ -22,14 +22,14 @@ fn log_status(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> Result<DiskEpoch, String> {
+fn begin(disk: &Disk) -> Result<EpochId, String> {
     disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
 }
 
 /// Marks an epoch, with the guest's queue stopped.
 fn mark(disk: &Disk, guest: &mut Guest) -> u64 {
     guest.stop(0);
-    let DiskEpoch { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let EpochId { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     epoch
 }

@@ -7,7 +7,7 @@ mod common;
 use common::{Ask, Disk, FIRST, Guest, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 
 const REQUESTS: u64 = 12;
 
@@ -64,7 +64,7 @@ fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
 #[test]
 fn writes_that_wait_for_room_in_the_log_keep_nobody_waiting_when_their_qemu_has_gone() {
     let mut disk = Disk::with(256, |service| service.redo.limit = Some(1 << 20));
-    disk.control().ask::<DiskEpoch>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     let is_waiting = |disk: &Disk| disk.control().status().unwrap().redo.is_some_and(|redo| redo.waiting.is_some());
     for last in [false, true] {
         let mut guest = Guest::start(&disk.socket());

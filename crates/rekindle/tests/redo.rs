@@ -6,7 +6,7 @@ mod common;
 
 use common::Lab;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
-use rekindle_disk::redo::format::{PAGE, EntryKind};
+use rekindle_disk::redo::format::{EntryKind, PAGE};
 use rekindle_disk::redo::log::Log;
 use rekindle_disk::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;

@@ -13,7 +13,7 @@ use crate::lock::Servers;
 use crate::logs;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::DiskEpoch;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::{self, MergeError};
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
@@ -178,7 +178,7 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
 }
 
 /// The epochs that disks are wanted at, by their ids; the others are wanted as they are.
-pub type Epochs = BTreeMap<String, DiskEpoch>;
+pub type Epochs = BTreeMap<String, EpochId>;
 
 /// Have a server for each disk that is to have one; those that are there stay.
 ///
@@ -300,13 +300,13 @@ fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Resu
         match begin {
             Begin::Waiting => drop(command.arg("--wait")),
             Begin::At(epochs) => {
-                if let Some(DiskEpoch { disk, epoch }) = epochs.get(&disk.id) {
+                if let Some(EpochId { disk, epoch }) = epochs.get(&disk.id) {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                 }
             }
             Begin::Newest => {
                 // Its guest may not have written since it resumed: then the log still has later epochs of another run.
-                if let Some(Since { at: DiskEpoch { disk, epoch }, first }) = since::read(rundir, disk)? {
+                if let Some(Since { at: EpochId { disk, epoch }, first }) = since::read(rundir, disk)? {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                     command.arg(format!("--since={first}"));
                 }

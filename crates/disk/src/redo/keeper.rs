@@ -50,7 +50,7 @@ pub struct LogOptions {
 
 /// An epoch of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskEpoch {
+pub struct EpochId {
     pub disk: Uuid,
     pub epoch: u64,
 }
@@ -258,7 +258,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     ///
     /// # Errors
     /// [`Refused`].
-    pub fn begin(&self, engine: &impl VisitEngine<File = D::File>) -> Result<DiskEpoch, Refused> {
+    pub fn begin(&self, engine: &impl VisitEngine<File = D::File>) -> Result<EpochId, Refused> {
         if self.is_readonly {
             return Err(Refused("the disk is served read-only, so it has no epochs".into()));
         }
@@ -282,7 +282,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             let first = Self::prepare(current, engine).and_then(|()| {
                 engine.visit(|view| {
                     let log = &view.logged.as_ref().ok_or_else(no_log)?.log;
-                    Ok(DiskEpoch { disk: log.disk(), epoch: log.epoch() })
+                    Ok(EpochId { disk: log.disk(), epoch: log.epoch() })
                 })
             });
             if first.is_err() && is_new && !Self::end_empty(current, engine) {
@@ -327,7 +327,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     ///
     /// # Errors
     /// [`Refused`]; the epoch continues.
-    pub fn mark(&self, engine: &impl VisitEngine<File = D::File>) -> Result<DiskEpoch, Refused> {
+    pub fn mark(&self, engine: &impl VisitEngine<File = D::File>) -> Result<EpochId, Refused> {
         let mark = || {
             engine.visit(|view| {
                 let is_running = view.is_running;
@@ -337,7 +337,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
                         "the guest runs, so the checkpoint's memory would miss its latest writes; stop the guest first";
                     return Err(Refused(why.into()));
                 }
-                Ok(log.mark().map(|epoch| DiskEpoch { disk: log.disk(), epoch }))
+                Ok(log.mark().map(|epoch| EpochId { disk: log.disk(), epoch }))
             })
         };
         if self.tasks.with(|tasks| tasks.is_end_wanted) {

@@ -22,7 +22,7 @@ use rekindle_disk::control::{Ask, Control};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::How;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::{DiskEpoch, LogOptions};
+use rekindle_disk::redo::keeper::{EpochId, LogOptions};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File};
@@ -198,14 +198,14 @@ impl Disk {
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
         let mut control = Control::connect(&at).unwrap();
         if has_log {
-            control.ask::<DiskEpoch>(&Ask::EpochBegin {}).unwrap();
+            control.ask::<EpochId>(&Ask::EpochBegin {}).unwrap();
         }
         Self { directory: directory.into(), image, has_log, control, rounds: 0 }
     }
 
     /// Commits a checkpoint, which gives the log its room back.
     fn commit(&mut self) {
-        let at: DiskEpoch = self.control.ask(&Ask::EpochMark {}).unwrap();
+        let at: EpochId = self.control.ask(&Ask::EpochMark {}).unwrap();
         self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
         self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
     }

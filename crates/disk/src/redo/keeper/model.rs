@@ -13,7 +13,7 @@ mod files;
 
 use super::merging::Merger;
 use super::threads::{Monitor, Threads};
-use super::{DiskEpoch, Keeper, OpenedLog, Tasks};
+use super::{EpochId, Keeper, OpenedLog, Tasks};
 use crate::engine::command::Refused;
 use crate::engine::logged::Logged;
 use crate::engine::visit::{EngineView, VisitEngine};
@@ -266,7 +266,7 @@ fn protect(keeper: &ModelKeeper, engine: &ModelEngine) {
         engine.stop();
         let marked = keeper.mark(engine);
         engine.resume();
-        let Ok(DiskEpoch { epoch, .. }) = marked else { continue };
+        let Ok(EpochId { epoch, .. }) = marked else { continue };
         if keeper.seal(engine, epoch).is_ok() && thread_rng().gen_ratio(3, 4) {
             // The log may have ended since.
             let _ = keeper.committed(epoch);
