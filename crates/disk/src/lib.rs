@@ -20,15 +20,14 @@
 //! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
 //! | [`redo`] | the log of a protected VM's disk: epochs |
 //! | [`ledger`] | what the guest has touched until a moment, and whether that was written since |
-//! | `beside` | what takes long and is waited for by nobody |
-//! | [`attic`] | the memory of the guest's former life, as a cache |
+//! | `run_in_background` | what takes long and is waited for by nobody |
+//! | [`retained`] | the memory of the guest's former life, as a cache |
 //!
 //! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
 
 #![allow(missing_docs, reason = "an internal crate: a comment is only where the name does not suffice")]
 
-pub mod attic;
-mod beside;
+mod background;
 pub mod block;
 pub mod chain;
 pub mod channel;
@@ -48,5 +47,6 @@ pub mod missing;
 pub mod redo;
 pub mod report;
 pub mod request;
+pub mod retained;
 pub mod server;
 pub mod session;

@@ -1,6 +1,5 @@
 //! The process that serves one disk: its two sockets.
 
-use crate::attic::UNCHECKED;
 use crate::channel;
 use crate::config::Shape;
 use crate::control;
@@ -11,6 +10,7 @@ use crate::image::{How, Image, ImageError};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
+use crate::retained::UNCHECKED;
 use crate::session::{Filling, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};

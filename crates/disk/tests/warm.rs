@@ -6,8 +6,8 @@ mod common;
 
 use common::{Ask, Disk, FIRST, FRAMES, Guest, PAGE, content, wait_for};
 use proptest::prelude::*;
-use rekindle_disk::attic::Told;
 use rekindle_disk::control::Ask as Control;
+use rekindle_disk::retained::CacheCounts;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
@@ -23,20 +23,20 @@ fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
     (Guest::start(&disk.socket()), kept)
 }
 
-fn told(disk: &Disk) -> Option<(usize, Told)> {
-    disk.control().status().unwrap().attic
+fn told(disk: &Disk) -> Option<(usize, CacheCounts)> {
+    disk.control().status().unwrap().retained
 }
 
 #[test]
 fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
-    let disk = Disk::with(64, |service| service.settings.attic_keep = Some(Duration::from_millis(300)));
+    let disk = Disk::with(64, |service| service.settings.retain_for = Some(Duration::from_millis(300)));
     let mut guest = Guest::start(&disk.socket());
     (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
     let memory = guest.memory.try_clone().unwrap();
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 32);
     let emptied = wait_for("the attic to go", || disk.control().status().unwrap().emptied);
-    assert_eq!(emptied, Told { dropped: 32, ..Told::default() });
+    assert_eq!(emptied, CacheCounts { dropped: 32, ..CacheCounts::default() });
     assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of the former memory");
     behind(&disk, 3, &content(3, 5));
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
@@ -146,7 +146,7 @@ fn another_kernel_in_the_same_memory_has_what_lies_there_still() {
     assert_eq!(guest.read(2, FIRST + 3), content(2, 0));
     assert_eq!(guest.read(3, FIRST + 105), content(3, 8), "overwritten meanwhile");
     let (left, became) = told(&disk).unwrap();
-    assert_eq!((left, became), (59, Told { served: 3, refused: 2, overwritten: 1, ..Told::default() }));
+    assert_eq!((left, became), (59, CacheCounts { served: 3, refused: 2, overwritten: 1, ..CacheCounts::default() }));
     assert!(guest_blocks(&guest) >= before, "nothing of a guest's memory is given back");
     assert!(guest.frame(FIRST + 60) == content(60, 0), "nor changed");
 
@@ -198,7 +198,7 @@ fn a_rebooted_guest_has_what_it_had_and_what_it_changed_comes_from_the_disk() {
     }
     assert_eq!(guest.read(70, FIRST + 70), content(70, 1));
     let (left, told) = told(&disk).unwrap();
-    assert_eq!((left, told), (60, Told { served: 2, refused: 3, ..Told::default() }));
+    assert_eq!((left, told), (60, CacheCounts { served: 2, refused: 3, ..CacheCounts::default() }));
     for block in (0..64).chain([70]).filter(|block| ![1, 5, 6, 7, 70].contains(block)) {
         assert_eq!(guest.read(block, FIRST + 100), content(block, 0));
     }
@@ -309,7 +309,7 @@ fn two_disks_keep_what_they_have_in_one_memory_also_when_that_is_asked_for_again
             assert_eq!((kept, frames()), (32, before), "nothing is given back yet");
         }
     }
-    let identity = |disk: &Disk| disk.control().status().unwrap().attic_memory.expect("an attic");
+    let identity = |disk: &Disk| disk.control().status().unwrap().retained_memory.expect("an attic");
     assert_eq!(identity(&disks[0]), identity(&disks[1]));
     for (disk, other) in [(0, 1), (1, 0)] {
         disks[disk].control().ask::<()>(&Control::Share { claims: vec![claims[other].clone()] }).unwrap();
@@ -319,8 +319,8 @@ fn two_disks_keep_what_they_have_in_one_memory_also_when_that_is_asked_for_again
     (0..32).for_each(|block| assert_eq!(first.read(block, FIRST + block), content(block, 0)));
     (0..32).for_each(|block| assert_eq!(read_by(&mut second, block, FIRST + 100 + block), content(block, 7)));
     let became = |disk: &Disk| wait_for("the attic to be empty", || disk.control().status().unwrap().emptied);
-    assert_eq!(became(&disks[0]), Told { served: 16, refused: 16, ..Told::default() });
-    assert_eq!(became(&disks[1]), Told { served: 32, ..Told::default() });
+    assert_eq!(became(&disks[0]), CacheCounts { served: 16, refused: 16, ..CacheCounts::default() });
+    assert_eq!(became(&disks[1]), CacheCounts { served: 32, ..CacheCounts::default() });
     assert_eq!(frames(), 0, "all of it has been given back");
 }
 

@@ -4,11 +4,11 @@ use super::Engine;
 use super::command::{Command, Refused, Status};
 use super::front::Front;
 use super::logged::Logged;
-use crate::attic::Attic;
-use crate::beside::beside;
+use crate::background::run_in_background;
 use crate::image::Image;
 use crate::limit::Throttle;
 use crate::memory::Memory;
+use crate::retained::RetainedCache;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,7 +49,7 @@ impl Engine {
                 }
                 Command::Share(claims, answer) => drop(answer.send(self.share(&claims))),
                 Command::Drop(answer) => {
-                    self.drop_attic();
+                    self.drop_retained();
                     let _ = answer.send(Ok(()));
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
@@ -106,41 +106,45 @@ impl Engine {
         self.note_all();
         let Some((map, memory)) = self.map.take() else {
             // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
-            let Some(attic) = self.attic.as_mut().filter(|attic| !attic.is_given_up()) else { return Ok(0) };
-            claim.map_or(Ok(()), |path| attic.publish(path)).map_err(failed)?;
-            return Ok(attic.len());
+            let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
+                return Ok(0);
+            };
+            claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
+            return Ok(retained.len());
         };
         // What it had before goes first: the file of its claim may be the new one's.
-        (self.attic, self.emptied, self.kept_at) = (None, None, Instant::now());
+        (self.retained, self.emptied, self.kept_at) = (None, None, Instant::now());
         self.reuse = false;
         if map.is_empty() {
             return Ok(0);
         }
-        let attic = self.attic.insert(Attic::new(&memory, map, self.digester, claim).map_err(failed)?);
-        let kept = attic.len();
-        Memory::unmap_beside(memory);
+        let retained = self.retained.insert(RetainedCache::new(&memory, map, self.digester, claim).map_err(failed)?);
+        let kept = retained.len();
+        Memory::unmap_in_background(memory);
         Ok(kept)
     }
 
     fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
-        let Some(attic) = self.attic.as_mut() else { return Err(Refused("nothing of a guest before is kept".into())) };
-        attic.share(claims).map_err(|e| Refused(format!("what the VM's other disks need cannot be seen: {e}")))
+        let Some(retained) = self.retained.as_mut() else {
+            return Err(Refused("nothing of a guest before is kept".into()));
+        };
+        retained.share(claims).map_err(|e| Refused(format!("what the VM's other disks need cannot be seen: {e}")))
     }
 
     /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
-    fn drop_attic(&mut self) {
+    fn drop_retained(&mut self) {
         (self.emptied, self.reuse) = (None, false);
         if self.is_used() {
-            self.attic.iter_mut().for_each(Attic::give_up);
+            self.retained.iter_mut().for_each(RetainedCache::discard);
             return;
         }
         // What is known of its memory keeps that from going. The next guest may be waiting for the answer.
-        if let Some(attic) = self.attic.take() {
-            beside("attic", attic, drop);
+        if let Some(retained) = self.retained.take() {
+            run_in_background("retained", retained, drop);
         }
         self.note_all();
         if let Some((_, memory)) = self.map.take() {
-            Memory::unmap_beside(memory);
+            Memory::unmap_in_background(memory);
         }
     }
 
@@ -151,7 +155,7 @@ impl Engine {
     }
 
     fn status(&self) -> Status {
-        let attic = self.attic.as_ref().filter(|attic| !attic.is_given_up());
+        let retained = self.retained.as_ref().filter(|retained| !retained.is_discarded());
         Status {
             bytes: self.capacity,
             connected: self.fronts.len(),
@@ -160,13 +164,13 @@ impl Engine {
             under_way: self.jobs.len(),
             mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
-            attic: attic.map(|attic| (attic.len(), attic.told())),
-            attic_memory: attic.map(Attic::identity),
+            retained: retained.map(|retained| (retained.len(), retained.counts())),
+            retained_memory: retained.map(RetainedCache::identity),
             emptied: self.emptied,
             waits: self.waits,
             touched: self.ledger.touched(),
             broken: self.broken(),
-            unchecked: crate::attic::UNCHECKED,
+            unchecked: crate::retained::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::Logged::status),
         }
     }

@@ -2,10 +2,10 @@
 
 use super::logged::Logged;
 use super::visit::Visit;
-use crate::attic::Told;
 use crate::image::Image;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
+use crate::retained::CacheCounts;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -89,12 +89,13 @@ pub struct Status {
     /// Bytes that knowing that takes.
     pub map_bytes: usize,
     /// Blocks in the attic, and what became of others.
-    pub attic: Option<(usize, Told)>,
+    #[serde(rename = "attic")]
+    pub retained: Option<(usize, CacheCounts)>,
     /// Which memory the attic is in: the same number for all who have their attics in it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attic_memory: Option<u64>,
+    #[serde(default, rename = "attic_memory", skip_serializing_if = "Option::is_none")]
+    pub retained_memory: Option<u64>,
     /// What became of all blocks of the attic that was the last one, if it is empty.
-    pub emptied: Option<Told>,
+    pub emptied: Option<CacheCounts>,
     /// Blocks that the guest has read or written since it began; none if that is not known.
     #[serde(default)]
     pub touched: Option<u64>,
@@ -107,7 +108,7 @@ pub struct Status {
     /// Queues that are broken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub broken: Vec<Broken>,
-    /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
+    /// Blocks of the attic are served unchecked: [`crate::retained::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
 }

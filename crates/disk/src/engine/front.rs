@@ -3,13 +3,13 @@
 use super::command::{Broken, Ends, Notify, Refused, Rings, Session};
 use super::line::{Line, Next, RingError};
 use super::{Engine, FEED, Token};
-use crate::attic::Attic;
-use crate::beside::beside;
+use crate::background::run_in_background;
 use crate::channel;
 use crate::inflight::Inflight;
 use crate::map::BlockMap;
 use crate::memory::Memory;
 use crate::report::warn_limited;
+use crate::retained::RetainedCache;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::Wrapping;
@@ -103,12 +103,14 @@ impl Engine {
             record.goes_on(before, &memory);
         }
         // To give a frame of it back would be to take it from that guest.
-        if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory) != attic.is_of_guest()) {
+        if let Some(retained) =
+            self.retained.take_if(|retained| retained.is_in(&memory) != retained.is_in_running_guest())
+        {
             warn_limited!("what was to be a cache is in use again, or its guest has gone: it is none any more");
-            attic.leave();
+            retained.detach();
         }
         // Nobody can say any more what it would take from others.
-        if self.attic.take_if(|attic| attic.is_unshared()).is_some() {
+        if self.retained.take_if(|retained| retained.is_unshared()).is_some() {
             warn_limited!(
                 "it was not told which frames the VM's other disks need: what this one had is no cache any more"
             );
@@ -223,11 +225,11 @@ impl Engine {
         }
         self.note_all();
         let Some((map, memory)) = self.map.take() else { return };
-        match Attic::of_guest(&memory, map, self.digester) {
-            Ok(attic) => {
+        match RetainedCache::in_running_guest(&memory, map, self.digester) {
+            Ok(retained) => {
                 // Of the life before that one, less is wanted.
-                if let Some(former) = self.attic.replace(attic) {
-                    beside("attic", former, drop);
+                if let Some(previous) = self.retained.replace(retained) {
+                    run_in_background("retained", previous, drop);
                 }
                 (self.emptied, self.kept_at) = (None, Instant::now());
             }

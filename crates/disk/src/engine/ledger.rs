@@ -45,12 +45,12 @@ impl Engine {
             }
             Question::Mark(answer) => drop(answer.send(self.mark_moment())),
             Question::Check(moment, answer) => {
-                let look = self.look();
-                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, look).err()));
+                let stamp = self.image_stamp();
+                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, stamp).err()));
             }
             Question::GoOn(moment, answer) => {
                 let gone_on = self.without_guest().map(|()| {
-                    let void = self.ledger.go_on(moment, self.capacity, self.look()).err();
+                    let void = self.ledger.go_on(moment, self.capacity, self.image_stamp()).err();
                     if void.is_none() {
                         self.settings.filling.store(true, Ordering::Relaxed);
                     }
@@ -70,8 +70,8 @@ impl Engine {
         if runs || !self.jobs.is_empty() {
             return Err(Refused("the guest runs: what it does now is not in its snapshot; stop it first".into()));
         }
-        let look = self.look();
-        self.ledger.mark(self.capacity, look).ok_or_else(|| {
+        let stamp = self.image_stamp();
+        self.ledger.mark(self.capacity, stamp).ok_or_else(|| {
             Refused(
                 "its server has been started again under the guest: what that had touched before is not known".into(),
             )
@@ -80,7 +80,7 @@ impl Engine {
 
     /// What the image looks like. The times of a device, and of an image into which a log is merged, mean nothing: there it is the lock
     /// alone that keeps others away.
-    fn look(&self) -> Option<Look> {
+    fn image_stamp(&self) -> Option<Look> {
         if self.image.is_device || self.logged.is_some() {
             return Some((self.capacity, 0, 0));
         }

@@ -5,7 +5,7 @@
 //! when it is started anew, which a driver does after a reset of its device.
 
 use crate::inflight::Inflight;
-use crate::memory::{Marks, Memory};
+use crate::memory::{Memory, WriteMarks};
 use rustix::io::{Errno, read, write};
 use std::collections::VecDeque;
 use std::fs::File;
@@ -71,7 +71,7 @@ impl Line {
         if self.stopping {
             return Ok(Next::CannotAllocate);
         }
-        let map: &GuestMemoryMmap<Marks> = &memory.map;
+        let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
         self.queue.disable_notification(map).map_err(RingError::Access)?;
         let next = self.queue.next_avail();
         let mut available = match self.queue.iter(map) {

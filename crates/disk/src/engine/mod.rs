@@ -30,13 +30,13 @@ pub mod logged;
 mod record;
 pub mod visit;
 
-use crate::attic::Attic;
 use crate::digest::Digester;
 use crate::image::Image;
 use crate::ledger::Ledger;
 use crate::limit::{Limits, Throttle};
 use crate::map::BlockMap;
 use crate::memory::Memory;
+use crate::retained::RetainedCache;
 use command::{Command, Refused, Session};
 use front::Front;
 pub use front::MOST_ENTRIES;
@@ -65,7 +65,7 @@ const POOL: usize = 16 << 20;
 /// So many bytes may be moved between buffers and the guest before it is seen to that the disk is not idle.
 const FEED: usize = 256 << 10;
 /// How often it is looked after the attic while there is one.
-const LOOK: Duration = Duration::from_millis(100);
+const MAINTAIN_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a disk is served with.
 #[derive(Debug, Clone)]
@@ -79,7 +79,7 @@ pub struct Settings {
     /// Queues that a guest may have.
     pub queues: u16,
     /// How long an attic is kept at most.
-    pub attic_keep: Option<Duration>,
+    pub retain_for: Option<Duration>,
     /// A restore still brings the guest's memory, until [`Command::Filled`].
     pub filling: Arc<AtomicBool>,
 }
@@ -173,7 +173,7 @@ struct Engine {
     due: Option<Instant>,
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
-    attic: Option<Attic>,
+    retained: Option<RetainedCache>,
     /// When the guest's driver begins anew, what the map knows is an attic in the same memory.
     reuse: bool,
     /// When it was made.
@@ -187,11 +187,11 @@ struct Engine {
     /// The number of the next request among all.
     serial: u64,
     /// What became of the one before, which is empty.
-    emptied: Option<crate::attic::Told>,
+    emptied: Option<crate::retained::CacheCounts>,
     /// When it was last looked after.
     looked: Instant,
     /// Some of it is to be given back at once, as far as requests leave time for it.
-    tending: bool,
+    maintaining: bool,
     /// A request has ended: there may be room for one that waits in its queue.
     has_room: bool,
     /// There may be more in a queue than was taken in its turn.
@@ -257,7 +257,7 @@ pub fn start(
             due: None,
             digester,
             map: None,
-            attic: None,
+            retained: None,
             reuse: false,
             kept_at: Instant::now(),
             waits,
@@ -266,7 +266,7 @@ pub fn start(
             serial: 0,
             emptied: None,
             looked: Instant::now(),
-            tending: false,
+            maintaining: false,
             has_room: false,
             unnotified: 0,
             has_more: false,
@@ -312,14 +312,14 @@ impl Engine {
                     self.ring.submit()?;
                 }
             }
-            self.look_after_attic();
+            self.maintain_retained();
         }
     }
 
     /// How long to wait at most.
     fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
-        let look = self.attic.as_ref().map(|_| if self.tending { Duration::ZERO } else { LOOK });
+        let look = self.retained.as_ref().map(|_| if self.maintaining { Duration::ZERO } else { MAINTAIN_INTERVAL });
         let log = self.logged.as_mut().and_then(Logged::limit);
         let more = self.has_more.then_some(Duration::ZERO);
         due.into_iter().chain(look).chain(log).chain(more).min()
@@ -371,20 +371,20 @@ impl Engine {
     }
 
     /// The attic takes no more room than the guest has not taken yet.
-    fn look_after_attic(&mut self) {
-        let Some(attic) = &mut self.attic else { return };
-        if self.looked.elapsed() >= LOOK {
+    fn maintain_retained(&mut self) {
+        let Some(retained) = &mut self.retained else { return };
+        if self.looked.elapsed() >= MAINTAIN_INTERVAL {
             self.looked = Instant::now();
-            if self.settings.attic_keep.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
-                attic.give_up();
+            if self.settings.retain_for.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
+                retained.discard();
             }
-            attic.look(self.map.as_ref().map(|(_, memory)| memory.room()));
+            retained.update(self.map.as_ref().map(|(_, memory)| memory.room()));
         }
-        self.tending = attic.tend();
-        if attic.is_done() {
-            tracing::info!("the attic is empty: {:?}", attic.told());
-            self.emptied = Some(attic.told());
-            (self.attic, self.tending) = (None, false);
+        self.maintaining = retained.maintain();
+        if retained.is_done() {
+            tracing::info!("the attic is empty: {:?}", retained.counts());
+            self.emptied = Some(retained.counts());
+            (self.retained, self.maintaining) = (None, false);
         }
     }
 }

@@ -53,7 +53,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         limits: Limits::default(),
         map: true,
         queues: 4,
-        attic_keep: None,
+        retain_for: None,
         filling: Arc::default(),
     };
     let how = How { readonly: false, direct: true };

@@ -179,7 +179,7 @@ impl Disk {
             limits: Limits::default(),
             map: true,
             queues: peer::QUEUES,
-            attic_keep: None,
+            retain_for: None,
             filling: Arc::default(),
         };
         let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };

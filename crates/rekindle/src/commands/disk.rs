@@ -170,7 +170,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         limits: limits(&rate),
         map: !no_map,
         queues,
-        attic_keep: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
+        retain_for: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
         filling: Arc::new(AtomicBool::new(filling)),
     };
     let how = How { readonly, direct: !buffered };
@@ -216,7 +216,7 @@ fn draw(status: &Status) -> String {
         under_way,
         mapped,
         map_bytes,
-        attic: retained,
+        retained,
         emptied,
         redo,
         waits,

@@ -129,8 +129,8 @@ impl Engine {
         let ranges: Vec<Range> = self.jobs.get(number).into_iter().flat_map(Job::ranges).collect();
         for range in ranges {
             let blocks = touched(range.at, range.bytes);
-            if let Some(attic) = &mut self.attic {
-                attic.changed(blocks.clone());
+            if let Some(retained) = &mut self.retained {
+                retained.changed(blocks.clone());
             }
             if let Some((map, _)) = &mut self.map {
                 map.take_all(blocks, |_| ());
@@ -149,7 +149,7 @@ impl Engine {
     fn plan_read(&mut self, number: usize, range: Range) {
         let is_written = self.map.is_some()
             && self.jobs.iter().any(|(of, other)| of != number && other.changes_disk() && other.touches(range));
-        let found = if is_written { Vec::new() } else { self.out_of_attic(number, range) };
+        let found = if is_written { Vec::new() } else { self.take_retained(number, range) };
         let mut parts = Vec::new();
         let mut at = 0;
         for (of, offset, digest, frame) in found {
@@ -170,21 +170,21 @@ impl Engine {
     }
 
     /// Give the guest what of a range is in the attic: block, where it begins in the data, digest, frame.
-    fn out_of_attic(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
+    fn take_retained(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
         let mut found = Vec::new();
         let blocks = whole(range.at, range.bytes);
-        let Some((first, begin)) = whole(range.at, range.bytes).next().filter(|_| self.attic.is_some()) else {
+        let Some((first, begin)) = whole(range.at, range.bytes).next().filter(|_| self.retained.is_some()) else {
             return found;
         };
         let blocks = blocks.count() as u64;
         let mut buffer = self.buffer((blocks as usize * BLOCK).min(CHUNK));
-        let (Some(attic), Some(job)) = (&mut self.attic, self.jobs.get(number)) else { return found };
+        let (Some(retained), Some(job)) = (&mut self.retained, self.jobs.get(number)) else { return found };
         let mut frames = job.frames(begin as u64);
         for done in (0..blocks).step_by(CHUNK / BLOCK) {
             let bytes = (blocks - done) as usize * BLOCK;
             let bytes = bytes.min(CHUNK);
             let Some(bytes) = buffer.get_mut(..bytes) else { break };
-            let digests = attic.take(first + done, bytes);
+            let digests = retained.take(first + done, bytes);
             let mut next = 0;
             // What comes side by side is passed on in one.
             for run in digests.chunk_by(|one, other| one.is_some() == other.is_some()) {
