@@ -1,4 +1,4 @@
-//! What others ask the engine for, and what they get.
+//! Carries out commands of other threads.
 
 use super::Engine;
 use super::command::{Command, Refused, Status};
@@ -16,7 +16,6 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl Engine {
-    /// Do what was asked for.
     pub(super) fn serve_commands(&mut self) {
         while let Ok(command) = self.commands.try_recv() {
             match command {
@@ -75,7 +74,7 @@ impl Engine {
         }
     }
 
-    /// No queue has run before.
+    /// Adds the disk that the server has waited for. No queue has run before.
     fn have(&mut self, (image, logged): (Image, Option<Logged>)) -> Result<(), Refused> {
         if !std::mem::replace(&mut self.waits, false) {
             return Err(Refused("it has its disk already".into()));
@@ -84,7 +83,7 @@ impl Engine {
         Ok(())
     }
 
-    /// See how long the image is, and tell the guest if it is longer than it was.
+    /// Updates the length of the image, and notifies the guest if it has grown.
     fn measure(&mut self) -> Result<u64, Refused> {
         let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
         if std::mem::replace(&mut self.capacity, measured) < measured {
@@ -93,26 +92,26 @@ impl Engine {
         Ok(measured)
     }
 
-    /// The memory of the guest that has ended becomes the attic of the next one.
+    /// Turns the memory of the ended guest into the retained cache of the next one.
     fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refused> {
-        // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
+        // Queues that do not run are no proof: a guest that is only stopped continues with its memory.
         if self.is_used() {
             return Err(Refused("a QEMU is still connected".into()));
         }
         let failed = |e: io::Error| {
             let at = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
-            Refused(format!("{at}it cannot be said which of the guest's memory is needed: {e}"))
+            Refused(format!("{at}cannot record which of the guest's memory is needed: {e}"))
         };
         self.note_all();
         let Some((map, memory)) = self.map.take() else {
-            // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
+            // Repeated by a process that finishes an interrupted operation: the disk was not used since.
             let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
                 return Ok(0);
             };
             claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
             return Ok(retained.len());
         };
-        // What it had before goes first: the file of its claim may be the new one's.
+        // The previous cache first: the new one's claim may have the same file.
         (self.retained, self.emptied, self.kept_at) = (None, None, Instant::now());
         self.reuse = false;
         if map.is_empty() {
@@ -126,19 +125,19 @@ impl Engine {
 
     fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
         let Some(retained) = self.retained.as_mut() else {
-            return Err(Refused("nothing of a guest before is kept".into()));
+            return Err(Refused("there is no retained cache".into()));
         };
-        retained.share(claims).map_err(|e| Refused(format!("what the VM's other disks need cannot be seen: {e}")))
+        retained.share(claims).map_err(|e| Refused(format!("cannot read which memory the VM's other disks need: {e}")))
     }
 
-    /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
+    /// Discards all state of a previous guest. Work that a running guest would wait for is done in slices.
     fn drop_retained(&mut self) {
         (self.emptied, self.reuse) = (None, false);
         if self.is_used() {
             self.retained.iter_mut().for_each(RetainedCache::discard);
             return;
         }
-        // What is known of its memory keeps that from going. The next guest may be waiting for the answer.
+        // The block map refers to that memory and keeps it mapped. The next guest may be waiting for the answer.
         if let Some(retained) = self.retained.take() {
             run_in_background("retained", retained, drop);
         }
@@ -148,7 +147,7 @@ impl Engine {
         }
     }
 
-    /// Whether a guest uses the disk, or may go on with it: one that is stopped has memory here. A QEMU that has connected and waits for its
+    /// Whether a guest uses the disk or may continue with it: a stopped guest has memory here. A QEMU that has connected and waits for its
     /// guest has none.
     pub(super) fn is_used(&self) -> bool {
         !self.jobs.is_empty() || !self.fronts.values().all(Front::waits)

@@ -1,4 +1,4 @@
-//! What the engine notes for phase-based reboots, and what it is asked about it: [`crate::ledger`].
+//! The engine's part of phase-based reboots: [`crate::ledger`].
 
 use super::Engine;
 use super::command::Refused;
@@ -9,21 +9,21 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
-/// A question about it.
+/// A request about the ledger.
 #[derive(Debug)]
 pub enum Question {
-    /// A guest begins that has touched nothing.
+    /// A guest boots that has read and written nothing.
     Begin(Sender<Result<(), Refused>>),
     /// Mark this moment.
     Mark(Sender<Result<Moment, Refused>>),
-    /// Whether a guest of a moment may go on.
+    /// Whether a guest of a moment may continue.
     Check(Moment, Sender<Result<Option<Void>, Refused>>),
-    /// The next guest is one of that moment, if it may be. Its memory comes while it runs.
+    /// The next guest continues from that moment, if it may. Its memory is filled while it runs.
     GoOn(Moment, Sender<Result<Option<Void>, Refused>>),
 }
 
 impl Engine {
-    /// Note what a request is going to touch, before anything of it is done.
+    /// Records the blocks of a request before any of it is done.
     pub(super) fn note_touched(&mut self, number: usize) {
         let Some(Ok(kind)) = self.jobs.get(number).map(super::Job::wants) else { return };
         let blocks = |range: &Range| touched(range.at, range.bytes);
@@ -36,7 +36,7 @@ impl Engine {
         }
     }
 
-    /// Answer a question.
+    /// Answers a request.
     pub(super) fn asked(&mut self, question: Question) {
         match question {
             Question::Begin(answer) => {
@@ -68,7 +68,9 @@ impl Engine {
     fn mark_moment(&mut self) -> Result<Moment, Refused> {
         let runs = self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
         if runs || !self.jobs.is_empty() {
-            return Err(Refused("the guest runs: what it does now is not in its snapshot; stop it first".into()));
+            return Err(Refused(
+                "the guest runs, so its snapshot would miss its latest actions; stop the guest first".into(),
+            ));
         }
         let stamp = self.image_stamp();
         self.ledger.mark(self.capacity, stamp).ok_or_else(|| {
@@ -78,8 +80,8 @@ impl Engine {
         })
     }
 
-    /// What the image looks like. The times of a device, and of an image into which a log is merged, mean nothing: there it is the lock
-    /// alone that keeps others away.
+    /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean nothing: only the lock
+    /// prevents changes by others.
     fn image_stamp(&self) -> Option<Look> {
         if self.image.is_device || self.logged.is_some() {
             return Some((self.capacity, 0, 0));

@@ -1,8 +1,8 @@
-//! A queue that is served: what is next in it, and what is wrong with its rings.
+//! A running queue: takes requests from its rings and checks them.
 //!
-//! The guest can write anything into its rings at any moment. What no driver does is a [`RingError`]: the queue is *broken*, nothing more is
-//! taken out of it, and its front end is notified, once. What is under way ends, the queue can be stopped as any other, and works again
-//! when it is started anew, which a driver does after a reset of its device.
+//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue is *broken*, takes
+//! no more requests, and its front end is notified once. Requests in progress complete, the queue can be stopped like any other, and
+//! works again when it is restarted, which a driver does after it resets its device.
 
 use crate::inflight::Inflight;
 use crate::memory::{Memory, WriteMarks};
@@ -29,14 +29,16 @@ pub(super) enum RingError {
     Kick(Errno),
 }
 
-/// What to do next with a queue.
+/// The next step with a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     /// Serve the request at this descriptor. `is_new`: it has not been taken before.
-    Request { head: u16, is_new: bool },
-    /// Look again: the guest has put something in just now.
+    Request {
+        head: u16,
+        is_new: bool,
+    },
+    /// Check again: the guest has just added a request.
     Again,
-    /// Wait for a kick.
     CannotAllocate,
 }
 
@@ -47,18 +49,18 @@ pub(super) struct Line {
     pub call: Option<File>,
     /// Written when the queue breaks.
     pub error: Option<File>,
-    /// Taken by a server before, and not done.
+    /// Taken by a previous server, and not completed.
     pub again: VecDeque<u16>,
     /// No new requests are taken.
     pub stopping: bool,
-    /// Why nothing is taken any more.
+    /// Why no request is taken any more.
     pub broken: Option<String>,
     /// The used ring has entries that the guest has not been notified of.
     pub has_unnotified: bool,
 }
 
 impl Line {
-    /// Takes the next request out of the queue.
+    /// Takes the next request from the queue.
     pub fn next(&mut self, memory: &Memory) -> Result<Next, RingError> {
         let size = self.queue.size();
         if self.broken.is_some() {
@@ -95,17 +97,16 @@ impl Line {
         }
     }
 
-    /// Receives a kick.
     pub fn kicked(&self) -> Result<(), RingError> {
         match read(&self.kick, &mut [0; 8]) {
-            // The front end has received it itself.
+            // The front end has received it.
             Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
             Ok(_) => Err(RingError::Kick(Errno::PIPE)),
             Err(e) => Err(RingError::Kick(e)),
         }
     }
 
-    /// Puts a chain into the used ring. The guest is notified by [`Line::notify`].
+    /// Puts a chain into the used ring. [`Line::notify`] notifies the guest.
     pub fn answer(
         &mut self,
         memory: &Memory,
@@ -123,7 +124,7 @@ impl Line {
         Ok(noted)
     }
 
-    /// Notifies the guest of what was put into the used ring since the last time, if its driver wants that.
+    /// Notifies the guest of new entries in the used ring, if its driver requires that.
     pub fn notify(&mut self, memory: &Memory) {
         if std::mem::take(&mut self.has_unnotified) && self.queue.needs_notification(&memory.map).unwrap_or(true) {
             self.interrupt();
@@ -135,7 +136,7 @@ impl Line {
         self.call.iter().for_each(notify);
     }
 
-    /// Stops to take requests for good. Gives whether it was not broken before.
+    /// Stops taking requests permanently. Returns whether the queue was not broken before.
     pub fn fail(&mut self, error: &RingError) -> bool {
         let is_first = self.broken.is_none();
         if is_first {
@@ -145,13 +146,13 @@ impl Line {
         is_first
     }
 
-    /// Whether requests that a server before had taken are still to be done.
+    /// Whether requests of a previous server are still to be done.
     pub fn has_unfinished(&self) -> bool {
         self.broken.is_none() && !self.again.is_empty()
     }
 }
 
-/// Adds one to an eventfd. One that is full has the other side notified already.
+/// Adds one to an eventfd. If it is at its maximum, the other side has been notified already.
 fn notify(descriptor: &File) {
     let _ = write(descriptor, &1u64.to_ne_bytes());
 }

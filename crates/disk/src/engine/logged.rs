@@ -1,4 +1,4 @@
-//! Writes that go to the log, and reads of what is there.
+//! Writes into the redo log, and reads from it.
 
 use super::job::{Part, PartLocation, Work};
 use super::{DEPTH, Engine, Token};
@@ -17,84 +17,81 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// Between two tries of a write for which there is no room.
+/// Time between two attempts of a write for which there is no space.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Something that is under way for the log alone.
+/// An operation of the log that belongs to no request.
 #[derive(Debug)]
 enum Own {
     Sync { epoch: u64, written: u64 },
     Punch,
 }
 
-/// Room that can be given back when the requests of now have ended: some may still be about to read it.
+/// Space to reclaim once all present requests have ended: one of them may be about to read it.
 #[derive(Debug)]
 struct Grace<F> {
     file: F,
     at: u64,
     bytes: u64,
-    /// The first request that does not know of it.
+    /// The first request that cannot read it.
     before: u64,
 }
 
-/// What a log is doing.
+/// The state of a redo log.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedoStatus {
     /// The disk's identity.
     pub disk: Uuid,
-    /// What is written now is of this epoch.
+    /// The current epoch.
     pub epoch: u64,
-    /// The newest epoch that a checkpoint can have.
+    /// The newest sealed epoch.
     pub sealed: u64,
-    /// Everything up to this epoch is in the image.
+    /// The image has all writes of epochs up to this.
     pub merged: u64,
-    /// Bytes that it takes.
+    /// Bytes in use.
     pub bytes: u64,
-    /// Bytes that it may take.
+    /// Most bytes.
     pub limit: u64,
-    /// Extents that are known.
+    /// Number of extents in memory.
     pub extents: usize,
-    /// Later epochs than the one it was opened at are given up with the first write.
+    /// The disk is open at an older epoch, and the first write discards the later ones.
     pub rewound: bool,
-    /// Why writes wait, if they do.
+    /// Why writes wait.
     pub waiting: Option<String>,
-    /// Why the last merge failed, if it did.
+    /// Why the last merge failed.
     pub failed: Option<String>,
 }
 
-/// The log, and what waits for it.
+/// A redo log in the engine, and the writes that wait for it.
 #[derive(Debug)]
 pub struct Logged<F = LocalFile> {
-    /// It.
     pub log: Log<F>,
-    /// The image may have writes from before there was a log that are not durable.
+    /// The image may have writes from before the log that are not durable.
     pub image_dirty: bool,
-    /// No write gets a place any more: the log is about to go.
+    /// New writes wait: the log is about to end.
     pub closing: bool,
-    /// Called when a segment or room is wanted.
+    /// Called when a segment or free space is needed.
     wanted: Notify,
     held: VecDeque<(usize, u32)>,
     waiting: Option<String>,
-    /// They wait for room.
+    /// Parts that wait for space.
     is_full: bool,
-    /// When what waits is tried again.
+    /// Time of the next attempt.
     retry: Option<Instant>,
     own: Slab<Own>,
     grace: Vec<Grace<F>>,
 }
 
-/// A call that never blocks and never visits the engine.
+/// A callback that neither blocks nor visits the engine.
 #[derive(Clone)]
 pub struct Notify(Arc<dyn Fn() + Send + Sync>);
 
 impl Notify {
-    /// That calls `call`.
     #[must_use]
     pub fn new(call: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(call))
     }
 
-    /// Call it.
     pub fn send(&self) {
         (self.0)();
     }
@@ -107,14 +104,14 @@ impl std::fmt::Debug for Notify {
 }
 
 impl<F: Clone> Logged<F> {
-    /// `wanted` is called when a segment or room is wanted.
+    /// `wanted` is called when a segment or free space is needed.
     #[must_use]
     pub fn new(log: Log<F>, wanted: Notify, image_dirty: bool) -> Self {
         let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
         Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
     }
 
-    /// What it is doing, as far as it is known here.
+    /// The state as far as the engine knows it.
     #[must_use]
     pub fn status(&self) -> RedoStatus {
         let (bytes, limit) = self.log.bytes();
@@ -132,13 +129,13 @@ impl<F: Clone> Logged<F> {
         }
     }
 
-    /// Whether writes wait for room.
+    /// Whether writes wait for space.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.is_full
     }
 
-    /// How long to wait at most.
+    /// The longest time to wait for an event.
     pub(super) fn limit(&mut self) -> Option<Duration> {
         if self.log.sweep() {
             return Some(Duration::ZERO);
@@ -146,13 +143,13 @@ impl<F: Clone> Logged<F> {
         self.retry.map(|retry| retry.saturating_duration_since(Instant::now()))
     }
 
-    /// A write has no place yet: asks for a segment, or for room.
+    /// Requests a segment or free space for a write that has no place yet.
     pub(crate) fn want(&mut self, wait: CannotAllocate) {
         self.is_full |= wait == CannotAllocate::Limit;
         self.wanted.send();
     }
 
-    /// A write into the log has ended well.
+    /// Records that a write into the log has completed.
     pub(crate) fn written(&mut self, placed: &LogEntry) {
         self.log.written(placed);
         if self.held.is_empty() {
@@ -175,14 +172,14 @@ impl<F: Clone> Logged<F> {
     }
 }
 
-/// Whether an error says that there is no room.
+/// Whether an error means that there is no space.
 fn is_full(error: &io::Error) -> bool {
-    // A limit of the process or of a quota ends like a full disk, and goes away like one.
+    // A limit of the process or a quota has the effect of a full disk, and can be lifted like it.
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
 }
 
 impl Engine {
-    /// The parts of a read.
+    /// Divides a read into parts.
     pub(super) fn cut_read(&self, range: Range, offset: u64) -> Vec<Part> {
         let Some(logged) = &self.logged else { return super::job::cut(Work::Read, range, offset) };
         let pieces = logged.log.look_up(range.at, range.bytes);
@@ -200,7 +197,7 @@ impl Engine {
         parts.collect()
     }
 
-    /// The parts of a flush; `None` if what was written cannot be made durable.
+    /// The parts of a flush; `None` if earlier writes cannot be made durable any more.
     pub(super) fn cut_flush(&self) -> Option<Vec<Part>> {
         let part = |place| Part { work: Work::Sync, at: 0, bytes: 0, offset: 0, place };
         let is_image_wanted = self.logged.as_ref().is_none_or(|logged| logged.image_dirty);
@@ -215,9 +212,9 @@ impl Engine {
         Some(image.into_iter().chain(segments).collect())
     }
 
-    /// Begin to write a part into the log. What there is no room for waits.
+    /// Starts writing a part into the log. It waits if there is no space.
     pub(super) fn append(&mut self, number: usize, part: u32, work: Part) {
-        // A QEMU that stops its guest, or has gone, does not wait for a checkpoint; what comes after it waits for what it had under way.
+        // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later ones wait for them.
         let is_left = self.jobs.get(number).is_none_or(|job| !self.fronts.contains_key(&job.session));
         let may_wait = self.stopping.is_empty() && !is_left && !self.ended;
         let Some(logged) = &mut self.logged else { return };
@@ -237,7 +234,7 @@ impl Engine {
                 }
                 return;
             }
-            // Tried before.
+            // Not the first attempt.
             PartLocation::Entry(placed) => placed,
             _ => match logged.log.allocate(work.at, work.bytes, what, may_wait) {
                 Ok(placed) => placed,
@@ -284,7 +281,7 @@ impl Engine {
         }
         let operation = Operation::Write { at: placed.offset, len: placed.length() as usize, buffer };
         if self.ring.begin(&file.0, operation, Token::Part(number as u32, part).pack()).is_err() {
-            // There is room: it was looked for.
+            // There is space: it was checked before.
             self.abandon(&placed);
             self.part_done(number, Status::Failed);
         }
@@ -296,7 +293,7 @@ impl Engine {
         }
     }
 
-    /// A write into the log has ended. Where there is no room it is tried again.
+    /// Handles the completion of a write into the log. Retries it later if there is no space.
     pub(super) fn appended(
         &mut self,
         (number, part): (usize, u32),
@@ -310,7 +307,7 @@ impl Engine {
                 logged.written(placed);
                 return self.moved(number, part, buffer, PAGE as usize);
             }
-            // A part of it: there is no room for the rest.
+            // A short write: no space for the rest.
             Ok(_) => logged.full(number, part, ""),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
@@ -325,7 +322,7 @@ impl Engine {
         self.put_back(buffer);
     }
 
-    /// A part of a flush has ended. Gives what that means to the guest: an error also where another sync of the image has got it.
+    /// Handles the completion of a part of a flush. Returns an error also if another sync of the image has received it.
     pub(super) fn flushed(&mut self, place: PartLocation, result: io::Result<usize>) -> io::Result<usize> {
         if matches!(&result, Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))) {
             return result;
@@ -347,7 +344,7 @@ impl Engine {
         result
     }
 
-    /// Try again what waits.
+    /// Retries waiting parts.
     pub(super) fn release(&mut self) {
         if let Some(logged) = &mut self.logged {
             logged.retry = None;
@@ -355,19 +352,19 @@ impl Engine {
         }
     }
 
-    /// The same, if it is time to.
+    /// Retries waiting parts, if it is time.
     pub(super) fn release_if_due(&mut self) {
         if self.logged.as_ref().and_then(|logged| logged.retry).is_some_and(|retry| retry <= Instant::now()) {
             self.release();
         }
     }
 
-    /// The log has gone: what waits goes to the image.
+    /// Lets waiting parts continue into the image: the log has ended.
     pub(super) fn unlogged(&mut self, logged: &mut Logged) {
         self.waiting.extend(logged.held.drain(..));
     }
 
-    /// What was overwritten could be given back, were that durable which has overwritten it.
+    /// Syncs segments whose overwritten entries could then be reclaimed.
     fn sync_to_reclaim(&mut self) {
         let Some(logged) = &mut self.logged else { return };
         let is_syncing =
@@ -413,11 +410,11 @@ impl Engine {
         logged.grace.extend(found.map(|(file, at, bytes)| Grace { file, at, bytes, before }));
     }
 
-    /// Give back what no request that is under way can be about to read.
+    /// Reclaims space that no request in progress can be about to read.
     pub(super) fn punch(&mut self) {
         let Some(logged) = self.logged.as_mut().filter(|logged| !logged.grace.is_empty()) else { return };
         let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
-        // Places in the ring are kept for requests, and for who waits for kicks.
+        // Space in the ring is kept for requests, and for waiting for kicks.
         let mut room = (DEPTH as usize / 2).saturating_sub(self.ring.under_way());
         let is_free = |grace: &mut Grace<LocalFile>| {
             let is_free = grace.before <= oldest && room > 0;

@@ -1,22 +1,22 @@
-//! The engine: one thread that has the image, the queues of the front end that is active, and everything that is under way.
+//! The engine: one thread with the image, the queues of the active front end, and all requests in progress.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
-//! | `line` | a queue that is served: what is next in it, and what is wrong with its rings |
-//! | `record` | what is written of a guest's memory |
-//! | `job` | one request from the available to the used ring |
-//! | `hand` | what was moved in large pieces is digested beside the engine |
-//! | [`logged`] | writes that go to the redo log, and reads of what is there |
-//! | [`mod@ledger`] | what is noted for phase-based reboots |
-//! | [`command`], `asked`, [`visit`] | what others ask the engine for |
+//! | `line` | a running queue: takes requests from its rings and checks them |
+//! | `record` | pages of the guest's memory that the server writes |
+//! | `job` | one request, from the available to the used ring |
+//! | `hand` | a thread that digests large pieces |
+//! | [`logged`] | writes into the redo log, and reads from it |
+//! | [`mod@ledger`] | records for phase-based reboots |
+//! | [`command`], `asked`, [`visit`] | requests to the engine from other threads |
 //!
-//! All data goes through buffers of our own. So a digest is of what was moved, whatever the guest does with its page meanwhile; a write
-//! is of one moment; and nothing that the guest does can change what a device is still reading.
+//! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest changes its page
+//! meanwhile; a write has the content of one moment; and a guest cannot change what a device is still reading.
 //!
 //! ```text
 //! read    disk ── buffer ──> digest, guest, block map          write   guest ── buffer ──> digest, disk, block map
-//!         attic ─ buffer ──> digest: the same? guest, map
+//!         cache ─ buffer ──> digest equal? guest, map
 //! ```
 
 mod asked;
@@ -56,44 +56,42 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Operations under way at a time.
+/// Most operations in progress.
 const DEPTH: u32 = 256;
-/// Bytes of one operation at most. A longer request is cut.
+/// Most bytes of one operation. A longer request is divided.
 pub const CHUNK: usize = 1 << 20;
-/// Bytes of buffers that are kept for the next request.
+/// Most bytes of unused buffers that are kept.
 const POOL: usize = 16 << 20;
-/// So many bytes may be moved between buffers and the guest before it is seen to that the disk is not idle.
+/// Most bytes to move between buffers and the guest before new operations are submitted, so that the disk is not idle.
 const FEED: usize = 256 << 10;
-/// How often it is looked after the attic while there is one.
+/// Interval of updating the retained cache.
 const MAINTAIN_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a disk is served with.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What its guest sees as its serial number.
+    /// Serial number that the guest sees.
     pub serial: String,
-    /// The rates it is held to.
     pub limits: Limits,
-    /// Remember where its blocks are, for a warm cache.
+    /// Maintain a block map, for a warm cache.
     pub map: bool,
-    /// Queues that a guest may have.
+    /// Most queues of a guest.
     pub queues: u16,
-    /// How long an attic is kept at most.
+    /// How long to keep a retained cache.
     pub retain_for: Option<Duration>,
-    /// A restore still brings the guest's memory, until [`Command::Filled`].
+    /// A restore is still filling the guest's memory, until [`Command::Filled`].
     pub filling: Arc<AtomicBool>,
 }
 
-/// What a completion belongs to.
+/// The origin of a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Token {
-    /// Somebody wants something of the engine.
+    /// Another thread has queued a command or a result.
     Wake,
-    /// A queue has been kicked.
+    /// A queue was kicked.
     Kick(Session, u16),
-    /// A part of a job has ended: its number, and which part.
+    /// A part of a job has completed: job number and part.
     Part(u32, u32),
-    /// Something that was for the log alone.
+    /// An operation of the redo log itself has completed.
     Own(u32),
 }
 
@@ -117,7 +115,7 @@ impl Token {
     }
 }
 
-/// How the engine is reached.
+/// Sends commands to the engine.
 #[derive(Debug, Clone)]
 pub struct Handle {
     commands: Sender<Command>,
@@ -125,10 +123,10 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Ask for something and wait for the answer.
+    /// Sends a command and waits for the answer.
     ///
     /// # Errors
-    /// [`Refused`]; also when the engine has ended.
+    /// [`Refused`], also if the engine has ended.
     pub fn ask<T>(&self, command: impl FnOnce(Sender<Result<T, Refused>>) -> Command) -> Result<T, Refused> {
         let (sender, answer) = channel();
         let gone = || Refused("the disk's engine has ended".into());
@@ -137,7 +135,7 @@ impl Handle {
         answer.recv().map_err(|_| gone())?
     }
 
-    /// Tell something that has no answer.
+    /// Sends a command that has no answer.
     pub fn tell(&self, command: Command) {
         if self.commands.send(command).is_ok() {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -145,7 +143,7 @@ impl Handle {
     }
 }
 
-/// A request that is stopped: a queue, and who waits until nothing of it is under way.
+/// A queue that is being stopped, and where to send the answer once none of its requests is in progress.
 type Stopping = (Session, u16, Sender<Result<u16, Refused>>);
 
 /// See [the module](self).
@@ -157,63 +155,61 @@ struct Engine {
     commands: Receiver<Command>,
     wake: Arc<OwnedFd>,
     fronts: BTreeMap<Session, Front>,
-    /// The one whose queues run.
+    /// The front end whose queues run.
     active: Option<Session>,
-    /// What is written of a guest's memory, for a protector.
+    /// Pages of the guest's memory that the server writes, for a protector.
     record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
     hand: Hand,
-    /// What it digests.
     late: Slab<Late>,
-    /// Parts that wait for room in the ring, or for the rate.
+    /// Parts that wait for space in the ring, or for the rate limit.
     waiting: VecDeque<(usize, u32)>,
     throttle: Throttle,
-    /// When the first that waits for the rate may go on.
+    /// When the first part that waits for the rate limit may start.
     due: Option<Instant>,
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
     retained: Option<RetainedCache>,
-    /// When the guest's driver begins anew, what the map knows is an attic in the same memory.
+    /// The next start of the guest's driver turns the block map into a retained cache in the same memory.
     reuse: bool,
-    /// When it was made.
+    /// When the retained cache was created.
     kept_at: Instant,
-    /// The disk is still to come.
+    /// The server has no disk yet.
     waits: bool,
-    /// The redo log, if the disk has one.
     logged: Option<Logged>,
-    /// What the guest has touched, for phase-based reboots.
+    /// What the guest has read or written, for phase-based reboots.
     ledger: Ledger,
-    /// The number of the next request among all.
+    /// Number of the next request.
     serial: u64,
-    /// What became of the one before, which is empty.
+    /// Final counts of the last retained cache, after it became empty.
     emptied: Option<crate::retained::CacheCounts>,
-    /// When it was last looked after.
+    /// When the retained cache was last updated.
     looked: Instant,
-    /// Some of it is to be given back at once, as far as requests leave time for it.
+    /// Memory of the retained cache is to be released between requests.
     maintaining: bool,
-    /// A request has ended: there may be room for one that waits in its queue.
+    /// A request has completed, so that another one may be taken from its queue.
     has_room: bool,
-    /// There may be more in a queue than was taken in its turn.
+    /// A queue may have more requests than one turn takes.
     has_more: bool,
-    /// Bytes of all requests that were taken out of the queues and have not ended.
+    /// Bytes of all requests in progress.
     taken_bytes: u64,
-    /// Answers that no guest has been notified of.
+    /// Some guest has answers that it has not been notified of.
     unnotified: usize,
-    /// Bytes that are under way.
+    /// Bytes of all operations in progress.
     moving: usize,
-    /// Bytes that were moved since the disk was seen to.
+    /// Bytes moved since operations were last submitted.
     has_moved: usize,
     pool: Vec<Buffer>,
     pooled: usize,
     ended: bool,
 }
 
-/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already. `waits`: the image was
-/// only looked at, and no queue runs until [`Command::Have`].
+/// Serves `image` in a new thread until [`Command::End`]. `logged`: its redo log, if there is one. `waits`: the image was only
+/// inspected, and no queue runs until [`Command::Have`].
 ///
 /// # Errors
-/// The system's: no `io_uring`, no random numbers.
+/// The system's: io_uring or random numbers are unavailable.
 pub fn start(
     image: Image,
     settings: Settings,
@@ -227,7 +223,7 @@ pub fn start(
     let hand = Hand::begin(Arc::clone(&wake))?;
     let (ready, is_ready) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
-        // The ring is of the thread that made it.
+        // A ring belongs to the thread that created it.
         let ring = match Ring::new(DEPTH) {
             Ok(ring) => ring,
             Err(e) => {
@@ -289,7 +285,7 @@ impl Engine {
         loop {
             self.serve_commands();
             self.note_digested();
-            // Not where a request ends: one that needs no disk ends where it begins.
+            // Not at a request's completion: a request that needs no disk completes when it begins.
             if std::mem::take(&mut self.has_room) | std::mem::take(&mut self.has_more) {
                 self.take_all();
             }
@@ -304,7 +300,7 @@ impl Engine {
             self.ring.wait(limit)?;
             for done in self.ring.ended() {
                 self.completed(done);
-                // What was moved has taken its time: meanwhile the disk is to have something to do.
+                // Moving data takes time: let the disk work meanwhile.
                 if std::mem::take(&mut self.has_moved) > FEED {
                     self.notify();
                     self.take_all();
@@ -316,7 +312,7 @@ impl Engine {
         }
     }
 
-    /// How long to wait at most.
+    /// The longest time to wait for an event.
     fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
         let look = self.retained.as_ref().map(|_| if self.maintaining { Duration::ZERO } else { MAINTAIN_INTERVAL });
@@ -326,9 +322,9 @@ impl Engine {
     }
 
     fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
-        // There are far fewer queues than the ring has room for, and jobs leave it to them: see `begin_waiting`.
+        // There are far fewer queues than the ring has space for, and jobs leave it to them: see `begin_waiting`.
         if self.ring.when_readable(descriptor, token.pack()).is_err() {
-            tracing::error!("there is no room to wait for {token:?}");
+            tracing::error!("the io_uring ring has no space to wait for {token:?}");
         }
     }
 
@@ -344,7 +340,7 @@ impl Engine {
         }
     }
 
-    /// A buffer of at least `bytes` bytes.
+    /// Returns a buffer of at least `bytes` bytes.
     fn buffer(&mut self, bytes: usize) -> Buffer {
         let fits = self.pool.iter().rposition(|buffer| buffer.len() >= bytes && buffer.len() <= bytes.max(1) * 4);
         match fits {
@@ -370,7 +366,7 @@ impl Engine {
         }
     }
 
-    /// The attic takes no more room than the guest has not taken yet.
+    /// Limits the retained cache to the memory that the guest has not allocated yet.
     fn maintain_retained(&mut self) {
         let Some(retained) = &mut self.retained else { return };
         if self.looked.elapsed() >= MAINTAIN_INTERVAL {

@@ -1,17 +1,16 @@
-//! Doing something with the log on the engine's thread, between two of its steps.
+//! Runs a function with the redo log on the engine's thread, between two of its steps.
 
 use super::command::{Command, Refused};
 use super::logged::Logged;
 use super::{Engine, Handle};
 use crate::redo::files::{LocalFile, LogFile};
 
-/// What a visitor finds.
+/// The part of the engine that a visitor can access.
 pub struct EngineView<'a, F = LocalFile> {
-    /// The log, if the disk has one.
     pub logged: &'a mut Option<Logged<F>>,
-    /// The guest may ask for something at any moment, or has done so.
+    /// The guest's queues run, or requests are in progress.
     pub is_running: bool,
-    /// A log that was taken away.
+    /// A log that the visitor has removed.
     pub ended: Option<Logged<F>>,
 }
 
@@ -24,15 +23,14 @@ impl std::fmt::Debug for Visit {
     }
 }
 
-/// An engine that can be visited: the real one, or a model of it.
+/// An engine that can be visited: the real one, or a model.
 pub trait VisitEngine: Clone + Send + Sync + 'static {
-    /// The files of its log.
     type File: LogFile;
 
-    /// Have `visit` called on the engine's thread, and wait for what it gives.
+    /// Runs `visit` on the engine's thread and returns its result.
     ///
     /// # Errors
-    /// What it gives; also when the engine has ended.
+    /// That of `visit`, or the engine has ended.
     fn visit<T: Send + 'static>(
         &self,
         visit: impl FnOnce(&mut EngineView<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
@@ -62,7 +60,7 @@ impl Engine {
             self.unlogged(&mut ended);
         }
         self.logged = logged;
-        // There may be room now.
+        // Writes that waited may have space now.
         self.release();
     }
 }

@@ -1,4 +1,4 @@
-//! Random histories of guests that boot, read, write, are marked and set back, against a disk whose every block has a version.
+//! Random histories of guests that boot, read, write, are marked and set back, on a disk whose blocks have versions.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -16,11 +16,11 @@ enum Step {
     Read(Range<u64>),
     Write(Range<u64>),
     Mark,
-    /// Go on from one of the marks, if it may be.
+    /// Continue from one of the marks, if possible.
     GoOn(prop::sample::Index),
-    /// The server is killed, and another one comes; somebody writes in between, or not.
+    /// The server is killed and another one starts, with or without a write by another process in between.
     Server(Option<u64>),
-    /// The image becomes longer.
+    /// The image grows.
     Grow,
 }
 
@@ -37,7 +37,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a guest knows of its disk: the version of each block that it has read or written.
+/// The version of each block that a guest has read or written.
 type Known = BTreeMap<u64, u64>;
 
 #[derive(Default)]
@@ -45,7 +45,7 @@ struct World {
     disk: [u64; BLOCKS as usize],
     version: u64,
     bytes: u64,
-    /// None: it runs, and the server does not know since when.
+    /// `None`: the guest is older than the server.
     guest: Option<Known>,
 }
 
@@ -63,11 +63,11 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
-    /// A guest is set back to a mark only if all that it knew of its disk there is still so; and it is, if nothing of that was written.
+    /// A guest is set back to a mark only if all blocks that it had touched are unchanged, and always if none of them was written.
     #[test]
-    fn a_stale_mark_is_never_gone_on_from(steps in prop::collection::vec(step(), 1..60)) {
+    fn no_guest_continues_from_a_stale_mark(steps in prop::collection::vec(step(), 1..60)) {
         let (mut ledger, mut world) = (Ledger::default(), World { bytes: CAPACITY, ..World::default() });
-        // Moment, what its guest knew, bytes, whether anything that it knew was written since (also with the server gone).
+        // Moment, the guest's blocks, bytes, whether any of the blocks was written since (also between two servers).
         let mut marks: Vec<(Moment, Known, u64, bool)> = Vec::new();
         for step in steps {
             match step {
@@ -107,11 +107,11 @@ proptest! {
                     let (moment, known, bytes, is_written) = index.get(&marks).clone();
                     let went = ledger.go_on(moment, world.bytes, LOOK);
                     if went.is_ok() {
-                        prop_assert!(world.holds(&known), "a guest is set back whose disk is another one");
+                        prop_assert!(world.holds(&known), "a guest is set back, but its disk has changed");
                         prop_assert_eq!(bytes, world.bytes);
                         world.guest = Some(known);
                     } else if moment.server == ledger.server && !is_written && bytes == world.bytes {
-                        prop_assert_eq!(went, Err(Void::Dropped), "nothing that it knew was written");
+                        prop_assert_eq!(went, Err(Void::Dropped), "none of its blocks was written");
                     }
                 }
                 Step::GoOn(_) => {}
@@ -127,9 +127,9 @@ proptest! {
 }
 
 #[test]
-fn each_reason_is_told() {
+fn each_reason_is_reported() {
     let mut ledger = Ledger::default();
-    assert_eq!(ledger.mark(CAPACITY, LOOK), None, "the guest was there before the server");
+    assert_eq!(ledger.mark(CAPACITY, LOOK), None, "the guest is older than the server");
     ledger.begin();
     ledger.reads(3..5);
     let moment = ledger.mark(CAPACITY, LOOK).unwrap();
@@ -139,7 +139,7 @@ fn each_reason_is_told() {
     assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, CAPACITY, LOOK), Err(Void::Server));
     ledger.changes(0..3);
     ledger.changes(5..9);
-    // It was changed by the guest, so what it looks like says nothing.
+    // The guest has changed it, so the stamp is no evidence.
     assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Ok(()));
     ledger.changes(4..20);
     assert_eq!(ledger.check(moment, CAPACITY, LOOK), Err(Void::Written { block: 4 }));
@@ -148,11 +148,11 @@ fn each_reason_is_told() {
         ledger.mark(CAPACITY, LOOK).unwrap();
     }
     assert_eq!(ledger.go_on(first, CAPACITY, LOOK), Err(Void::Dropped));
-    assert_eq!(ledger.touched(), Some(20), "a refusal has changed nothing");
+    assert_eq!(ledger.touched(), Some(20), "a rejected moment changes nothing");
 }
 
 #[test]
-fn what_a_guest_has_written_it_knows_too() {
+fn a_guest_has_touched_what_it_has_written() {
     let mut ledger = Ledger::default();
     ledger.begin();
     ledger.changes(7..8);

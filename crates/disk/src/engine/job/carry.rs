@@ -1,4 +1,4 @@
-//! The parts of a request on their way to the disk and back, and its answer.
+//! Reads and writes the parts of a request, and answers it.
 
 use super::{Part, PartLocation, Work, cut};
 use crate::block::touched;
@@ -10,13 +10,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that are under way at a time, at most; one part always goes.
+/// Most bytes in progress, except that one part always may be.
 const MOST_BYTES: usize = 64 << 20;
-/// Places in the ring that are kept for who waits for kicks.
+/// Entries of the ring that are kept for waiting for kicks.
 const KEPT: usize = 40;
 
 impl Engine {
-    /// Begin parts, as far as there is room and the rate allows.
+    /// Starts waiting parts, as far as there is space and the rate limit allows.
     pub(in crate::engine) fn begin_waiting(&mut self) {
         self.due = None;
         self.release_if_due();
@@ -37,7 +37,7 @@ impl Engine {
             }
             if !job.admitted && moves {
                 let bytes = job.parts.iter().map(|part| part.bytes).sum();
-                // A QEMU that stops its guest waits for what was taken, and does nothing else meanwhile.
+                // A QEMU that stops its guest waits for these requests, and does nothing else meanwhile.
                 if !self.stopping.is_empty() {
                     self.throttle.charge(bytes);
                 } else if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
@@ -48,10 +48,10 @@ impl Engine {
             }
             self.waiting.pop_front();
             self.begin_part(number, part, work);
-            // What was gathered has taken its time: meanwhile the disk is to have something to do.
+            // Copying takes time: let the disk work meanwhile.
             if work.work == Work::Write && self.has_moved > FEED {
                 self.has_moved = 0;
-                // If that cannot be done, the next wait says why.
+                // If that fails, the next wait reports it.
                 let _ = self.ring.submit();
             }
         }
@@ -74,7 +74,7 @@ impl Engine {
                 self.moving += len;
                 return self.part_ended(number, part, Ok(len), Some(buffer));
             }
-            // It was merged meanwhile, and the image synced.
+            // Merged since, and the image was synced.
             (Work::Sync, PartLocation::Segment { .. }) if segment.is_none() => {
                 return self.part_done(number, Status::Ok);
             }
@@ -114,7 +114,7 @@ impl Engine {
         }
         let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
         if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
-            // There is room: it was looked for.
+            // There is space: it was checked before.
             self.part_done(number, Status::Failed);
         }
     }
@@ -175,7 +175,7 @@ impl Engine {
         self.part_done(number, status);
     }
 
-    /// A file system that cannot make zeroes is given them.
+    /// Writes zeros, for a file system that cannot zero a range.
     fn zero_by_writing(&mut self, number: usize, part: u32, work: Part) {
         let Some(job) = self.jobs.get_mut(number) else { return };
         let mut parts = cut(Work::ZeroByWriting, Range { at: work.at, bytes: work.bytes }, 0).into_iter();
@@ -189,13 +189,13 @@ impl Engine {
         }
     }
 
-    /// Move the data of a part between the buffer and the guest.
+    /// Moves the data of a part between the buffer and the guest.
     pub(in crate::engine) fn copy(&mut self, number: usize, part: u32, bytes: &mut [u8]) -> Option<()> {
         self.has_moved += bytes.len();
         self.jobs.get(number)?.copy(part, bytes)
     }
 
-    /// A part is done. Its data begins at byte `at` of the buffer.
+    /// Completes a part whose data begins at byte `at` of the buffer.
     pub(in crate::engine) fn moved(&mut self, number: usize, part: u32, buffer: Option<Buffer>, at: usize) {
         let note = self.to_note(number, part);
         self.part_done(number, Status::Ok);
@@ -215,14 +215,13 @@ impl Engine {
         }
     }
 
-    /// Answer.
     pub(super) fn finish(&mut self, number: usize) {
         let Some(job) = self.jobs.try_remove(number) else { return };
         self.taken_bytes = self.taken_bytes.saturating_sub(job.bytes);
         if job.status != Status::Ok
             && let Some((map, _)) = &mut self.map
         {
-            // What a write that failed has left there is not known.
+            // The content after a failed write is unknown.
             job.ranges().for_each(|range| map.take_all(touched(range.at, range.bytes), |_| ()));
         }
         let written = if job.status == Status::Ok { job.request.written } else { 1 };

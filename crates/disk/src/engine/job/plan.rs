@@ -1,4 +1,4 @@
-//! What is to be done for a request.
+//! Divides requests into parts.
 
 use super::super::command::Session;
 use super::{Job, Part, PartLocation, Work, along, cut};
@@ -12,11 +12,11 @@ use crate::report::warn_limited;
 use crate::request::{self, Disk, IDENTITY, Kind, Range, Status};
 use std::sync::Arc;
 
-/// So many bytes of the disk cost as much as a short request.
+/// Bytes of the disk that cost as much as a short request.
 const COST: u64 = 1 << 20;
 
 impl Engine {
-    /// Begin a request. `is_new`: it has not been taken before. Gives what that has cost, as a multiple of a short request's.
+    /// Begins a request. `is_new`: it was not taken before. Returns its cost in short requests.
     pub(in crate::engine) fn begin(
         &mut self,
         session: Session,
@@ -39,7 +39,7 @@ impl Engine {
             }
         };
         let Some(request) = request else {
-            // There is no place for an answer; the guest gets its descriptors back.
+            // There is no status byte to write; the guest gets its descriptors back.
             self.tell(session, queue, head, 0);
             return 1;
         };
@@ -65,7 +65,7 @@ impl Engine {
         cost
     }
 
-    /// Find out what is to be done for a job, and do what needs no disk.
+    /// Determines the parts of a job, and does what needs no disk.
     fn plan(&mut self, number: usize) {
         let Some(job) = self.jobs.get(number) else { return };
         let parts = match &job.request.what {
@@ -123,7 +123,7 @@ impl Engine {
         }
     }
 
-    /// What is on the disk there is about to become something else.
+    /// Forgets the blocks that a job is about to change.
     fn change(&mut self, number: usize) {
         let mut stale = false;
         let ranges: Vec<Range> = self.jobs.get(number).into_iter().flat_map(Job::ranges).collect();
@@ -145,7 +145,7 @@ impl Engine {
         }
     }
 
-    /// Blocks that are in the attic are given from there; the rest is read.
+    /// Serves blocks of the retained cache and reads the rest.
     fn plan_read(&mut self, number: usize, range: Range) {
         let is_written = self.map.is_some()
             && self.jobs.iter().any(|(of, other)| of != number && other.changes_disk() && other.touches(range));
@@ -169,7 +169,7 @@ impl Engine {
         }
     }
 
-    /// Give the guest what of a range is in the attic: block, where it begins in the data, digest, frame.
+    /// Copies blocks of the retained cache to the guest. Returns of each: block, offset in the data, digest, frame.
     fn take_retained(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
         let mut found = Vec::new();
         let blocks = whole(range.at, range.bytes);
@@ -186,7 +186,7 @@ impl Engine {
             let Some(bytes) = buffer.get_mut(..bytes) else { break };
             let digests = retained.take(first + done, bytes);
             let mut next = 0;
-            // What comes side by side is passed on in one.
+            // Adjacent blocks are copied together.
             for run in digests.chunk_by(|one, other| one.is_some() == other.is_some()) {
                 let (place, offset) = (next * BLOCK, begin as u64 + done * BLOCK as u64 + (next * BLOCK) as u64);
                 let fill = |at, from: usize, len| job.memory.fill(at, bytes.get(place + from..place + from + len)?);
