@@ -2,7 +2,7 @@
 //!
 //! A chain is given by its head alone: if a killed server had taken it, it is not in the available ring any more.
 
-use crate::request::Segment;
+use crate::request::BufferSegment;
 
 const NEXT: u16 = 1;
 const WRITABLE: u16 = 2;
@@ -36,7 +36,7 @@ pub fn walk(
     table: u64,
     size: u16,
     head: u16,
-) -> Result<Vec<Segment>, ChainError> {
+) -> Result<Vec<BufferSegment>, ChainError> {
     let mut segments = Vec::new();
     let (mut table, mut size, mut at, mut is_indirect) = (table, u32::from(size), u32::from(head), false);
     loop {
@@ -64,7 +64,7 @@ pub fn walk(
             (table, size, at, is_indirect) = (address, entries as u32, 0, true);
             continue;
         }
-        segments.push(Segment { address, len, writable: flags & WRITABLE != 0 });
+        segments.push(BufferSegment { address, len, writable: flags & WRITABLE != 0 });
         if flags & NEXT == 0 {
             return Ok(segments);
         }
@@ -82,7 +82,7 @@ mod tests {
         [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
     }
 
-    fn of(bytes: &[u8], size: u16, head: u16) -> Result<Vec<Segment>, ChainError> {
+    fn of(bytes: &[u8], size: u16, head: u16) -> Result<Vec<BufferSegment>, ChainError> {
         let read = |at: u64, into: &mut [u8]| {
             let at = usize::try_from(at).ok()?;
             into.copy_from_slice(bytes.get(at..at.checked_add(into.len())?)?);
@@ -96,7 +96,7 @@ mod tests {
         let mut bytes =
             [descriptor(0x1000, 16, NEXT, 2), descriptor(64, 32, INDIRECT, 0), descriptor(7, 1, WRITABLE, 0)];
         let direct = of(&bytes.concat(), 3, 0).unwrap();
-        let part = |address, len, writable| Segment { address, len, writable };
+        let part = |address, len, writable| BufferSegment { address, len, writable };
         assert_eq!(direct, [part(0x1000, 16, false), part(7, 1, true)]);
         let table = [vec![0; 16], descriptor(5, 6, NEXT | WRITABLE, 1), descriptor(8, 9, 0, 0)].concat();
         let indirect = [&bytes.concat()[..], &table].concat();

@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let request = |header: &[u8; HEADER]| header.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes));
     let mut header = [0; HEADER];
-    if look(stream, &mut header, &mut RecvAncillaryBuffer::default())? < HEADER
+    if peek(stream, &mut header, &mut RecvAncillaryBuffer::default())? < HEADER
         || request(&header) != Some(SET_BACKEND_REQ_FD)
     {
         return Ok(None);
@@ -33,7 +33,7 @@ pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     // The message has arrived, so this does not wait.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    look(stream, &mut header, &mut ancillary)?;
+    peek(stream, &mut header, &mut ancillary)?;
     let descriptors = ancillary.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
         _ => None,
@@ -41,7 +41,7 @@ pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     Ok(descriptors.flatten().next())
 }
 
-fn look(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAncillaryBuffer<'_>) -> io::Result<usize> {
+fn peek(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAncillaryBuffer<'_>) -> io::Result<usize> {
     loop {
         let mut parts = [IoSliceMut::new(header)];
         match recvmsg(stream, &mut parts, ancillary, RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC) {

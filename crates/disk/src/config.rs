@@ -34,14 +34,14 @@ pub const PROTOCOL: u64 = 1 << 30;
 
 /// The properties that a guest sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct DiskConfig {
     pub capacity: u64,
     pub readonly: bool,
     /// Most queues.
     pub queues: u16,
 }
 
-impl Shape {
+impl DiskConfig {
     #[must_use]
     pub fn features(&self) -> u64 {
         use feature::{BLK_SIZE, DISCARD, FLUSH, INDIRECT, MQ, READONLY, SEG_MAX, TOPOLOGY, VERSION_1, WRITE_ZEROES};
@@ -80,11 +80,11 @@ mod tests {
 
     #[test]
     fn fields_are_at_the_offsets_of_the_specification() {
-        let shape = Shape { capacity: 1 << 30, readonly: true, queues: 2 };
+        let shape = DiskConfig { capacity: 1 << 30, readonly: true, queues: 2 };
         let space = shape.space();
         assert_eq!(space[..8], (1u64 << 21).to_le_bytes());
         assert_eq!((space[20..24].to_vec(), space[24], space[34], space[56]), (vec![0, 2, 0, 0], 3, 2, 1));
         assert_ne!(shape.features() & (1 << 5), 0);
-        assert_eq!(Shape { readonly: false, ..shape }.features() & (1 << 5), 0);
+        assert_eq!(DiskConfig { readonly: false, ..shape }.features() & (1 << 5), 0);
     }
 }

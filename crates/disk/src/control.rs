@@ -11,7 +11,7 @@
 
 use crate::desk::Desk;
 use crate::engine::command::{Command, Refused, Status};
-use crate::engine::ledger::Question;
+use crate::engine::ledger::LedgerCommand;
 use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
@@ -80,7 +80,8 @@ pub enum Ask {
     PhaseCheck { moment: Moment },
     /// The next guest continues from that moment, and its memory is filled while it runs, until [`Ask::Filled`]. Returns null, or why it
     /// may not.
-    PhaseGoOn { moment: Moment },
+    #[serde(rename = "phase-go-on")]
+    PhaseResume { moment: Moment },
     /// Start a redo log. Returns the disk's identity and the current epoch.
     EpochBegin {},
     /// End the current epoch. Returns the disk's identity and the ended epoch.
@@ -126,10 +127,10 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
         Ask::Filled {} => value(engine.ask(Command::Filled)),
-        Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(Question::Begin(to)))),
-        Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(Question::Mark(to)))),
-        Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(Question::Check(moment, to)))),
-        Ask::PhaseGoOn { moment } => value(engine.ask(|to| Command::Ledger(Question::GoOn(moment, to)))),
+        Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Begin(to)))),
+        Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Mark(to)))),
+        Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Check(moment, to)))),
+        Ask::PhaseResume { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Resume(moment, to)))),
         Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
         Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
         Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
@@ -262,8 +263,8 @@ impl Control {
     pub fn end_epochs(&mut self, patience: Duration) -> Result<(), ControlError> {
         let deadline = Instant::now() + patience;
         self.ask::<()>(&Ask::EpochEnd {})?;
-        while let Some(told) = self.status()?.redo {
-            if let Some(why) = told.failed {
+        while let Some(redo) = self.status()?.redo {
+            if let Some(why) = redo.failed {
                 return Err(ControlError::Refused { path: self.path.clone(), why });
             }
             if Instant::now() > deadline {

@@ -7,7 +7,7 @@
 
 use crate::engine::Handle;
 use crate::engine::command::{Command, Refused};
-use crate::image::{How, Image};
+use crate::image::{Image, OpenMode};
 use crate::redo::error::chain;
 use crate::redo::keeper::{self, EpochId, Keeper, LogOptions};
 use crate::redo::recover::DiskVersion;
@@ -17,9 +17,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// A disk that is not open yet.
 #[derive(Debug)]
-pub struct Waiting {
+pub struct PendingDisk {
     pub image: PathBuf,
-    pub how: How,
+    pub mode: OpenMode,
     /// How to open its log.
     pub redo: LogOptions,
     /// Whether a restore is still filling the guest's memory.
@@ -31,7 +31,7 @@ pub struct Waiting {
 pub struct Desk {
     pub engine: Handle,
     keeper: OnceLock<Arc<Keeper>>,
-    waiting: Mutex<Option<Waiting>>,
+    waiting: Mutex<Option<PendingDisk>>,
 }
 
 impl Desk {
@@ -43,7 +43,7 @@ impl Desk {
 
     /// For a server that waits for its disk.
     #[must_use]
-    pub fn waiting(engine: Handle, waiting: Waiting) -> Self {
+    pub fn waiting(engine: Handle, waiting: PendingDisk) -> Self {
         Self { engine, keeper: OnceLock::new(), waiting: Mutex::new(Some(waiting)) }
     }
 
@@ -64,7 +64,7 @@ impl Desk {
     pub fn have(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
         let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
-        let image = Image::open(&waiting.image, waiting.how).map_err(|e| Refused(chain(&e)))?;
+        let image = Image::open(&waiting.image, waiting.mode).map_err(|e| Refused(chain(&e)))?;
         let version = at.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
         let options = LogOptions { version, ..waiting.redo.clone() };
         let mut opened = keeper::open(&image, options).map_err(|e| Refused(chain(&e)))?;

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct How {
+pub struct OpenMode {
     /// Reject writes.
     pub readonly: bool,
     /// Bypass the host's page cache.
@@ -64,7 +64,7 @@ pub struct Image {
     pub file: Arc<File>,
     /// Length in bytes.
     pub bytes: u64,
-    pub how: How,
+    pub mode: OpenMode,
     /// Alignment of offset, length and memory of each operation.
     pub alignment: u32,
     pub is_device: bool,
@@ -112,21 +112,21 @@ impl Image {
     ///
     /// # Errors
     /// [`ImageError`].
-    pub fn open(path: &Path, how: How) -> Result<Self, ImageError> {
-        Self::open_within(path, how, RELEASE)
+    pub fn open(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
+        Self::open_within(path, mode, RELEASE)
     }
 
     /// Inspects the image at `path` without locking it. Its content may change at any time.
     ///
     /// # Errors
     /// [`ImageError`].
-    pub fn look(path: &Path) -> Result<Self, ImageError> {
-        Self::unlocked(path, How { readonly: true, direct: false })
+    pub fn inspect(path: &Path) -> Result<Self, ImageError> {
+        Self::unlocked(path, OpenMode { readonly: true, direct: false })
     }
 
     /// As [`Image::open`], waiting up to `patience` for a process that is releasing it.
-    fn open_within(path: &Path, how: How, patience: Duration) -> Result<Self, ImageError> {
-        let image = Self::unlocked(path, how)?;
+    fn open_within(path: &Path, mode: OpenMode, patience: Duration) -> Result<Self, ImageError> {
+        let image = Self::unlocked(path, mode)?;
         let deadline = Instant::now() + patience;
         loop {
             match image.lock() {
@@ -137,14 +137,14 @@ impl Image {
         }
     }
 
-    fn unlocked(path: &Path, how: How) -> Result<Self, ImageError> {
+    fn unlocked(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
         let failed = |doing| {
             let path = path.to_owned();
             move |source: io::Error| ImageError::Io { path, doing, source }
         };
-        let access = if how.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
+        let access = if mode.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
         let open = |flags| rustix::fs::open(path, access | flags, Mode::empty()).map(File::from);
-        let (file, direct) = match how.direct.then(|| open(OFlags::DIRECT)) {
+        let (file, direct) = match mode.direct.then(|| open(OFlags::DIRECT)) {
             Some(Ok(file)) => (file, true),
             // Not supported, for example by tmpfs, which is in memory anyway.
             Some(Err(rustix::io::Errno::INVAL)) | None => {
@@ -166,9 +166,9 @@ impl Image {
             return Err(ImageError::Odd { path: path.to_owned(), bytes });
         }
         let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
-        let how = How { direct, ..how };
+        let mode = OpenMode { direct, ..mode };
         let (file, durability) = (Arc::new(file), Arc::default());
-        Ok(Self { path: path.to_owned(), file, bytes, how, alignment, is_device, durability })
+        Ok(Self { path: path.to_owned(), file, bytes, mode, alignment, is_device, durability })
     }
 
     /// Returns the present length. Fails if the image is shorter than `before`.
@@ -190,7 +190,7 @@ impl Image {
 
     fn lock(&self) -> Result<(), ImageError> {
         let failed = |source| ImageError::Io { path: self.path.clone(), doing: "locking it", source };
-        let ours: &[u64] = if self.how.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
+        let ours: &[u64] = if self.mode.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
         let kept = [WRITE, RESIZE];
         let bytes = ours.iter().map(|bit| PERMITTED + bit).chain(kept.iter().map(|bit| UNSHARED + bit));
         for byte in bytes {
@@ -221,8 +221,8 @@ mod tests {
     use super::*;
     use std::fs;
 
-    const WRITABLE: How = How { readonly: false, direct: true };
-    const READONLY: How = How { readonly: true, direct: true };
+    const WRITABLE: OpenMode = OpenMode { readonly: false, direct: true };
+    const READONLY: OpenMode = OpenMode { readonly: true, direct: true };
 
     fn image(bytes: u64) -> (tempfile::TempDir, PathBuf) {
         let directory = tempfile::tempdir().unwrap();
@@ -234,7 +234,7 @@ mod tests {
     #[test]
     fn one_process_writes_it_or_several_read_it() {
         let (_directory, path) = image(1 << 20);
-        let open = |how| Image::open_within(&path, how, Duration::ZERO);
+        let open = |mode| Image::open_within(&path, mode, Duration::ZERO);
         let writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(writer.bytes, 1 << 20);
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })));
@@ -242,10 +242,10 @@ mod tests {
         let readers = [Image::open(&path, READONLY).unwrap(), Image::open(&path, READONLY).unwrap()];
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })), "under its readers");
         drop(readers);
-        let looker = Image::look(&path).unwrap();
+        let inspected = Image::inspect(&path).unwrap();
         let _writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(
-            (looker.bytes, Image::look(&path).unwrap().bytes),
+            (inspected.bytes, Image::inspect(&path).unwrap().bytes),
             (1 << 20, 1 << 20),
             "an inspected image is not locked"
         );

@@ -143,7 +143,7 @@ impl Inflight {
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn telling(&mut self, queue: u16, head: u16) -> io::Result<()> {
+    pub fn answering(&mut self, queue: u16, head: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
         }
@@ -156,7 +156,7 @@ impl Inflight {
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn told(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
+    pub fn answered(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
         }
@@ -168,7 +168,7 @@ impl Inflight {
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn left(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
+    pub fn unfinished(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
         if queue >= self.queues {
             return Ok(Vec::new());
         }
@@ -238,17 +238,17 @@ mod tests {
         for head in [5, 2] {
             inflight.taken(0, head).unwrap();
         }
-        inflight.telling(0, 5).unwrap();
+        inflight.answering(0, 5).unwrap();
         drop(inflight);
         // Killed before the used ring was written, or after.
-        assert_eq!(again(&file, bytes).left(0, 0).unwrap(), [5, 2]);
-        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
-        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 0).unwrap(), [5, 2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
     }
 
     proptest! {
         #[test]
-        fn whenever_it_is_killed_what_is_left_is_what_was_not_told(
+        fn after_a_kill_exactly_the_unanswered_requests_are_unfinished(
             steps in proptest::collection::vec((0..8u16, any::<bool>()), 0..60), killed in 0..4u8,
         ) {
             let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
@@ -263,7 +263,7 @@ mod tests {
                     if last && killed == 0 {
                         break;
                     }
-                    inflight.telling(0, head).unwrap();
+                    inflight.answering(0, head).unwrap();
                     if last && killed == 1 {
                         break;
                     }
@@ -272,11 +272,11 @@ mod tests {
                     if last && killed == 2 {
                         break;
                     }
-                    inflight.told(0, head, used).unwrap();
+                    inflight.answered(0, head, used).unwrap();
                 }
             }
             drop(inflight);
-            prop_assert_eq!(again(&file, bytes).left(0, used).unwrap(), model);
+            prop_assert_eq!(again(&file, bytes).unfinished(0, used).unwrap(), model);
         }
     }
 }

@@ -122,7 +122,7 @@ mod tests {
         assert!((0..1000).all(|_| free.admit(1 << 20, now).is_ok()));
         let mut slow = Throttle::new(Limits { bps: None, iops: Some(100) }, now);
         let later = now + Duration::from_secs(3600);
-        let at_once = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
-        assert_eq!(at_once, 11, "a tenth of a second, and the one that is over it");
+        let admitted = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
+        assert_eq!(admitted, 11, "a tenth of a second, and the one that is over it");
     }
 }

@@ -196,40 +196,40 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[derive(Debug, Clone)]
-    enum Step {
+    enum MapAction {
         Moved(u64, Frame, Digest),
         Changed(u64),
         Reused(Frame),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = MapAction> {
         let (blocks, frames) = (prop_oneof![0..40u64, MOST_BLOCKS - 2..MOST_BLOCKS + 3], 0..24u32);
         prop_oneof![
-            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| Step::Moved(b, f, d)),
-            blocks.prop_map(Step::Changed),
-            frames.prop_map(Step::Reused),
+            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| MapAction::Moved(b, f, d)),
+            blocks.prop_map(MapAction::Changed),
+            frames.prop_map(MapAction::Reused),
         ]
     }
 
     proptest! {
         #[test]
-        fn it_says_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
+        fn it_finds_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
             let mut map = BlockMap::new(20);
             let mut model: BTreeMap<u64, (Frame, Digest)> = BTreeMap::new();
             for step in steps {
                 match step {
-                    Step::Moved(block, frame, digest) => {
+                    MapAction::Moved(block, frame, digest) => {
                         map.moved(block, frame, digest);
                         model.retain(|of, (held, _)| *of != block && *held != frame);
                         if block < MOST_BLOCKS && frame < 20 {
                             model.insert(block, (frame, digest));
                         }
                     }
-                    Step::Changed(block) => {
+                    MapAction::Changed(block) => {
                         map.changed(block);
                         model.remove(&block);
                     }
-                    Step::Reused(frame) => {
+                    MapAction::Reused(frame) => {
                         map.reused(frame);
                         model.retain(|_, (held, _)| *held != frame);
                     }

@@ -5,7 +5,7 @@
 
 use crate::background::run_in_background;
 use crate::map::Frame;
-use crate::missing::{Missing, Twice};
+use crate::missing::{DoubleMapping, MissingPages};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::mapping::drop_pages;
 use rekindle_kernel::memory::PAGE_SIZE;
@@ -28,7 +28,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Most frames of holes in a guest's memory: 64 GiB, and three times its memory.
 const FAR: u64 = 1 << 24;
 
-/// Who needs to know which pages are written.
+/// The users of the record of written pages.
 #[derive(Debug, Default)]
 struct WriteTracking {
     /// A protector does.
@@ -142,7 +142,7 @@ pub struct Span {
 #[derive(Debug)]
 pub struct Memory {
     /// The part that is still being filled. Declared before the mapping, so that it is dropped first.
-    missing: Option<Missing>,
+    missing: Option<MissingPages>,
     pub map: GuestMemoryMmap<WriteMarks>,
     written: Arc<WriteTracking>,
     /// Written pages of each region: its first address, bytes, address in the front end.
@@ -190,16 +190,16 @@ impl Memory {
         let mut memory = Self::map(regions)?;
         let place = |(_, start, bytes, theirs): &(_, u64, u64, u64)| {
             let ours = memory.map.get_host_address(GuestAddress(*start)).map_err(io::Error::other)? as u64;
-            Ok(Twice { ours: ours..ours + bytes, theirs: *theirs })
+            Ok(DoubleMapping { ours: ours..ours + bytes, theirs: *theirs })
         };
         let places = memory.fronts.iter().map(place).collect::<io::Result<_>>()?;
-        memory.missing = Some(Missing::begin(places, front)?);
+        memory.missing = Some(MissingPages::begin(places, front)?);
         Ok(memory)
     }
 
     /// Ends the filling: no page is missing any more.
     pub fn filled(&self) {
-        self.missing.iter().for_each(Missing::filled);
+        self.missing.iter().for_each(MissingPages::filled);
     }
 
     /// Number of pages up to the end of the guest's memory, holes included.
@@ -382,11 +382,11 @@ fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
 
 /// Total length of files, and their allocated bytes; each file counts once.
 fn sizes<'a>(files: impl Iterator<Item = &'a File>) -> (u64, u64) {
-    let told: BTreeMap<_, _> = files
+    let sizes_by_file: BTreeMap<_, _> = files
         .filter_map(|file| file.metadata().ok())
         .map(|metadata| ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.blocks() * 512)))
         .collect();
-    told.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
+    sizes_by_file.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
 }
 
 /// The files of a guest's memory without a mapping: unmapped memory is released faster.
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_noted_for_who_wants_to_know() {
+    fn written_pages_are_recorded_on_request() {
         let memory = Memory::map(vec![region(1 << 20, 1 << 20), region(0, 640 << 10)]).unwrap();
         assert_eq!(memory.frames(), 512);
         memory.write(0, &[1; 10]).unwrap();

@@ -26,7 +26,7 @@ const PAGE: u64 = memory::PAGE_SIZE as u64;
 
 /// Memory that both processes map.
 #[derive(Debug, Clone)]
-pub struct Twice {
+pub struct DoubleMapping {
     /// Address in this process.
     pub ours: Range<u64>,
     /// Address in the other process.
@@ -35,19 +35,19 @@ pub struct Twice {
 
 /// See [the module](self).
 #[derive(Debug)]
-pub struct Missing {
+pub struct MissingPages {
     faults: Arc<Userfault>,
-    places: Vec<Twice>,
+    places: Vec<DoubleMapping>,
     end: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Missing {
+impl MissingPages {
     /// From here on, access to a missing page of `places` blocks until `front` has it.
     ///
     /// # Errors
     /// The system's, also if userfaultfd is unavailable. Access does not block then, so the memory must not be used.
-    pub fn begin(places: Vec<Twice>, front: Process) -> io::Result<Self> {
+    pub fn begin(places: Vec<DoubleMapping>, front: Process) -> io::Result<Self> {
         let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
         for place in &places {
             faults.register(place.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
@@ -56,7 +56,7 @@ impl Missing {
         let serve = (Arc::clone(&faults), places.clone(), Arc::clone(&end));
         let thread = thread::Builder::new().name("missing pages".into()).spawn(move || {
             let (faults, places, end) = serve;
-            if let Err(e) = bring(&faults, &places, &end, front) {
+            if let Err(e) = supply_pages(&faults, &places, &end, front) {
                 // Blocked accesses stay blocked.
                 tracing::error!("missing pages of the guest can no longer be supplied: {e}");
             }
@@ -74,7 +74,7 @@ impl Missing {
     }
 }
 
-impl Drop for Missing {
+impl Drop for MissingPages {
     fn drop(&mut self) {
         let _ = rustix::io::write(&self.end, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
@@ -84,7 +84,12 @@ impl Drop for Missing {
 }
 
 /// Supplies pages until `end`.
-fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) -> Result<(), UserfaultError> {
+fn supply_pages(
+    faults: &Userfault,
+    places: &[DoubleMapping],
+    end: &OwnedFd,
+    front: Process,
+) -> Result<(), UserfaultError> {
     let failed = |source: rustix::io::Errno| UserfaultError::Descriptor { what: "wait", source: source.into() };
     loop {
         let mut ready = [PollFd::new(faults, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
@@ -99,7 +104,7 @@ fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) ->
             let Event::Fault { address, .. } = event else { continue };
             let page = address - address % PAGE;
             if let Some(place) = places.iter().find(|place| place.ours.contains(&page)) {
-                read_there(front, place.theirs + (page - place.ours.start));
+                read_in_front(front, place.theirs + (page - place.ours.start));
             }
             faults.wake(page..page + PAGE)?;
         }
@@ -107,15 +112,15 @@ fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) ->
 }
 
 /// Makes `front` fetch the page at `address`, which blocks there.
-fn read_there(front: Process, address: u64) {
-    let mut told = false;
+fn read_in_front(front: Process, address: u64) {
+    let mut is_reported = false;
     while let Err(e) = memory::read(front, address, &mut [0]) {
         if !front.is_alive() {
             // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied: they could reach the disk.
             tracing::error!("QEMU ended before its guest's memory was filled; this server ends, too");
             std::process::exit(1);
         }
-        if !std::mem::replace(&mut told, true) {
+        if !std::mem::replace(&mut is_reported, true) {
             tracing::error!("cannot supply a page of the guest, so its disk waits: {e}");
         }
         thread::sleep(AGAIN);
@@ -136,7 +141,7 @@ mod tests {
         let theirs = mapped(file, PAGES * PAGE);
         let faults = Userfault::own(Features::empty()).unwrap();
         faults.register(theirs..theirs + PAGES * PAGE, Mode::MISSING).unwrap();
-        let (brought, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let (supplied, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         thread::scope(|scope| {
             scope.spawn(|| {
                 loop {
@@ -148,7 +153,7 @@ mod tests {
                     for event in faults.events().unwrap() {
                         let Event::Fault { address, .. } = event else { continue };
                         let number = (address - theirs) / PAGE;
-                        brought.fetch_add(1, Ordering::Relaxed);
+                        supplied.fetch_add(1, Ordering::Relaxed);
                         faults.copy(address - address % PAGE, &[number as u8 + 1; PAGE as usize], true).unwrap();
                     }
                 }
@@ -156,7 +161,7 @@ mod tests {
             work(theirs);
             rustix::io::write(&done, &1u64.to_ne_bytes()).unwrap();
         });
-        brought.load(Ordering::Relaxed)
+        supplied.load(Ordering::Relaxed)
     }
 
     fn mapped(file: &File, bytes: u64) -> u64 {
@@ -173,7 +178,7 @@ mod tests {
         let fd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = File::from(fd);
         file.set_len(16 * PAGE).unwrap();
-        let brought = with_pager(&file, |theirs| {
+        let supplied = with_pager(&file, |theirs| {
             let me = Process::of(std::process::id()).unwrap();
             let region =
                 Region { address: 0, bytes: 16 * PAGE, file: file.try_clone().unwrap(), offset: 0, front: theirs };
@@ -192,6 +197,6 @@ mod tests {
             memory.read(3 * PAGE, &mut bytes).unwrap();
             assert_eq!(bytes, [4; 10]);
         });
-        assert_eq!(brought, 4, "each once");
+        assert_eq!(supplied, 4, "each once");
     }
 }

@@ -9,10 +9,10 @@ const WINDOW: Duration = Duration::from_secs(60);
 
 /// Limits warnings of one kind.
 #[derive(Debug)]
-pub struct RateLimit(Mutex<State>);
+pub struct RateLimit(Mutex<WindowState>);
 
 #[derive(Debug)]
-struct State {
+struct WindowState {
     window: Option<Instant>,
     logged: u32,
     omitted: u64,
@@ -22,7 +22,7 @@ impl RateLimit {
     /// A limit with nothing logged yet.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Mutex::new(State { window: None, logged: 0, omitted: 0 }))
+        Self(Mutex::new(WindowState { window: None, logged: 0, omitted: 0 }))
     }
 
     /// Returns the number of warnings omitted since the last logged one, if the one at `now` is to be logged.

@@ -20,7 +20,7 @@ pub const IDENTITY: usize = 20;
 /// The value of the status byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Status {
+pub enum RequestStatus {
     Ok = 0,
     Failed = 1,
     /// Not supported.
@@ -28,7 +28,7 @@ pub enum Status {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Segment {
+pub struct BufferSegment {
     pub address: u64,
     pub len: u64,
     /// The device writes it instead of reading it.
@@ -81,9 +81,9 @@ impl Kind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// The operation, or an immediate answer.
-    pub what: Result<Kind, Status>,
+    pub what: Result<Kind, RequestStatus>,
     /// The data in the guest's memory.
-    pub data: Vec<Segment>,
+    pub data: Vec<BufferSegment>,
     /// Address of the status byte.
     pub status: u64,
     /// Bytes for the used ring if the request succeeds, including the status.
@@ -106,7 +106,7 @@ pub struct Disk {
 /// # Errors
 /// [`Unanswerable`].
 pub fn parse(
-    chain: impl Iterator<Item = Segment>,
+    chain: impl Iterator<Item = BufferSegment>,
     mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
     disk: Disk,
 ) -> Result<Request, Unanswerable> {
@@ -121,23 +121,25 @@ pub fn parse(
     }
     let status = cut_last(&mut writable).ok_or(Unanswerable)?;
     let mut header = [0; HEADER as usize];
-    let refused = |what: Status| Request { what: Err(what), data: Vec::new(), status, written: 1 };
+    let refused = |what: RequestStatus| Request { what: Err(what), data: Vec::new(), status, written: 1 };
     if !in_order || gather(&mut readable, &mut header, &mut read).is_none() {
-        return Ok(refused(Status::Failed));
+        return Ok(refused(RequestStatus::Failed));
     }
-    let [kind, _, low, high] = header.as_chunks::<4>().0 else { return Ok(refused(Status::Failed)) };
+    let [kind, _, low, high] = header.as_chunks::<4>().0 else { return Ok(refused(RequestStatus::Failed)) };
     let (kind, sector) = (u32::from_le_bytes(*kind), u64::from_le_bytes(both(*low, *high)));
-    let (Some(given), Some(wanted)) = (total(&readable), total(&writable)) else { return Ok(refused(Status::Failed)) };
+    let (Some(given), Some(wanted)) = (total(&readable), total(&writable)) else {
+        return Ok(refused(RequestStatus::Failed));
+    };
     let what = match kind {
-        0 => Range::of(sector, wanted, disk.capacity).map(Kind::Read).ok_or(Status::Failed),
-        1 | 11 | 13 if disk.readonly => Err(Status::Failed),
-        1 => Range::of(sector, given, disk.capacity).map(Kind::Write).ok_or(Status::Failed),
+        0 => Range::of(sector, wanted, disk.capacity).map(Kind::Read).ok_or(RequestStatus::Failed),
+        1 | 11 | 13 if disk.readonly => Err(RequestStatus::Failed),
+        1 => Range::of(sector, given, disk.capacity).map(Kind::Write).ok_or(RequestStatus::Failed),
         4 => Ok(Kind::Flush),
         8 => Ok(Kind::Identity),
         11 => ranges(&mut readable, given, &mut read, disk, 0)
             .map(|all| Kind::Discard(all.into_iter().map(|(range, _)| range).collect())),
         13 => ranges(&mut readable, given, &mut read, disk, 1).map(Kind::Zeroes),
-        _ => Err(Status::Unsupported),
+        _ => Err(RequestStatus::Unsupported),
     };
     let (data, written) = match &what {
         Ok(Kind::Read(_)) => (writable, wanted),
@@ -153,7 +155,7 @@ fn both([a, b, c, d]: [u8; 4], [e, f, g, h]: [u8; 4]) -> [u8; 8] {
 }
 
 /// Removes the last writable byte, which is the status, and returns its address. The rest is data.
-fn cut_last(writable: &mut Vec<Segment>) -> Option<u64> {
+fn cut_last(writable: &mut Vec<BufferSegment>) -> Option<u64> {
     loop {
         let last = writable.last_mut()?;
         match last.len.checked_sub(1) {
@@ -166,7 +168,7 @@ fn cut_last(writable: &mut Vec<Segment>) -> Option<u64> {
     }
 }
 
-fn total(segments: &[Segment]) -> Option<u64> {
+fn total(segments: &[BufferSegment]) -> Option<u64> {
     let sum = segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.len))?;
     // The used ring has 32-bit lengths.
     (sum < u64::from(u32::MAX)).then_some(sum)
@@ -174,7 +176,7 @@ fn total(segments: &[Segment]) -> Option<u64> {
 
 /// Removes the first bytes from segments.
 fn gather(
-    segments: &mut [Segment],
+    segments: &mut [BufferSegment],
     into: &mut [u8],
     read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
 ) -> Option<()> {
@@ -195,31 +197,31 @@ fn gather(
 
 /// The ranges of a discard (`allowed` flags: none) or of a write of zeros (1: unmap).
 fn ranges(
-    readable: &mut [Segment],
+    readable: &mut [BufferSegment],
     given: u64,
     read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
     disk: Disk,
     allowed: u32,
-) -> Result<Vec<(Range, bool)>, Status> {
+) -> Result<Vec<(Range, bool)>, RequestStatus> {
     let count = given / RANGE;
     if given == 0 || !given.is_multiple_of(RANGE) || count > u64::from(MOST_RANGES) {
-        return Err(Status::Failed);
+        return Err(RequestStatus::Failed);
     }
     let mut found = Vec::new();
     for _ in 0..count {
         let mut bytes = [0; RANGE as usize];
-        gather(readable, &mut bytes, read).ok_or(Status::Failed)?;
-        let [low, high, sectors, flags] = bytes.as_chunks::<4>().0 else { return Err(Status::Failed) };
+        gather(readable, &mut bytes, read).ok_or(RequestStatus::Failed)?;
+        let [low, high, sectors, flags] = bytes.as_chunks::<4>().0 else { return Err(RequestStatus::Failed) };
         let (sector, flags) = (u64::from_le_bytes(both(*low, *high)), u32::from_le_bytes(*flags));
         if flags & !allowed != 0 {
-            return Err(Status::Unsupported);
+            return Err(RequestStatus::Unsupported);
         }
         let sectors = u32::from_le_bytes(*sectors);
         if sectors > RANGE_SECTORS {
-            return Err(Status::Failed);
+            return Err(RequestStatus::Failed);
         }
         let bytes = u64::from(sectors) * SECTOR;
-        found.push((Range::of(sector, bytes, disk.capacity).ok_or(Status::Failed)?, flags & 1 != 0));
+        found.push((Range::of(sector, bytes, disk.capacity).ok_or(RequestStatus::Failed)?, flags & 1 != 0));
     }
     Ok(found)
 }
@@ -245,15 +247,15 @@ mod tests {
         [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat()
     }
 
-    fn readable(address: u64, len: u64) -> Segment {
-        Segment { address, len, writable: false }
+    fn readable(address: u64, len: u64) -> BufferSegment {
+        BufferSegment { address, len, writable: false }
     }
 
-    fn writable(address: u64, len: u64) -> Segment {
-        Segment { address, len, writable: true }
+    fn writable(address: u64, len: u64) -> BufferSegment {
+        BufferSegment { address, len, writable: true }
     }
 
-    fn of(bytes: &[u8], chain: &[Segment]) -> Result<Request, Unanswerable> {
+    fn of(bytes: &[u8], chain: &[BufferSegment]) -> Result<Request, Unanswerable> {
         parse(chain.iter().copied(), guest(bytes), DISK)
     }
 
@@ -277,23 +279,23 @@ mod tests {
         assert_eq!((request.data, request.written), (vec![readable(16, 512)], 1));
         let readonly = Disk { readonly: true, ..DISK };
         let chain = [readable(0, 528), writable(0x5000, 1)];
-        assert_eq!(parse(chain.into_iter(), guest(&bytes), readonly).unwrap().what, Err(Status::Failed));
+        assert_eq!(parse(chain.into_iter(), guest(&bytes), readonly).unwrap().what, Err(RequestStatus::Failed));
     }
 
     #[test]
     fn what_exceeds_the_disk_or_is_no_request_is_rejected() {
         let status = writable(0x5000, 1);
-        let what = |kind, sector, more: &[Segment]| {
+        let what = |kind, sector, more: &[BufferSegment]| {
             let chain = [&[readable(0, 16)], more, &[status]].concat();
             of(&header(kind, sector), &chain).unwrap().what
         };
-        let failed = Err(Status::Failed);
+        let failed = Err(RequestStatus::Failed);
         assert_eq!(what(0, 2048, &[writable(0x1000, 512)]), failed, "after the end");
         assert_eq!(what(0, 2047, &[writable(0x1000, 1024)]), failed, "across the end");
         assert_eq!(what(0, u64::MAX / 512 + 2, &[writable(0x1000, 512)]), failed, "an overflow");
         assert_eq!(what(0, 0, &[writable(0x1000, 513)]), failed, "not whole sectors");
         assert_eq!(what(0, 0, &[writable(0x1000, 1 << 31), writable(0x1000, 1 << 31)]), failed, "too long");
-        assert_eq!(what(99, 0, &[]), Err(Status::Unsupported));
+        assert_eq!(what(99, 0, &[]), Err(RequestStatus::Unsupported));
         assert_eq!(what(4, 0, &[]), Ok(Kind::Flush));
         assert_eq!(of(&header(0, 0), &[readable(0, 16)]), Err(Unanswerable));
         assert_eq!(of(&header(0, 0), &[]), Err(Unanswerable));
@@ -315,9 +317,9 @@ mod tests {
         let first = Range { at: 0, bytes: 4096 };
         assert_eq!(what(11, &[range(0, 8, 0)]), Ok(Kind::Discard(vec![first])));
         assert_eq!(what(13, &[range(0, 8, 1), range(0, 8, 0)]), Ok(Kind::Zeroes(vec![(first, true), (first, false)])));
-        assert_eq!(what(11, &[range(0, 8, 1)]), Err(Status::Unsupported));
-        assert_eq!(what(13, &[range(0, 8, 2)]), Err(Status::Unsupported));
-        assert_eq!(what(13, &[range(2047, 8, 0)]), Err(Status::Failed));
+        assert_eq!(what(11, &[range(0, 8, 1)]), Err(RequestStatus::Unsupported));
+        assert_eq!(what(13, &[range(0, 8, 2)]), Err(RequestStatus::Unsupported));
+        assert_eq!(what(13, &[range(2047, 8, 0)]), Err(RequestStatus::Failed));
         let large = |kind, sectors| {
             let bytes = [header(kind, 0), range(8, sectors, 0)].concat();
             let chain = [readable(0, bytes.len() as u64), writable(0x5000, 1)];
@@ -325,11 +327,11 @@ mod tests {
         };
         let whole = Range { at: 4096, bytes: 1 << 30 };
         assert_eq!(large(11, RANGE_SECTORS), Ok(Kind::Discard(vec![whole])));
-        assert_eq!(large(11, RANGE_SECTORS + 1), Err(Status::Failed), "above the reported limit");
-        assert_eq!(large(13, u32::MAX), Err(Status::Failed));
-        assert_eq!(what(11, &[]), Err(Status::Failed));
-        assert_eq!(what(11, &[vec![0; 15]]), Err(Status::Failed));
-        assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(Status::Failed));
+        assert_eq!(large(11, RANGE_SECTORS + 1), Err(RequestStatus::Failed), "above the reported limit");
+        assert_eq!(large(13, u32::MAX), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &[]), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &[vec![0; 15]]), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(RequestStatus::Failed));
     }
 
     proptest! {
@@ -339,7 +341,7 @@ mod tests {
             kind in prop_oneof![Just(0u8), Just(1), Just(4), Just(8), Just(11), Just(13), any::<u8>()],
             chain in proptest::collection::vec(
                 (prop_oneof![0..300u64, any::<u64>()], prop_oneof![0..5000u64, any::<u64>()], any::<bool>())
-                    .prop_map(|(address, len, writable)| Segment { address, len, writable }), 0..6),
+                    .prop_map(|(address, len, writable)| BufferSegment { address, len, writable }), 0..6),
         ) {
             let mut bytes = bytes;
             if let Some(first) = bytes.first_mut() {

@@ -1,17 +1,17 @@
 //! The process that serves one disk, and its two sockets.
 
 use crate::channel;
-use crate::config::Shape;
+use crate::config::DiskConfig;
 use crate::control;
-use crate::desk::{Desk, Waiting};
-use crate::engine::command::{Command, Session};
+use crate::desk::{Desk, PendingDisk};
+use crate::engine::command::{Command, FrontendId};
 use crate::engine::{self, Handle, Settings};
-use crate::image::{How, Image, ImageError};
+use crate::image::{Image, ImageError, OpenMode};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
-use crate::session::{Filling, Frontend};
+use crate::session::{FillState, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
@@ -50,7 +50,7 @@ pub enum ServeError {
 #[derive(Debug, Clone)]
 pub struct Service {
     pub image: PathBuf,
-    pub how: How,
+    pub mode: OpenMode,
     pub socket: PathBuf,
     /// The control socket.
     pub control: PathBuf,
@@ -69,7 +69,7 @@ pub struct Service {
 /// # Errors
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, how, socket, control, redo, settings, waits } = service;
+    let Service { image: path, mode, socket, control, redo, settings, waits } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -77,14 +77,14 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
         );
     }
     // Locked, unless it waits: of two servers only one gets as far as its sockets.
-    let image = if waits { Image::look(&path)? } else { Image::open(&path, how)? };
+    let image = if waits { Image::inspect(&path)? } else { Image::open(&path, mode)? };
     let filling = Arc::clone(&settings.filling);
-    let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
+    let shape = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let (desk, thread) = if waits {
         let (engine, thread) = engine::start(image, settings, None, waits).map_err(failed)?;
-        let waiting = Waiting { image: path.clone(), how, redo, filling: Arc::clone(&filling) };
+        let waiting = PendingDisk { image: path.clone(), mode, redo, filling: Arc::clone(&filling) };
         (Desk::waiting(engine, waiting), thread)
     } else {
         let mut redo = keeper::open(&image, redo)?;
@@ -94,7 +94,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     };
     let desk = Arc::new(desk);
     accept(guests, &desk.engine, move |engine, number, stream| {
-        serve_front(engine, Session(number), shape, &filling, stream);
+        serve_front(engine, FrontendId(number), shape, &filling, stream);
     });
     let asked_at = Arc::clone(&desk);
     accept(asked, &desk.engine, move |_, _, stream| {
@@ -161,24 +161,24 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 }
 
 /// Removes a front end from the engine on drop, also during a panic.
-struct Leave<'a>(&'a Handle, Session);
+struct LeaveOnDrop<'a>(&'a Handle, FrontendId);
 
-impl Drop for Leave<'_> {
+impl Drop for LeaveOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.tell(Command::Leave(self.1));
+        self.0.send(Command::Leave(self.1));
     }
 }
 
 /// Serves vhost-user to one front end until it disconnects.
-fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
+fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
-    engine.tell(Command::Join(session, process));
-    let _leave = Leave(&engine, session);
+    engine.send(Command::Join(session, process));
+    let _leave = LeaveOnDrop(&engine, session);
     let frontend = Arc::new(Mutex::new(Frontend::new(
         engine.clone(),
         session,
         shape,
-        Filling { is: Arc::clone(filling), process },
+        FillState { is: Arc::clone(filling), process },
     )));
     let ahead = stream.try_clone();
     let mut handler = BackendReqHandler::from_stream(stream, frontend);

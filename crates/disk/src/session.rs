@@ -8,8 +8,8 @@
 //! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues; another one that starts a
 //! queue meanwhile is rejected.
 
-use crate::config::{EVENT_IDX, LOG_ALL, Shape};
-use crate::engine::command::{Command, Ends, Notify, Refused, Rings, Session};
+use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
+use crate::engine::command::{Command, FrontendId, Notification, QueueDescriptors, Refused, Rings};
 use crate::engine::{Handle, MOST_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
@@ -41,7 +41,7 @@ struct Queue {
 
 /// Whether a restore is still filling the guest's memory, and the process that has it.
 #[derive(Debug)]
-pub struct Filling {
+pub struct FillState {
     pub is: Arc<AtomicBool>,
     /// The front end's process.
     pub process: Option<u32>,
@@ -51,14 +51,14 @@ pub struct Filling {
 #[derive(Debug)]
 pub struct Frontend {
     engine: Handle,
-    session: Session,
-    shape: Shape,
+    session: FrontendId,
+    shape: DiskConfig,
     features: u64,
     /// The regions: address in the front end, bytes, address in the guest.
     regions: Vec<(u64, u64, u64)>,
     memory: Option<Arc<Memory>>,
     queues: Vec<Queue>,
-    filling: Filling,
+    filling: FillState,
 }
 
 fn refused(e: Refused) -> Error {
@@ -83,7 +83,7 @@ fn prepare_eventfd(file: &File) -> io::Result<()> {
 
 impl Frontend {
     #[must_use]
-    pub fn new(engine: Handle, session: Session, shape: Shape, filling: Filling) -> Self {
+    pub fn new(engine: Handle, session: FrontendId, shape: DiskConfig, filling: FillState) -> Self {
         let queues = (0..shape.queues).map(|_| Queue::default()).collect();
         Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues, filling }
     }
@@ -122,7 +122,7 @@ impl Frontend {
         let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let rings = Rings { event_idx, ..queue.rings };
-        let ends = Ends { kick, call, error };
+        let ends = QueueDescriptors { kick, call, error };
         self.engine.ask(|answer| Command::Start(session, index as u16, rings, ends, answer)).map_err(refused)?;
         self.queue(index)?.runs = true;
         Ok(())
@@ -134,17 +134,19 @@ impl Frontend {
         if fits { Ok(()) } else { Err(Error::InvalidParam) }
     }
 
-    fn set_notify(&mut self, index: u8, which: Notify, fd: Option<File>) -> Result<()> {
+    fn set_notify(&mut self, index: u8, which: Notification, fd: Option<File>) -> Result<()> {
         let session = self.session;
         fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
         let queue = self.queue(index.into())?;
         let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         match which {
-            Notify::Call => queue.call = fd,
-            Notify::Error => queue.error = fd,
+            Notification::Call => queue.call = fd,
+            Notification::Error => queue.error = fd,
         }
         if queue.runs {
-            self.engine.ask(|answer| Command::Notify(session, index.into(), which, copy, answer)).map_err(refused)?;
+            self.engine
+                .ask(|answer| Command::Notification(session, index.into(), which, copy, answer))
+                .map_err(refused)?;
         }
         Ok(())
     }
@@ -270,11 +272,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notify::Call, fd)
+        self.set_notify(index, Notification::Call, fd)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notify::Error, fd)
+        self.set_notify(index, Notification::Error, fd)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -301,7 +303,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let status = self.engine.ask(Command::Status).map_err(refused)?;
-        let space = Shape { capacity: status.bytes, ..self.shape }.space();
+        let space = DiskConfig { capacity: status.bytes, ..self.shape }.space();
         // A newer front end knows more fields; they read as zeros.
         Ok((offset..offset.saturating_add(size)).map(|at| space.get(at as usize).copied().unwrap_or(0)).collect())
     }
@@ -363,11 +365,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         _phase: VhostTransferStatePhase,
         _file: File,
     ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+        Err(Error::InvalidOperation("a disk has no state apart from its queues"))
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+        Err(Error::InvalidOperation("a disk has no state apart from its queues"))
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {

@@ -252,7 +252,7 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
     }
     guest.kick(0);
     let why = wait_for("writes that wait", || told(&disk)?.waiting);
-    assert!(why.contains("as long as it may be") && why.contains("no checkpoint is committed"), "{why}");
+    assert!(why.contains("has reached its limit") && why.contains("no checkpoint is committed"), "{why}");
     let mut ended = guest.ended(0).len();
     assert!(ended < blocks.clone().count());
     // Reads do not wait.

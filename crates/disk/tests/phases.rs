@@ -7,7 +7,7 @@ mod common;
 
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::ledger::{Moment, Void};
+use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_disk::redo::keeper::EpochId;
 use std::collections::BTreeMap;
 use vhost::VhostBackend;
@@ -31,13 +31,13 @@ fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
     marked
 }
 
-fn check(disk: &Disk, moment: Moment) -> Option<Void> {
+fn check(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     disk.control().ask(&Control::PhaseCheck { moment }).unwrap()
 }
 
-fn go_on(disk: &Disk, moment: Moment) -> Option<Void> {
+fn go_on(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     wait_gone(disk);
-    disk.control().ask(&Control::PhaseGoOn { moment }).unwrap()
+    disk.control().ask(&Control::PhaseResume { moment }).unwrap()
 }
 
 /// The memory of a guest that goes on is all there in these tests.
@@ -66,15 +66,15 @@ fn a_moment_holds_until_a_block_that_was_touched_is_written() {
     guest.fill(FIRST, &content(5, 0));
     let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST * PAGE, 512, false)] };
     assert_eq!(guest.ask(&part), 0);
-    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+    assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
     let later = mark(&disk, &mut guest).unwrap();
     guest.write(7, FIRST, &content(7, 2));
-    assert_eq!(check(&disk, later), Some(Void::Written { block: 7 }), "what it has written it knows too");
+    assert_eq!(check(&disk, later), Some(StaleReason::Written { block: 7 }), "what it has written it knows too");
     let last = mark(&disk, &mut guest).unwrap();
     drop(guest);
     disk.end();
     disk.serve(|_| ());
-    assert_eq!(check(&disk, last), Some(Void::Server));
+    assert_eq!(check(&disk, last), Some(StaleReason::Server));
 }
 
 /// The next guest's QEMU has connected while the former guest runs; one that is only stopped may go on with its memory.
@@ -90,7 +90,7 @@ fn a_qemu_that_waits_for_its_guest_is_in_nobodys_way() {
     let status = || disk.control().status().unwrap();
     wait_for("the next one to be seen", || (status().connected == 2).then_some(()));
     assert_eq!(status().waiting, 1);
-    let go_on = || disk.control().ask::<Option<Void>>(&Control::PhaseGoOn { moment });
+    let go_on = || disk.control().ask::<Option<StaleReason>>(&Control::PhaseResume { moment });
     guest.stop(0);
     assert!(go_on().unwrap_err().to_string().contains("still connected"));
     assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err());
@@ -120,7 +120,7 @@ fn a_log_beside_the_image_changes_nothing_of_what_was_touched() {
     disk.control().end_epochs(common::DEADLINE).unwrap();
     assert_eq!(check(&disk, moment), None);
     guest.write(5, FIRST, &content(5, 1));
-    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+    assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn random_histories() {
         if random.u64(..10) == 0 {
             disk.end();
             disk.serve(|_| ());
-            moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(Void::Server)));
+            moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(StaleReason::Server)));
         }
     }
     assert!(went > 0 && refused > 0, "{went} went on, {refused} were refused");

@@ -292,7 +292,7 @@ fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
             let log = disk.directory.path().join("log.redo");
             disk.serve(|service| {
                 service.image = device.path.clone();
-                service.how.direct = false;
+                service.mode.direct = false;
                 service.redo.directory = Some(log);
             });
         };

@@ -151,7 +151,7 @@ fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
 
 #[test]
 fn a_guest_is_told_what_its_disk_is_and_that_it_has_grown() {
-    let disk = Disk::with(16, |service| service.how.readonly = true);
+    let disk = Disk::with(16, |service| service.mode.readonly = true);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
     let features = guest.front.get_features().unwrap();
     assert_ne!(features & (1 << 5), 0, "read-only");

@@ -1,6 +1,6 @@
 //! Commands to the engine.
 
-use super::logged::Logged;
+use super::logged::EngineLog;
 use super::visit::Visit;
 use crate::image::Image;
 use crate::limit::Limits;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Session(pub u32);
+pub struct FrontendId(pub u32);
 
 /// Why a command is rejected.
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub struct Rings {
 }
 
 #[derive(Debug)]
-pub struct Ends {
+pub struct QueueDescriptors {
     /// Readable when the guest has added to the available ring.
     pub kick: OwnedFd,
     /// Written when the used ring has new entries.
@@ -51,10 +51,10 @@ pub struct Ends {
 
 /// One of the descriptors that notify a front end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Notify {
-    /// [`Ends::call`].
+pub enum Notification {
+    /// [`QueueDescriptors::call`].
     Call,
-    /// [`Ends::error`].
+    /// [`QueueDescriptors::error`].
     Error,
 }
 
@@ -111,21 +111,21 @@ pub struct Status {
 #[derive(Debug)]
 pub enum Command {
     /// A front end has connected; with its process, if the kernel reports it.
-    Join(Session, Option<u32>),
+    Join(FrontendId, Option<u32>),
     /// A front end has disconnected.
-    Leave(Session),
+    Leave(FrontendId),
     /// A socket for notifications to the front end.
-    Channel(Session, OwnedFd, Answer<()>),
+    Channel(FrontendId, OwnedFd, Answer<()>),
     /// The front end's memory.
-    Memory(Session, Arc<Memory>, Answer<()>),
+    Memory(FrontendId, Arc<Memory>, Answer<()>),
     /// The record of requests in progress, in memory that QEMU holds.
-    Inflight(Session, crate::inflight::Inflight, Answer<()>),
+    Inflight(FrontendId, crate::inflight::Inflight, Answer<()>),
     /// Start a queue. Rejected while another front end's queues run.
-    Start(Session, u16, Rings, Ends, Answer<()>),
+    Start(FrontendId, u16, Rings, QueueDescriptors, Answer<()>),
     /// Replace a descriptor for notifications.
-    Notify(Session, u16, Notify, Option<File>, Answer<()>),
+    Notification(FrontendId, u16, Notification, Option<File>, Answer<()>),
     /// Stop a queue. Answered with the next index of the available ring, once no request of the queue is in progress.
-    Stop(Session, u16, Answer<u16>),
+    Stop(FrontendId, u16, Answer<u16>),
     /// Set the rate limits.
     Limit(Limits, Answer<()>),
     /// Update the length of a grown image. Notifies front ends and their guests.
@@ -146,9 +146,9 @@ pub enum Command {
     Collect(Answer<Vec<Span>>),
     /// The guest's memory is filled completely.
     Filled(Answer<()>),
-    Ledger(super::ledger::Question),
+    Ledger(super::ledger::LedgerCommand),
     /// The disk that the server has waited for: the image, and its redo log, if there is one.
-    Have(Box<(Image, Option<Logged>)>, Answer<()>),
+    Have(Box<(Image, Option<EngineLog>)>, Answer<()>),
     /// Run a function with the log.
     Visit(Visit),
     Status(Answer<Status>),

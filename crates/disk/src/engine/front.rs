@@ -1,7 +1,7 @@
 //! A front end: its memory and its queues.
 
-use super::command::{Broken, Ends, Notify, Refused, Rings, Session};
-use super::line::{Line, Next, RingError};
+use super::command::{Broken, FrontendId, Notification, QueueDescriptors, Refused, Rings};
+use super::line::{Line, QueueStep, RingError};
 use super::{Engine, FEED, Token};
 use crate::background::run_in_background;
 use crate::channel;
@@ -41,7 +41,7 @@ pub(super) struct Front {
     /// A socket for notifications.
     channel: Option<OwnedFd>,
     /// The disk may have grown while its queues did not run: QEMU does not listen then.
-    is_untold: bool,
+    is_growth_unreported: bool,
 }
 
 impl Front {
@@ -50,8 +50,8 @@ impl Front {
         self.memory.is_none() && self.lines.is_empty()
     }
 
-    fn tell_grown(&mut self) {
-        self.is_untold = self.lines.is_empty();
+    fn notify_grown(&mut self) {
+        self.is_growth_unreported = self.lines.is_empty();
         if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {
             warn_limited!("cannot notify QEMU that the disk has grown: {e}; the guest sees it after a reboot");
         }
@@ -59,23 +59,23 @@ impl Front {
 }
 
 impl Engine {
-    pub(super) fn join(&mut self, session: Session, process: Option<u32>) {
-        self.fronts.insert(session, Front { process, is_untold: true, ..Front::default() });
+    pub(super) fn join(&mut self, session: FrontendId, process: Option<u32>) {
+        self.fronts.insert(session, Front { process, is_growth_unreported: true, ..Front::default() });
     }
 
-    pub(super) fn set_channel(&mut self, session: Session, channel: OwnedFd) {
+    pub(super) fn set_channel(&mut self, session: FrontendId, channel: OwnedFd) {
         if let Some(front) = self.fronts.get_mut(&session) {
             front.channel = Some(channel);
         }
     }
 
     /// Notifies all front ends that the disk has grown.
-    pub(super) fn tell_grown(&mut self) {
-        self.fronts.values_mut().for_each(Front::tell_grown);
+    pub(super) fn notify_grown(&mut self) {
+        self.fronts.values_mut().for_each(Front::notify_grown);
     }
 
     /// Removes a front end. Its requests in progress still complete, even those that wait because the log is full, without notification.
-    pub(super) fn leave(&mut self, session: Session) {
+    pub(super) fn leave(&mut self, session: FrontendId) {
         let front = self.fronts.remove(&session);
         for number in front.iter().flat_map(|front| front.lines.keys()) {
             self.ring.cancel(Token::Kick(session, *number).pack());
@@ -88,18 +88,18 @@ impl Engine {
         self.release();
     }
 
-    fn front(&mut self, session: Session) -> Result<&mut Front, Refused> {
+    fn front(&mut self, session: FrontendId) -> Result<&mut Front, Refused> {
         self.fronts.get_mut(&session).ok_or_else(|| Refused("there is no such front end".into()))
     }
 
-    pub(super) fn set_memory(&mut self, session: Session, memory: Arc<Memory>) -> Result<(), Refused> {
+    pub(super) fn set_memory(&mut self, session: FrontendId, memory: Arc<Memory>) -> Result<(), Refused> {
         let front = self.front(session)?;
         if !front.lines.is_empty() {
             return Err(Refused("its queues run, so its memory cannot be replaced".into()));
         }
         let before = front.memory.replace(Arc::clone(&memory));
         if let Some(record) = self.record.as_mut().filter(|record| record.session == session) {
-            record.goes_on(before, &memory);
+            record.remap(before, &memory);
         }
         // Releasing a frame would take it from that guest.
         if let Some(retained) =
@@ -115,26 +115,26 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn set_inflight(&mut self, session: Session, inflight: Inflight) -> Result<(), Refused> {
+    pub(super) fn set_inflight(&mut self, session: FrontendId, inflight: Inflight) -> Result<(), Refused> {
         self.front(session)?.inflight = Some(inflight);
         Ok(())
     }
 
     pub(super) fn set_notify(
         &mut self,
-        session: Session,
+        session: FrontendId,
         queue: u16,
-        which: Notify,
+        which: Notification,
         descriptor: Option<File>,
     ) -> Result<(), Refused> {
         if let Some(line) = self.front(session)?.lines.get_mut(&queue) {
             match which {
-                Notify::Call => {
+                Notification::Call => {
                     line.call = descriptor;
                     // Earlier answers could not be notified.
                     line.interrupt();
                 }
-                Notify::Error => line.error = descriptor,
+                Notification::Error => line.error = descriptor,
             }
         }
         Ok(())
@@ -143,10 +143,10 @@ impl Engine {
     /// Starts a queue.
     pub(super) fn start_line(
         &mut self,
-        session: Session,
+        session: FrontendId,
         number: u16,
         rings: Rings,
-        ends: Ends,
+        ends: QueueDescriptors,
     ) -> Result<(), Refused> {
         if self.waits {
             return Err(Refused("it waits for a restore, and has no disk yet".into()));
@@ -180,7 +180,7 @@ impl Engine {
         }
         let Wrapping(used) = queue.used_idx(&memory.map, Ordering::Acquire).map_err(|e| odd(&e.to_string()))?;
         let again = match &mut front.inflight {
-            Some(inflight) => inflight.left(number, used).map_err(|e| odd(&e.to_string()))?,
+            Some(inflight) => inflight.unfinished(number, used).map_err(|e| odd(&e.to_string()))?,
             None => Vec::new(),
         };
         queue.set_next_used(used);
@@ -200,8 +200,8 @@ impl Engine {
         // A previous server may have been killed between an answer and its notification, for which the guest waits.
         line.interrupt();
         front.lines.insert(number, line);
-        if front.is_untold {
-            front.tell_grown();
+        if front.is_growth_unreported {
+            front.notify_grown();
         }
         let is_new = used == 0 && front.lines.len() == 1;
         self.active = Some(session);
@@ -230,7 +230,7 @@ impl Engine {
                 }
                 (self.emptied, self.kept_at) = (None, Instant::now());
             }
-            Err(e) => warn_limited!("what the guest's former kernel had cached is not used: {e}"),
+            Err(e) => warn_limited!("cannot use what the guest's previous kernel cached: {e}"),
         }
     }
 
@@ -259,7 +259,7 @@ impl Engine {
     /// previous server or front end had taken are done first: the next QEMU may have another record of requests in progress, without them.
     pub(super) fn stop_line(
         &mut self,
-        session: Session,
+        session: FrontendId,
         number: u16,
         answer: std::sync::mpsc::Sender<Result<u16, Refused>>,
     ) {
@@ -277,7 +277,7 @@ impl Engine {
     }
 
     pub(super) fn answer_stopped(&mut self) {
-        let is_busy = |session: Session, number: u16| {
+        let is_busy = |session: FrontendId, number: u16| {
             let line = self.fronts.get(&session).and_then(|front| front.lines.get(&number));
             line.is_some_and(Line::has_unfinished)
                 || self.jobs.iter().any(|(_, job)| job.session == session && job.queue == number)
@@ -294,7 +294,7 @@ impl Engine {
         }
     }
 
-    pub(super) fn kicked(&mut self, session: Session, number: u16) {
+    pub(super) fn kicked(&mut self, session: FrontendId, number: u16) {
         let Some(line) = self.fronts.get(&session).and_then(|front| front.lines.get(&number)) else { return };
         if line.broken.is_some() {
             return;
@@ -316,7 +316,7 @@ impl Engine {
     }
 
     /// Takes requests from the available ring, as far as there is space.
-    fn take(&mut self, session: Session, number: u16) {
+    fn take(&mut self, session: FrontendId, number: u16) {
         // Requests of a previous front end may still write the disk: no new request may overtake them.
         if self.ended || self.jobs.iter().any(|(_, job)| job.session != session) {
             return;
@@ -329,9 +329,9 @@ impl Engine {
             let Some(front) = self.fronts.get_mut(&session) else { return };
             let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
             match line.next(&memory) {
-                Ok(Next::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
-                Ok(Next::Again) => cost += 1,
-                Ok(Next::CannotAllocate) => return,
+                Ok(QueueStep::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
+                Ok(QueueStep::Retry) => cost += 1,
+                Ok(QueueStep::WaitForKick) => return,
                 Err(e) => return self.ring_failed(session, number, &e),
             }
         }
@@ -340,7 +340,7 @@ impl Engine {
     }
 
     /// Handles a broken queue: it takes no more requests.
-    fn ring_failed(&mut self, session: Session, number: u16, error: &RingError) {
+    fn ring_failed(&mut self, session: FrontendId, number: u16, error: &RingError) {
         let line = self.fronts.get_mut(&session).and_then(|front| front.lines.get_mut(&number));
         if line.is_some_and(|line| line.fail(error)) {
             warn_limited!(
@@ -356,12 +356,12 @@ impl Engine {
     }
 
     /// Address and number of a queue's descriptors.
-    pub(super) fn table(&self, session: Session, number: u16) -> Option<(u64, u16)> {
+    pub(super) fn table(&self, session: FrontendId, number: u16) -> Option<(u64, u16)> {
         let line = self.fronts.get(&session)?.lines.get(&number)?;
         Some((line.queue.desc_table(), line.queue.size()))
     }
 
-    pub(super) fn note_taken(&mut self, session: Session, number: u16, head: u16) {
+    pub(super) fn note_taken(&mut self, session: FrontendId, number: u16, head: u16) {
         let inflight = self.fronts.get_mut(&session).and_then(|front| front.inflight.as_mut());
         if let Some(Err(e)) = inflight.map(|inflight| inflight.taken(number, head)) {
             warn_limited!("a request is not noted as under way: {e}");
@@ -369,7 +369,7 @@ impl Engine {
     }
 
     /// Puts a chain into the used ring. [`Engine::notify`] notifies the guest, before the engine waits.
-    pub(super) fn tell(&mut self, session: Session, number: u16, head: u16, written: u32) {
+    pub(super) fn answer_chain(&mut self, session: FrontendId, number: u16, head: u16, written: u32) {
         let Some(front) = self.fronts.get_mut(&session) else { return };
         let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.as_ref()) else { return };
         match line.answer(memory, front.inflight.as_mut().map(|inflight| (inflight, number)), head, written) {

@@ -10,15 +10,15 @@ mod carry;
 mod note;
 mod plan;
 
-pub(super) use note::Late;
+pub(super) use note::PendingRecord;
 
 use super::CHUNK;
-use super::command::Session;
+use super::command::FrontendId;
 use crate::block::{BLOCK, touched};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::redo::log::LogEntry;
-use crate::request::{Kind, Range, Request, Segment, Status};
+use crate::request::{BufferSegment, Kind, Range, Request, RequestStatus};
 use std::sync::Arc;
 
 /// The operation on a part of the disk.
@@ -65,7 +65,7 @@ pub(super) struct Part {
 
 /// See [the module](self).
 pub(super) struct Job {
-    pub session: Session,
+    pub session: FrontendId,
     pub queue: u16,
     head: u16,
     memory: Arc<Memory>,
@@ -76,7 +76,7 @@ pub(super) struct Job {
     /// Bytes to move or to zero.
     bytes: u64,
     left: usize,
-    status: Status,
+    status: RequestStatus,
     /// Admitted by the rate limit.
     admitted: bool,
     /// Another request in progress has blocks in common, and one of them writes: the resulting content is unknown.
@@ -95,7 +95,7 @@ impl Job {
         self.ranges().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
     }
 
-    pub fn wants(&self) -> Result<&Kind, &Status> {
+    pub fn wants(&self) -> Result<&Kind, &RequestStatus> {
         self.request.what.as_ref()
     }
 
@@ -131,7 +131,7 @@ impl Job {
 
 /// Moves bytes between a buffer and the guest's memory, starting at `offset` of the data that `segments` name.
 fn along(
-    segments: &[Segment],
+    segments: &[BufferSegment],
     offset: u64,
     bytes: usize,
     mut each: impl FnMut(u64, usize, usize) -> Option<()>,
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn bytes_go_along_the_segments_and_not_beyond() {
-        let segment = |address, len| Segment { address, len, writable: true };
+        let segment = |address, len| BufferSegment { address, len, writable: true };
         let segments = [segment(100, 10), segment(500, 0), segment(200, 20)];
         let moves = |offset, bytes| {
             let mut seen = Vec::new();

@@ -3,7 +3,7 @@
 use super::Engine;
 use super::command::Refused;
 use crate::block::touched;
-use crate::ledger::{Look, Moment, Void};
+use crate::ledger::{ImageStamp, Moment, StaleReason};
 use crate::request::{Kind, Range};
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::Ordering;
@@ -11,15 +11,15 @@ use std::sync::mpsc::Sender;
 
 /// A request about the ledger.
 #[derive(Debug)]
-pub enum Question {
+pub enum LedgerCommand {
     /// A guest boots that has read and written nothing.
     Begin(Sender<Result<(), Refused>>),
     /// Mark this moment.
     Mark(Sender<Result<Moment, Refused>>),
     /// Whether a guest of a moment may continue.
-    Check(Moment, Sender<Result<Option<Void>, Refused>>),
+    Check(Moment, Sender<Result<Option<StaleReason>, Refused>>),
     /// The next guest continues from that moment, if it may. Its memory is filled while it runs.
-    GoOn(Moment, Sender<Result<Option<Void>, Refused>>),
+    Resume(Moment, Sender<Result<Option<StaleReason>, Refused>>),
 }
 
 impl Engine {
@@ -37,26 +37,26 @@ impl Engine {
     }
 
     /// Answers a request.
-    pub(super) fn asked(&mut self, question: Question) {
-        match question {
-            Question::Begin(answer) => {
-                let begun = self.without_guest().map(|()| self.ledger.begin());
-                let _ = answer.send(begun);
+    pub(super) fn serve_ledger(&mut self, command: LedgerCommand) {
+        match command {
+            LedgerCommand::Begin(answer) => {
+                let started = self.without_guest().map(|()| self.ledger.begin());
+                let _ = answer.send(started);
             }
-            Question::Mark(answer) => drop(answer.send(self.mark_moment())),
-            Question::Check(moment, answer) => {
+            LedgerCommand::Mark(answer) => drop(answer.send(self.mark_moment())),
+            LedgerCommand::Check(moment, answer) => {
                 let stamp = self.image_stamp();
                 let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, stamp).err()));
             }
-            Question::GoOn(moment, answer) => {
-                let gone_on = self.without_guest().map(|()| {
-                    let void = self.ledger.go_on(moment, self.capacity, self.image_stamp()).err();
+            LedgerCommand::Resume(moment, answer) => {
+                let resumed = self.without_guest().map(|()| {
+                    let void = self.ledger.resume(moment, self.capacity, self.image_stamp()).err();
                     if void.is_none() {
                         self.settings.filling.store(true, Ordering::Relaxed);
                     }
                     void
                 });
-                let _ = answer.send(gone_on);
+                let _ = answer.send(resumed);
             }
         }
     }
@@ -82,7 +82,7 @@ impl Engine {
 
     /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean nothing: only the lock
     /// prevents changes by others.
-    fn image_stamp(&self) -> Option<Look> {
+    fn image_stamp(&self) -> Option<ImageStamp> {
         if self.image.is_device || self.logged.is_some() {
             return Some((self.capacity, 0, 0));
         }

@@ -31,15 +31,15 @@ pub(super) enum RingError {
 
 /// The next step with a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum QueueStep {
     /// Serve the request at this descriptor. `is_new`: it has not been taken before.
     Request {
         head: u16,
         is_new: bool,
     },
     /// Check again: the guest has just added a request.
-    Again,
-    CannotAllocate,
+    Retry,
+    WaitForKick,
 }
 
 /// See [the module](self).
@@ -61,17 +61,17 @@ pub(super) struct Line {
 
 impl Line {
     /// Takes the next request from the queue.
-    pub fn next(&mut self, memory: &Memory) -> Result<Next, RingError> {
+    pub fn next(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.queue.size();
         if self.broken.is_some() {
-            return Ok(Next::CannotAllocate);
+            return Ok(QueueStep::WaitForKick);
         }
         if let Some(head) = self.again.pop_front() {
-            let found = Next::Request { head, is_new: false };
+            let found = QueueStep::Request { head, is_new: false };
             return if head < size { Ok(found) } else { Err(RingError::Inflight { head, size }) };
         }
         if self.stopping {
-            return Ok(Next::CannotAllocate);
+            return Ok(QueueStep::WaitForKick);
         }
         let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
         self.queue.disable_notification(map).map_err(RingError::Access)?;
@@ -85,14 +85,14 @@ impl Line {
             other => other.map_err(RingError::Access)?,
         };
         match available.next().map(|chain| chain.head_index()) {
-            Some(head) if head < size => Ok(Next::Request { head, is_new: true }),
+            Some(head) if head < size => Ok(QueueStep::Request { head, is_new: true }),
             Some(head) => {
                 available.go_to_previous_position();
                 Err(RingError::Head { head, size })
             }
             None => {
                 let is_more = self.queue.enable_notification(map).map_err(RingError::Access)?;
-                Ok(if is_more { Next::Again } else { Next::CannotAllocate })
+                Ok(if is_more { QueueStep::Retry } else { QueueStep::WaitForKick })
             }
         }
     }
@@ -115,11 +115,11 @@ impl Line {
         written: u32,
     ) -> Result<std::io::Result<()>, RingError> {
         let mut inflight = inflight;
-        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.telling(*number, head));
+        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.answering(*number, head));
         self.queue.add_used(&memory.map, head, written).map_err(RingError::Access)?;
         let used = self.queue.next_used();
         let noted =
-            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.told(number, head, used)));
+            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.answered(number, head, used)));
         self.has_unnotified = true;
         Ok(noted)
     }

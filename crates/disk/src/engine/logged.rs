@@ -7,7 +7,7 @@ use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
 use crate::redo::log::{CannotAllocate, Log, LogEntry};
 use crate::report::warn_limited;
-use crate::request::{Range, Status};
+use crate::request::{Range, RequestStatus};
 use rekindle_kernel::uring::{Buffer, Operation};
 use serde::{Deserialize, Serialize};
 use slab::Slab;
@@ -22,14 +22,14 @@ const AGAIN: Duration = Duration::from_millis(100);
 
 /// An operation of the log that belongs to no request.
 #[derive(Debug)]
-enum Own {
+enum LogOperation {
     Sync { epoch: u64, written: u64 },
     Punch,
 }
 
 /// Space to reclaim once all present requests have ended: one of them may be about to read it.
 #[derive(Debug)]
-struct Grace<F> {
+struct PendingReclaim<F> {
     file: F,
     at: u64,
     bytes: u64,
@@ -64,29 +64,29 @@ pub struct RedoStatus {
 
 /// A redo log in the engine, and the writes that wait for it.
 #[derive(Debug)]
-pub struct Logged<F = LocalFile> {
+pub struct EngineLog<F = LocalFile> {
     pub log: Log<F>,
     /// The image may have writes from before the log that are not durable.
     pub image_dirty: bool,
     /// New writes wait: the log is about to end.
     pub closing: bool,
     /// Called when a segment or free space is needed.
-    wanted: Notify,
+    wanted: KeeperCallback,
     held: VecDeque<(usize, u32)>,
     waiting: Option<String>,
     /// Parts that wait for space.
     is_full: bool,
     /// Time of the next attempt.
     retry: Option<Instant>,
-    own: Slab<Own>,
-    grace: Vec<Grace<F>>,
+    own: Slab<LogOperation>,
+    grace: Vec<PendingReclaim<F>>,
 }
 
 /// A callback that neither blocks nor visits the engine.
 #[derive(Clone)]
-pub struct Notify(Arc<dyn Fn() + Send + Sync>);
+pub struct KeeperCallback(Arc<dyn Fn() + Send + Sync>);
 
-impl Notify {
+impl KeeperCallback {
     #[must_use]
     pub fn new(call: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(call))
@@ -97,16 +97,16 @@ impl Notify {
     }
 }
 
-impl std::fmt::Debug for Notify {
+impl std::fmt::Debug for KeeperCallback {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Notify")
     }
 }
 
-impl<F: Clone> Logged<F> {
+impl<F: Clone> EngineLog<F> {
     /// `wanted` is called when a segment or free space is needed.
     #[must_use]
-    pub fn new(log: Log<F>, wanted: Notify, image_dirty: bool) -> Self {
+    pub fn new(log: Log<F>, wanted: KeeperCallback, image_dirty: bool) -> Self {
         let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
         Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
     }
@@ -246,8 +246,8 @@ impl Engine {
                     let (_, limit) = logged.log.bytes();
                     logged.want(CannotAllocate::Limit);
                     let why = format!(
-                        "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
-                         rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
+                        "the redo log has reached its limit of {limit} bytes, because no checkpoint is committed. Check that \
+                         rekindle protect runs, or discard the disk of the last checkpoint: rekindle disk merge"
                     );
                     logged.hold(number, part, &why);
                     return self.sync_to_reclaim();
@@ -267,7 +267,7 @@ impl Engine {
                 if self.copy(number, part, data).is_none() {
                     self.abandon(&placed);
                     self.put_back(Some(buffer));
-                    return self.part_done(number, Status::Failed);
+                    return self.part_done(number, RequestStatus::Failed);
                 }
                 &*data
             }
@@ -283,7 +283,7 @@ impl Engine {
         if self.ring.begin(&file.0, operation, Token::Part(number as u32, part).pack()).is_err() {
             // There is space: it was checked before.
             self.abandon(&placed);
-            self.part_done(number, Status::Failed);
+            self.part_done(number, RequestStatus::Failed);
         }
     }
 
@@ -316,7 +316,7 @@ impl Engine {
             Err(e) => {
                 warn_limited!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
                 logged.log.abandoned(placed);
-                self.part_done(number, Status::Failed);
+                self.part_done(number, RequestStatus::Failed);
             }
         }
         self.put_back(buffer);
@@ -360,43 +360,44 @@ impl Engine {
     }
 
     /// Lets waiting parts continue into the image: the log has ended.
-    pub(super) fn unlogged(&mut self, logged: &mut Logged) {
+    pub(super) fn unlogged(&mut self, logged: &mut EngineLog) {
         self.waiting.extend(logged.held.drain(..));
     }
 
     /// Syncs segments whose overwritten entries could then be reclaimed.
     fn sync_to_reclaim(&mut self) {
         let Some(logged) = &mut self.logged else { return };
-        let is_syncing =
-            |epoch| logged.own.iter().any(|(_, own)| matches!(own, Own::Sync { epoch: of, .. } if *of == epoch));
+        let is_syncing = |epoch| {
+            logged.own.iter().any(|(_, own)| matches!(own, LogOperation::Sync { epoch: of, .. } if *of == epoch))
+        };
         let unsynced = logged.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch));
         if let Some(segment) = unsynced {
-            self.begin_own(
+            self.begin_log_operation(
                 &segment.file,
                 Operation::Sync,
-                Own::Sync { epoch: segment.epoch, written: segment.written },
+                LogOperation::Sync { epoch: segment.epoch, written: segment.written },
             );
         } else {
             self.reclaim();
         }
     }
 
-    fn begin_own(&mut self, file: &LocalFile, operation: Operation, own: Own) {
+    fn begin_log_operation(&mut self, file: &LocalFile, operation: Operation, own: LogOperation) {
         let Some(logged) = &mut self.logged else { return };
         let number = logged.own.insert(own);
-        if self.ring.begin(&file.0, operation, Token::Own(number as u32).pack()).is_err() {
+        if self.ring.begin(&file.0, operation, Token::LogOperation(number as u32).pack()).is_err() {
             logged.own.remove(number);
         }
     }
 
-    pub(super) fn own_ended(&mut self, number: u32, result: &io::Result<usize>) {
+    pub(super) fn log_operation_ended(&mut self, number: u32, result: &io::Result<usize>) {
         let Some(logged) = &mut self.logged else { return };
         match logged.own.try_remove(number as usize) {
-            Some(Own::Sync { epoch, written }) => {
+            Some(LogOperation::Sync { epoch, written }) => {
                 logged.log.synced(epoch, written, result.is_ok());
                 self.reclaim();
             }
-            Some(Own::Punch) | None => {}
+            Some(LogOperation::Punch) | None => {}
         }
         if let Err(e) = result {
             warn_limited!("the redo log of {}: {e}", self.image.path.display());
@@ -407,7 +408,7 @@ impl Engine {
         let before = self.serial;
         let Some(logged) = &mut self.logged else { return };
         let found = logged.log.reclaim().into_iter();
-        logged.grace.extend(found.map(|(file, at, bytes)| Grace { file, at, bytes, before }));
+        logged.grace.extend(found.map(|(file, at, bytes)| PendingReclaim { file, at, bytes, before }));
     }
 
     /// Reclaims space that no request in progress can be about to read.
@@ -416,15 +417,15 @@ impl Engine {
         let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
         // Space in the ring is kept for requests, and for waiting for kicks.
         let mut room = (DEPTH as usize / 2).saturating_sub(self.ring.under_way());
-        let is_free = |grace: &mut Grace<LocalFile>| {
+        let is_free = |grace: &mut PendingReclaim<LocalFile>| {
             let is_free = grace.before <= oldest && room > 0;
             room -= usize::from(is_free);
             is_free
         };
-        let free: Vec<Grace<LocalFile>> = logged.grace.extract_if(.., is_free).collect();
-        for Grace { file, at, bytes, .. } in free {
+        let free: Vec<PendingReclaim<LocalFile>> = logged.grace.extract_if(.., is_free).collect();
+        for PendingReclaim { file, at, bytes, .. } in free {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            self.begin_own(&file, Operation::Allocate { mode, at, len: bytes }, Own::Punch);
+            self.begin_log_operation(&file, Operation::Allocate { mode, at, len: bytes }, LogOperation::Punch);
         }
     }
 }

@@ -6,10 +6,10 @@
 //! | `line` | a running queue: takes requests from its rings and checks them |
 //! | `record` | pages of the guest's memory that the server writes |
 //! | `job` | one request, from the available to the used ring |
-//! | `hand` | a thread that digests large pieces |
+//! | `digest_thread` | a thread that digests large pieces |
 //! | [`logged`] | writes into the redo log, and reads from it |
 //! | [`mod@ledger`] | records for phase-based reboots |
-//! | [`command`], `asked`, [`visit`] | requests to the engine from other threads |
+//! | [`command`], `commands`, [`visit`] | requests to the engine from other threads |
 //!
 //! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest changes its page
 //! meanwhile; a write has the content of one moment; and a guest cannot change what a device is still reading.
@@ -19,10 +19,10 @@
 //!         cache ─ buffer ──> digest equal? guest, map
 //! ```
 
-mod asked;
 pub mod command;
+mod commands;
+mod digest_thread;
 mod front;
-mod hand;
 mod job;
 pub mod ledger;
 mod line;
@@ -37,12 +37,12 @@ use crate::limit::{Limits, Throttle};
 use crate::map::BlockMap;
 use crate::memory::Memory;
 use crate::retained::RetainedCache;
-use command::{Command, Refused, Session};
+use command::{Command, FrontendId, Refused};
+use digest_thread::DigestThread;
 use front::Front;
 pub use front::MOST_ENTRIES;
-use hand::Hand;
-use job::{Job, Late};
-use logged::Logged;
+use job::{Job, PendingRecord};
+use logged::EngineLog;
 use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, HALF, Ring};
 use rustix::event::{EventfdFlags, eventfd};
@@ -88,11 +88,11 @@ enum Token {
     /// Another thread has queued a command or a result.
     Wake,
     /// A queue was kicked.
-    Kick(Session, u16),
+    Kick(FrontendId, u16),
     /// A part of a job has completed: job number and part.
     Part(u32, u32),
     /// An operation of the redo log itself has completed.
-    Own(u32),
+    LogOperation(u32),
 }
 
 impl Token {
@@ -101,15 +101,15 @@ impl Token {
             Self::Wake => 0,
             Self::Kick(session, queue) => 1 << 62 | u64::from(session.0) << 16 | u64::from(queue),
             Self::Part(job, part) => 2 << 62 | u64::from(job) << 24 | u64::from(part),
-            Self::Own(number) => 3 << 62 | u64::from(number),
+            Self::LogOperation(number) => 3 << 62 | u64::from(number),
         }
     }
 
     fn unpack(token: u64) -> Self {
         match token >> 62 {
             0 => Self::Wake,
-            1 => Self::Kick(Session((token >> 16) as u32), token as u16),
-            3 => Self::Own(token as u32),
+            1 => Self::Kick(FrontendId((token >> 16) as u32), token as u16),
+            3 => Self::LogOperation(token as u32),
             _ => Self::Part((token >> 24) as u32, (token & 0xff_ffff) as u32),
         }
     }
@@ -136,7 +136,7 @@ impl Handle {
     }
 
     /// Sends a command that has no answer.
-    pub fn tell(&self, command: Command) {
+    pub fn send(&self, command: Command) {
         if self.commands.send(command).is_ok() {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
@@ -144,7 +144,7 @@ impl Handle {
 }
 
 /// A queue that is being stopped, and where to send the answer once none of its requests is in progress.
-type Stopping = (Session, u16, Sender<Result<u16, Refused>>);
+type Stopping = (FrontendId, u16, Sender<Result<u16, Refused>>);
 
 /// See [the module](self).
 struct Engine {
@@ -154,15 +154,15 @@ struct Engine {
     settings: Settings,
     commands: Receiver<Command>,
     wake: Arc<OwnedFd>,
-    fronts: BTreeMap<Session, Front>,
+    fronts: BTreeMap<FrontendId, Front>,
     /// The front end whose queues run.
-    active: Option<Session>,
+    active: Option<FrontendId>,
     /// Pages of the guest's memory that the server writes, for a protector.
     record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
-    hand: Hand,
-    late: Slab<Late>,
+    digest_thread: DigestThread,
+    late: Slab<PendingRecord>,
     /// Parts that wait for space in the ring, or for the rate limit.
     waiting: VecDeque<(usize, u32)>,
     throttle: Throttle,
@@ -177,7 +177,7 @@ struct Engine {
     kept_at: Instant,
     /// The server has no disk yet.
     waits: bool,
-    logged: Option<Logged>,
+    logged: Option<EngineLog>,
     /// What the guest has read or written, for phase-based reboots.
     ledger: Ledger,
     /// Number of the next request.
@@ -185,7 +185,7 @@ struct Engine {
     /// Final counts of the last retained cache, after it became empty.
     emptied: Option<crate::retained::CacheCounts>,
     /// When the retained cache was last updated.
-    looked: Instant,
+    updated: Instant,
     /// Memory of the retained cache is to be released between requests.
     maintaining: bool,
     /// A request has completed, so that another one may be taken from its queue.
@@ -213,14 +213,14 @@ struct Engine {
 pub fn start(
     image: Image,
     settings: Settings,
-    logged: Option<Logged>,
+    logged: Option<EngineLog>,
     waits: bool,
 ) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
     let handle = Handle { commands: sender, wake: Arc::clone(&wake) };
     let digester = Digester::new()?;
-    let hand = Hand::begin(Arc::clone(&wake))?;
+    let digest_thread = DigestThread::begin(Arc::clone(&wake))?;
     let (ready, is_ready) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
         // A ring belongs to the thread that created it.
@@ -246,7 +246,7 @@ pub fn start(
             record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
-            hand,
+            digest_thread,
             late: Slab::new(),
             waiting: VecDeque::new(),
             throttle,
@@ -261,7 +261,7 @@ pub fn start(
             ledger: Ledger::default(),
             serial: 0,
             emptied: None,
-            looked: Instant::now(),
+            updated: Instant::now(),
             maintaining: false,
             has_room: false,
             unnotified: 0,
@@ -315,10 +315,10 @@ impl Engine {
     /// The longest time to wait for an event.
     fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
-        let look = self.retained.as_ref().map(|_| if self.maintaining { Duration::ZERO } else { MAINTAIN_INTERVAL });
-        let log = self.logged.as_mut().and_then(Logged::limit);
+        let update = self.retained.as_ref().map(|_| if self.maintaining { Duration::ZERO } else { MAINTAIN_INTERVAL });
+        let log = self.logged.as_mut().and_then(EngineLog::limit);
         let more = self.has_more.then_some(Duration::ZERO);
-        due.into_iter().chain(look).chain(log).chain(more).min()
+        due.into_iter().chain(update).chain(log).chain(more).min()
     }
 
     fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
@@ -335,7 +335,7 @@ impl Engine {
                 self.listen(&Arc::clone(&self.wake), Token::Wake);
             }
             Token::Kick(session, queue) => self.kicked(session, queue),
-            Token::Own(number) => self.own_ended(number, &done.result),
+            Token::LogOperation(number) => self.log_operation_ended(number, &done.result),
             Token::Part(job, part) => self.part_ended(job as usize, part, done.result, done.buffer),
         }
     }
@@ -369,8 +369,8 @@ impl Engine {
     /// Limits the retained cache to the memory that the guest has not allocated yet.
     fn maintain_retained(&mut self) {
         let Some(retained) = &mut self.retained else { return };
-        if self.looked.elapsed() >= MAINTAIN_INTERVAL {
-            self.looked = Instant::now();
+        if self.updated.elapsed() >= MAINTAIN_INTERVAL {
+            self.updated = Instant::now();
             if self.settings.retain_for.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
                 retained.discard();
             }
@@ -378,7 +378,7 @@ impl Engine {
         }
         self.maintaining = retained.maintain();
         if retained.is_done() {
-            tracing::info!("the attic is empty: {:?}", retained.counts());
+            tracing::info!("the retained cache is empty: {:?}", retained.counts());
             self.emptied = Some(retained.counts());
             (self.retained, self.maintaining) = (None, false);
         }
@@ -393,10 +393,10 @@ mod tests {
     fn a_token_comes_back_as_it_was() {
         for token in [
             Token::Wake,
-            Token::Kick(Session(7), 3),
-            Token::Kick(Session(u32::MAX), u16::MAX),
+            Token::Kick(FrontendId(7), 3),
+            Token::Kick(FrontendId(u32::MAX), u16::MAX),
             Token::Part(u32::MAX, 0xff_ffff),
-            Token::Own(u32::MAX),
+            Token::LogOperation(u32::MAX),
         ] {
             assert_eq!(Token::unpack(token.pack()), token);
         }

@@ -4,21 +4,21 @@
 //! any page may have been written by then.
 
 use super::Engine;
-use super::command::{Refused, Session};
+use super::command::{FrontendId, Refused};
 use crate::memory::{Memory, Span};
 use std::sync::Arc;
 
 /// See [the module](self).
 #[derive(Debug)]
 pub(super) struct Record {
-    pub session: Session,
+    pub session: FrontendId,
     /// Pages written through a previous mapping: QEMU has passed its memory table again.
     before: Vec<Span>,
 }
 
 impl Record {
     /// Continues the record after the memory is mapped anew. *Needs:* no request is in progress.
-    pub fn goes_on(&mut self, before: Option<Arc<Memory>>, memory: &Memory) {
+    pub fn remap(&mut self, before: Option<Arc<Memory>>, memory: &Memory) {
         self.before.extend(before.iter().flat_map(|memory| memory.collect()));
         // However often the memory is mapped anew, the pages are no more than the guest has.
         self.before.sort_unstable_by_key(|span| span.address);
@@ -68,7 +68,8 @@ impl Engine {
     pub(super) fn collect(&mut self) -> Result<Vec<Span>, Refused> {
         let Some(record) = &mut self.record else {
             return Err(Refused(
-                "what it has written was not noted: another QEMU has connected, or nobody has asked".into(),
+                "the pages that it wrote were not recorded: another QEMU has connected, or recording was not started"
+                    .into(),
             ));
         };
         let mut written = std::mem::take(&mut record.before);

@@ -1,17 +1,17 @@
 //! Runs a function with the redo log on the engine's thread, between two of its steps.
 
 use super::command::{Command, Refused};
-use super::logged::Logged;
+use super::logged::EngineLog;
 use super::{Engine, Handle};
 use crate::redo::files::{LocalFile, LogFile};
 
 /// The part of the engine that a visitor can access.
 pub struct EngineView<'a, F = LocalFile> {
-    pub logged: &'a mut Option<Logged<F>>,
+    pub logged: &'a mut Option<EngineLog<F>>,
     /// The guest's queues run, or requests are in progress.
     pub is_running: bool,
     /// A log that the visitor has removed.
-    pub ended: Option<Logged<F>>,
+    pub ended: Option<EngineLog<F>>,
 }
 
 /// See [the module](self).

@@ -32,7 +32,7 @@ pub struct Moment {
 /// Why a moment cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "kebab-case")]
-pub enum Void {
+pub enum StaleReason {
     /// The mark belongs to another server.
     #[error("the disk's server was restarted since, and writes in between are unknown")]
     Server,
@@ -53,21 +53,21 @@ pub enum Void {
         now: u64,
     },
     /// Another process has changed the image.
-    #[error("the image was changed by another process than the guest, or its redo log has begun or ended")]
+    #[error("the image was changed by another process than the guest, or its redo log was started or ended")]
     Foreign,
 }
 
 /// Length of an image, and its modification and change time in ns since 1970.
-pub type Look = (u64, i128, i128);
+pub type ImageStamp = (u64, i128, i128);
 
 #[derive(Debug)]
-struct Mark {
+struct LedgerMark {
     number: u64,
     touched: Blocks,
     capacity: u64,
     /// Number of changes until then, and the stamp of the image: it is valid until the next change.
     changes: u64,
-    look: Option<Look>,
+    stamp: Option<ImageStamp>,
     written: Option<u64>,
 }
 
@@ -77,7 +77,7 @@ pub struct Ledger {
     server: Uuid,
     /// `None`: unknown, because the guest is older than this server.
     touched: Option<Blocks>,
-    marks: VecDeque<Mark>,
+    marks: VecDeque<LedgerMark>,
     next: u64,
     changes: u64,
 }
@@ -117,27 +117,29 @@ impl Ledger {
     }
 
     /// Marks the moment; `None` if the touched blocks are unknown. *Needs:* no request is in progress.
-    pub fn mark(&mut self, capacity: u64, look: Option<Look>) -> Option<Moment> {
+    pub fn mark(&mut self, capacity: u64, stamp: Option<ImageStamp>) -> Option<Moment> {
         let touched = self.touched.clone()?;
         let (number, changes) = (self.next, self.changes);
         self.next += 1;
         if self.marks.len() == MARKS {
             self.marks.pop_front();
         }
-        self.marks.push_back(Mark { number, touched, capacity, changes, look, written: None });
+        self.marks.push_back(LedgerMark { number, touched, capacity, changes, stamp, written: None });
         Some(Moment { server: self.server, mark: number })
     }
 
-    fn find(&self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<&Mark, Void> {
+    fn find(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<&LedgerMark, StaleReason> {
         if moment.server != self.server {
-            return Err(Void::Server);
+            return Err(StaleReason::Server);
         }
-        let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(Void::Dropped)?;
+        let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(StaleReason::Dropped)?;
         match *mark {
-            Mark { written: Some(block), .. } => Err(Void::Written { block }),
-            Mark { capacity: then, .. } if then != capacity => Err(Void::Resized { then, now: capacity }),
-            Mark { changes, look: then, .. } if changes == self.changes && (then != look || look.is_none()) => {
-                Err(Void::Foreign)
+            LedgerMark { written: Some(block), .. } => Err(StaleReason::Written { block }),
+            LedgerMark { capacity: then, .. } if then != capacity => Err(StaleReason::Resized { then, now: capacity }),
+            LedgerMark { changes, stamp: then, .. }
+                if changes == self.changes && (then != stamp || stamp.is_none()) =>
+            {
+                Err(StaleReason::Foreign)
             }
             _ => Ok(mark),
         }
@@ -147,16 +149,16 @@ impl Ledger {
     ///
     /// # Errors
     /// Why not.
-    pub fn check(&self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<(), Void> {
-        self.find(moment, capacity, look).map(drop)
+    pub fn check(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
+        self.find(moment, capacity, stamp).map(drop)
     }
 
     /// As [`Self::check`], and the next guest continues from that moment: it has touched the same blocks.
     ///
     /// # Errors
     /// Why not; nothing has changed then.
-    pub fn go_on(&mut self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<(), Void> {
-        self.touched = Some(self.find(moment, capacity, look)?.touched.clone());
+    pub fn resume(&mut self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
+        self.touched = Some(self.find(moment, capacity, stamp)?.touched.clone());
         Ok(())
     }
 }

@@ -23,7 +23,7 @@ use super::offline::{default_directory, image_name};
 use super::recover::{self, DiskVersion};
 use super::state::LogDirectory;
 use crate::engine::command::Refused;
-use crate::engine::logged::{Logged, Notify, RedoStatus};
+use crate::engine::logged::{EngineLog, KeeperCallback, RedoStatus};
 use crate::engine::visit::{EngineView, VisitEngine};
 use crate::image::Image;
 use merging::Merger;
@@ -108,7 +108,7 @@ impl<D: LogFiles, T: Threads> std::fmt::Debug for Keeper<D, T> {
 /// An opened log for the engine, and its keeper, which starts after the engine.
 #[derive(Debug)]
 pub struct OpenedLog<D: LogFiles = LocalFiles, T: Threads = SystemThreads> {
-    pub logged: Option<Logged<D::File>>,
+    pub logged: Option<EngineLog<D::File>>,
     keeper: Keeper<D, T>,
     target: MergeTarget<D::File>,
 }
@@ -132,19 +132,19 @@ fn end_pending() -> Refused {
 pub fn open(image: &Image, options: LogOptions) -> Result<OpenedLog, RedoError> {
     let has_directory = options.directory.is_some() || !image.is_device;
     let directory = options.directory.unwrap_or_else(|| default_directory(&image.path));
-    let files = LocalFiles::new(&directory, image.how.direct);
+    let files = LocalFiles::new(&directory, image.mode.direct);
     let limit = options.limit.unwrap_or_else(|| (image.bytes / 4).max(MIN_LIMIT));
     let mut found = recover::open(files.clone(), image.bytes, options.version, limit)?;
     let image_name = image_name(&image.path);
     if let (Some((log_dir, _)), Some(name)) = (&mut found, &image_name) {
         log_dir.check_image(name, options.renamed_from.as_deref())?;
     }
-    if found.is_some() && image.how.readonly {
+    if found.is_some() && image.mode.readonly {
         return Err(RedoError::ReadOnly { path: directory });
     }
     let synced = Synced::new(LocalFile(Arc::clone(&image.file)), Arc::clone(&image.durability));
     let mut opened = OpenedLog::new(files, found, synced, image.bytes, limit);
-    (opened.keeper.is_readonly, opened.keeper.has_directory) = (image.how.readonly, has_directory);
+    (opened.keeper.is_readonly, opened.keeper.has_directory) = (image.mode.readonly, has_directory);
     opened.keeper.image_name = image_name;
     Ok(opened)
 }
@@ -171,7 +171,7 @@ impl<D: LogFiles + Clone, T: Threads> OpenedLog<D, T> {
             tasks: Arc::new(Monitor::new(Tasks::default())),
             threads: Monitor::new(Vec::new()),
         };
-        let logged = log.map(|log| Logged::new(log, keeper.notify(), false));
+        let logged = log.map(|log| EngineLog::new(log, keeper.notify(), false));
         Self { logged, keeper, target: MergeTarget::new(image) }
     }
 
@@ -202,9 +202,9 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         drop(self.current.with(|current| current.log_dir.take()));
     }
 
-    fn notify(&self) -> Notify {
+    fn notify(&self) -> KeeperCallback {
         let tasks = Arc::clone(&self.tasks);
-        Notify::new(move || tasks.with(|tasks| tasks.is_segment_wanted = true))
+        KeeperCallback::new(move || tasks.with(|tasks| tasks.is_segment_wanted = true))
     }
 
     /// Creates segments when they are needed.
@@ -240,7 +240,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
 
     /// Ends a full log that no protector commits, as after a restore: otherwise the guest's writes would wait forever.
     fn make_room(&self, engine: &impl VisitEngine<File = D::File>, is_failing: bool) -> Result<(), Refused> {
-        let is_full = |view: &mut EngineView<'_, D::File>| Ok(view.logged.as_ref().is_some_and(Logged::is_full));
+        let is_full = |view: &mut EngineView<'_, D::File>| Ok(view.logged.as_ref().is_some_and(EngineLog::is_full));
         if self.tasks.with(|tasks| tasks.is_protected) || !(is_failing || engine.visit(is_full)?) {
             return Ok(());
         }
@@ -297,7 +297,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         let log_dir =
             LogDirectory::create(self.files.clone(), self.bytes, self.image_name.clone()).map_err(|e| refused(&e))?;
         let log = Log::new(log_dir.state().disk, current.next, 0, 0, self.limit);
-        let logged = Logged::new(log, self.notify(), true);
+        let logged = EngineLog::new(log, self.notify(), true);
         current.log_dir = Some(log_dir);
         engine.visit(move |view| {
             *view.logged = Some(logged);

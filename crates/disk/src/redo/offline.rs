@@ -152,8 +152,8 @@ pub fn merge_all(
     direct: bool,
     renamed_from: Option<&str>,
 ) -> Result<Option<usize>, MergeError> {
-    let opened = Image::open(image, crate::image::How { readonly: false, direct })?;
-    let files = LocalFiles::new(directory, opened.how.direct);
+    let opened = Image::open(image, crate::image::OpenMode { readonly: false, direct })?;
+    let files = LocalFiles::new(directory, opened.mode.direct);
     let Some((mut log_dir, log)) = recover::open(files, opened.bytes, DiskVersion::Newest, u64::MAX)? else {
         return Ok(None);
     };

@@ -1,4 +1,4 @@
-//! The retained cache: the RAM of the guest's previous boot, as a cache of its disk (CacheMind's attic, section 3.1).
+//! The retained cache: the RAM of the guest's previous boot, as a cache of its disk (CacheMind, section 3.1).
 //!
 //! A block is served only if the frame that last held it still has the digest of the disk's content. What the guest changed, reused or
 //! damaged before it ended has another digest (section 3.2, without protecting any page). The frame of a served block is released to
@@ -67,7 +67,7 @@ pub struct CacheCounts {
     pub refused: u64,
     /// The disk's content has changed since.
     pub overwritten: u64,
-    /// Discarded: for lack of memory, after a time, or by request.
+    /// Discarded: because memory is short, after a time, or by request.
     pub dropped: u64,
 }
 

@@ -271,7 +271,7 @@ fn a_frame_that_two_disks_claim_is_served_to_the_right_one_and_kept_until_both_r
 
 #[test]
 fn the_frames_of_a_server_are_released_when_it_ends() {
-    for how in ["died", "given up"] {
+    for how in ["died", "discarded"] {
         let mut two = two();
         two.share();
         two.maintain(None);

@@ -4,7 +4,7 @@
 
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::Settings;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::LogOptions;
 use rekindle_disk::redo::recover::DiskVersion;
@@ -56,10 +56,10 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         retain_for: None,
         filling: Arc::default(),
     };
-    let how = How { readonly: false, direct: true };
+    let mode = OpenMode { readonly: false, direct: true };
     Service {
         image: image.to_owned(),
-        how,
+        mode,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
         redo: redo(DiskVersion::Newest),

@@ -20,7 +20,7 @@ mod steps;
 use peer::{FLUSH, Peer, READ, WRITE};
 use rekindle_disk::control::{Ask, Control};
 use rekindle_disk::engine::Settings;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::{EpochId, LogOptions};
 use rekindle_disk::redo::recover::DiskVersion;
@@ -185,7 +185,7 @@ impl Disk {
         let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
         let service = Service {
             image: image.clone(),
-            how: How { readonly: false, direct: false },
+            mode: OpenMode { readonly: false, direct: false },
             socket: directory.join("disk.sock"),
             control: directory.join("disk.control"),
             redo: place,

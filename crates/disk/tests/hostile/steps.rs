@@ -57,14 +57,14 @@ pub fn run(input: &mut Input<'_>, socket: &Path, control: &mut Control) {
 /// A front end connects, as one should or nearly so, and its queues run.
 fn arrive(input: &mut Input<'_>, socket: &Path) -> Peer {
     let mut peer = Peer::connect(socket);
-    let how = input.u8();
-    if how & 15 == 15 {
+    let mode = input.u8();
+    if mode & 15 == 15 {
         return peer;
     }
-    let features = if how & 1 == 0 { u64::MAX } else { !(1 << 29) };
-    peer.introduce(features, how & 2 == 0);
-    for queue in 0..if how & 4 == 0 { 1 } else { QUEUES } {
-        let size = if how & 8 == 0 { 64 } else { input.pick(&[1, 2, 4, 16, 256, 1024, 3, 0, 2048]) };
+    let features = if mode & 1 == 0 { u64::MAX } else { !(1 << 29) };
+    peer.introduce(features, mode & 2 == 0);
+    for queue in 0..if mode & 4 == 0 { 1 } else { QUEUES } {
+        let size = if mode & 8 == 0 { 64 } else { input.pick(&[1, 2, 4, 16, 256, 1024, 3, 0, 2048]) };
         peer.set_up_queue(queue, size, 0);
     }
     peer

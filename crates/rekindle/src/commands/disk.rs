@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::LogOptions;
 use rekindle_disk::redo::offline::{default_directory, inspect_log, merge_all};
@@ -173,10 +173,10 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         retain_for: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
         filling: Arc::new(AtomicBool::new(filling)),
     };
-    let how = How { readonly, direct: !buffered };
+    let mode = OpenMode { readonly, direct: !buffered };
     let service = Service {
         image: image.clone(),
-        how,
+        mode,
         socket: socket.clone(),
         control: control.clone(),
         redo,

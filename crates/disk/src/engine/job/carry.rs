@@ -4,7 +4,7 @@ use super::{Part, PartLocation, Work, cut};
 use crate::block::touched;
 use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::report::warn_limited;
-use crate::request::{Range, Status};
+use crate::request::{Range, RequestStatus};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
 use std::sync::Arc;
@@ -76,7 +76,7 @@ impl Engine {
             }
             // Merged since, and the image was synced.
             (Work::Sync, PartLocation::Segment { .. }) if segment.is_none() => {
-                return self.part_done(number, Status::Ok);
+                return self.part_done(number, RequestStatus::Ok);
             }
             _ => {}
         }
@@ -104,7 +104,7 @@ impl Engine {
                 let mut buffer = self.buffer(len);
                 if buffer.get_mut(..len).and_then(|data| self.copy(number, part, data)).is_none() {
                     self.put_back(Some(buffer));
-                    return self.part_done(number, Status::Failed);
+                    return self.part_done(number, RequestStatus::Failed);
                 }
                 Operation::Write { at, len, buffer }
             }
@@ -115,7 +115,7 @@ impl Engine {
         let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
         if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
             // There is space: it was checked before.
-            self.part_done(number, Status::Failed);
+            self.part_done(number, RequestStatus::Failed);
         }
     }
 
@@ -137,7 +137,7 @@ impl Engine {
         let status = match result {
             Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
                 warn_limited!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
-                Status::Failed
+                RequestStatus::Failed
             }
             Ok(_) => {
                 let copied = match (work.work, &mut buffer) {
@@ -149,14 +149,14 @@ impl Engine {
                 if copied.is_some() {
                     return self.moved(number, part, buffer, 0);
                 }
-                Status::Failed
+                RequestStatus::Failed
             }
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
                 self.put_back(buffer);
                 return;
             }
-            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => Status::Ok,
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => RequestStatus::Ok,
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && matches!(work.work, Work::Zero { .. }) => {
                 return self.zero_by_writing(number, part, work);
             }
@@ -168,7 +168,7 @@ impl Engine {
                     work.bytes,
                     work.at
                 );
-                Status::Failed
+                RequestStatus::Failed
             }
         };
         self.put_back(buffer);
@@ -198,15 +198,15 @@ impl Engine {
     /// Completes a part whose data begins at byte `at` of the buffer.
     pub(in crate::engine) fn moved(&mut self, number: usize, part: u32, buffer: Option<Buffer>, at: usize) {
         let note = self.to_note(number, part);
-        self.part_done(number, Status::Ok);
+        self.part_done(number, RequestStatus::Ok);
         if let Some(buffer) = buffer {
             self.note_moved(note, buffer, at);
         }
     }
 
-    pub(in crate::engine) fn part_done(&mut self, number: usize, status: Status) {
+    pub(in crate::engine) fn part_done(&mut self, number: usize, status: RequestStatus) {
         let Some(job) = self.jobs.get_mut(number) else { return };
-        if status != Status::Ok {
+        if status != RequestStatus::Ok {
             job.status = status;
         }
         job.left = job.left.saturating_sub(1);
@@ -218,15 +218,15 @@ impl Engine {
     pub(super) fn finish(&mut self, number: usize) {
         let Some(job) = self.jobs.try_remove(number) else { return };
         self.taken_bytes = self.taken_bytes.saturating_sub(job.bytes);
-        if job.status != Status::Ok
+        if job.status != RequestStatus::Ok
             && let Some((map, _)) = &mut self.map
         {
             // The content after a failed write is unknown.
             job.ranges().for_each(|range| map.take_all(touched(range.at, range.bytes), |_| ()));
         }
-        let written = if job.status == Status::Ok { job.request.written } else { 1 };
+        let written = if job.status == RequestStatus::Ok { job.request.written } else { 1 };
         let answered = job.memory.write(job.request.status, &[job.status as u8]);
-        self.tell(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
+        self.answer_chain(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
         self.has_room = true;
     }
 }

@@ -4,7 +4,7 @@
 use super::{Job, Work};
 use crate::block::{BLOCK, whole};
 use crate::engine::Engine;
-use crate::engine::hand::{Back, LARGE, Piece, digests};
+use crate::engine::digest_thread::{DigestedPiece, LARGE, Piece, digests};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::request::Range;
@@ -12,7 +12,7 @@ use rekindle_kernel::uring::Buffer;
 use std::sync::Arc;
 
 /// Adjacent blocks that are still to be recorded, and the guest's frames that hold them.
-pub(in crate::engine) struct Late {
+pub(in crate::engine) struct PendingRecord {
     memory: Arc<Memory>,
     first: u64,
     frames: Vec<Option<Frame>>,
@@ -22,7 +22,7 @@ pub(in crate::engine) struct Late {
     pub stale: bool,
 }
 
-impl Late {
+impl PendingRecord {
     /// The blocks of part `number` of a job, and the offset of the first in the data. `None`: there are none.
     fn of(job: &Job, number: u32) -> Option<(Self, usize)> {
         let part = job.parts.get(number as usize)?;
@@ -46,18 +46,18 @@ impl Late {
 
 impl Engine {
     /// Returns what is to be recorded of a part, before its job ends.
-    pub(in crate::engine) fn to_note(&self, number: usize, part: u32) -> Option<(Late, usize)> {
+    pub(in crate::engine) fn to_note(&self, number: usize, part: u32) -> Option<(PendingRecord, usize)> {
         self.map.as_ref()?;
-        Late::of(self.jobs.get(number)?, part)
+        PendingRecord::of(self.jobs.get(number)?, part)
     }
 
     /// Records blocks whose data begins at byte `at` of the buffer.
-    pub(in crate::engine) fn note_moved(&mut self, note: Option<(Late, usize)>, buffer: Buffer, at: usize) {
+    pub(in crate::engine) fn note_moved(&mut self, note: Option<(PendingRecord, usize)>, buffer: Buffer, at: usize) {
         let Some((late, begin)) = note else { return self.put_back(Some(buffer)) };
         let bytes = at + begin..at + begin + late.frames.len() * BLOCK;
-        if bytes.len() >= LARGE && !late.stale && self.hand.is_free() {
+        if bytes.len() >= LARGE && !late.stale && self.digest_thread.is_free() {
             let of = self.late.insert(late);
-            match self.hand.give(Piece { of, buffer, bytes, digester: self.digester }) {
+            match self.digest_thread.give(Piece { of, buffer, bytes, digester: self.digester }) {
                 Ok(()) => {}
                 // The thread has ended: digest on this one.
                 Err(piece) => self.noted(piece.digest()),
@@ -69,15 +69,15 @@ impl Engine {
         self.put_back(Some(buffer));
     }
 
-    fn noted(&mut self, back: Back) {
-        let Back { of, buffer, digests } = back;
+    fn noted(&mut self, back: DigestedPiece) {
+        let DigestedPiece { of, buffer, digests } = back;
         if let Some(late) = self.late.try_remove(of) {
             self.enter(&late, digests.into_iter());
         }
         self.put_back(Some(buffer));
     }
 
-    fn enter(&mut self, late: &Late, digests: impl Iterator<Item = crate::digest::Digest>) {
+    fn enter(&mut self, late: &PendingRecord, digests: impl Iterator<Item = crate::digest::Digest>) {
         let Some((map, memory)) = &mut self.map else { return };
         let is_ours = Arc::ptr_eq(memory, &late.memory) && !late.stale;
         for (block, (frame, digest)) in (late.first..).zip(late.frames.iter().zip(digests)) {
@@ -91,7 +91,7 @@ impl Engine {
 
     /// Records what has been digested.
     pub(in crate::engine) fn note_digested(&mut self) {
-        while let Some(back) = self.hand.take_back() {
+        while let Some(back) = self.digest_thread.take_back() {
             self.noted(back);
         }
     }
@@ -99,7 +99,7 @@ impl Engine {
     /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at most.
     pub(in crate::engine) fn note_all(&mut self) {
         while !self.late.is_empty()
-            && let Some(back) = self.hand.wait_back()
+            && let Some(back) = self.digest_thread.wait_back()
         {
             self.noted(back);
         }

@@ -1,6 +1,6 @@
 //! Divides requests into parts.
 
-use super::super::command::Session;
+use super::super::command::FrontendId;
 use super::{Job, Part, PartLocation, Work, along, cut};
 use crate::block::{BLOCK, touched, whole};
 use crate::chain::walk;
@@ -9,7 +9,7 @@ use crate::engine::{CHUNK, Engine};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::report::warn_limited;
-use crate::request::{self, Disk, IDENTITY, Kind, Range, Status};
+use crate::request::{self, Disk, IDENTITY, Kind, Range, RequestStatus};
 use std::sync::Arc;
 
 /// Bytes of the disk that cost as much as a short request.
@@ -19,7 +19,7 @@ impl Engine {
     /// Begins a request. `is_new`: it was not taken before. Returns its cost in short requests.
     pub(in crate::engine) fn begin(
         &mut self,
-        session: Session,
+        session: FrontendId,
         queue: u16,
         head: u16,
         memory: &Arc<Memory>,
@@ -29,7 +29,7 @@ impl Engine {
             self.note_taken(session, queue, head);
         }
         let Some((table, size)) = self.table(session, queue) else { return 1 };
-        let disk = Disk { capacity: self.capacity, readonly: self.image.how.readonly };
+        let disk = Disk { capacity: self.capacity, readonly: self.image.mode.readonly };
         let read = |at: u64, into: &mut [u8]| memory.read(at, into);
         let request = match walk(read, table, size, head) {
             Ok(segments) => request::parse(segments.into_iter(), read, disk).ok(),
@@ -40,11 +40,11 @@ impl Engine {
         };
         let Some(request) = request else {
             // There is no status byte to write; the guest gets its descriptors back.
-            self.tell(session, queue, head, 0);
+            self.answer_chain(session, queue, head, 0);
             return 1;
         };
         let memory = Arc::clone(memory);
-        let (parts, bytes, left, status) = (Vec::new(), 0, 0, Status::Ok);
+        let (parts, bytes, left, status) = (Vec::new(), 0, 0, RequestStatus::Ok);
         let (serial, admitted, stale) = (self.serial, false, false);
         self.serial += 1;
         let job = Job { session, queue, head, memory, serial, request, parts, bytes, left, status, admitted, stale };
@@ -81,13 +81,13 @@ impl Engine {
                 let len = IDENTITY.min(job.request.written.saturating_sub(1) as usize);
                 let write = |at, from: usize, len| job.memory.write(at, serial.get(from..from + len)?);
                 if along(&job.request.data, 0, len, write).is_none() {
-                    self.fail(number, Status::Failed);
+                    self.fail(number, RequestStatus::Failed);
                 }
                 return;
             }
             Ok(Kind::Flush) => match self.cut_flush() {
                 Some(parts) => parts,
-                None => return self.fail(number, Status::Failed),
+                None => return self.fail(number, RequestStatus::Failed),
             },
             Ok(Kind::Read(range)) => {
                 let range = *range;
@@ -206,7 +206,7 @@ impl Engine {
         found
     }
 
-    fn fail(&mut self, number: usize, status: Status) {
+    fn fail(&mut self, number: usize, status: RequestStatus) {
         if let Some(job) = self.jobs.get_mut(number) {
             job.status = status;
         }

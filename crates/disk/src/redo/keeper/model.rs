@@ -15,7 +15,7 @@ use super::merging::Merger;
 use super::threads::{Monitor, Threads};
 use super::{EpochId, Keeper, OpenedLog, Tasks};
 use crate::engine::command::Refused;
-use crate::engine::logged::Logged;
+use crate::engine::logged::EngineLog;
 use crate::engine::visit::{EngineView, VisitEngine};
 use crate::redo::files::{LogFile, LogFiles, Synced};
 use crate::redo::format::{EntryKind, PAGE};
@@ -103,7 +103,7 @@ impl Threads for ModelThreads {
 
 #[derive(Debug)]
 struct ModelEngineState {
-    logged: Option<Logged<StepFile>>,
+    logged: Option<EngineLog<StepFile>>,
     image: StepFile,
     sectors: u64,
     /// The guest's queue is being stopped; it is stopped.
@@ -144,7 +144,7 @@ fn value_of(sector: &[u8]) -> u64 {
 }
 
 impl ModelEngine {
-    fn new(image: StepFile, logged: Option<Logged<StepFile>>) -> Self {
+    fn new(image: StepFile, logged: Option<EngineLog<StepFile>>) -> Self {
         let (sectors, pending) = (SECTORS, 0);
         let state = ModelEngineState {
             logged,

@@ -29,17 +29,17 @@ pub(super) struct Piece {
 }
 
 /// A digested piece.
-pub(super) struct Back {
+pub(super) struct DigestedPiece {
     pub of: usize,
     pub buffer: Buffer,
     pub digests: Vec<Digest>,
 }
 
 impl Piece {
-    pub fn digest(self) -> Back {
+    pub fn digest(self) -> DigestedPiece {
         let Self { of, buffer, bytes, digester } = self;
         let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
-        Back { of, buffer, digests }
+        DigestedPiece { of, buffer, digests }
     }
 }
 
@@ -49,14 +49,14 @@ pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = 
 }
 
 /// See [the module](self). The thread ends when this is dropped.
-pub(super) struct Hand {
+pub(super) struct DigestThread {
     given: Sender<Piece>,
-    back: Receiver<Back>,
+    back: Receiver<DigestedPiece>,
     /// Pieces that have not been returned.
     out: usize,
 }
 
-impl Hand {
+impl DigestThread {
     /// Starts the thread. It writes to `wake` when a piece is done.
     ///
     /// # Errors
@@ -91,14 +91,14 @@ impl Hand {
     }
 
     /// A piece that is done, if there is one.
-    pub fn take_back(&mut self) -> Option<Back> {
+    pub fn take_back(&mut self) -> Option<DigestedPiece> {
         let back = self.back.try_recv().ok()?;
         self.out -= 1;
         Some(back)
     }
 
     /// Waits for a piece. `None`: there is none, or the thread has ended.
-    pub fn wait_back(&mut self) -> Option<Back> {
+    pub fn wait_back(&mut self) -> Option<DigestedPiece> {
         if self.out == 0 {
             return None;
         }

@@ -3,7 +3,7 @@
 use super::Engine;
 use super::command::{Command, Refused, Status};
 use super::front::Front;
-use super::logged::Logged;
+use super::logged::EngineLog;
 use crate::background::run_in_background;
 use crate::image::Image;
 use crate::limit::Throttle;
@@ -30,7 +30,7 @@ impl Engine {
                 Command::Start(session, queue, rings, ends, answer) => {
                     drop(answer.send(self.start_line(session, queue, rings, ends)));
                 }
-                Command::Notify(session, queue, which, descriptor, answer) => {
+                Command::Notification(session, queue, which, descriptor, answer) => {
                     drop(answer.send(self.set_notify(session, queue, which, descriptor)));
                 }
                 Command::Stop(session, queue, answer) => self.stop_line(session, queue, answer),
@@ -53,7 +53,7 @@ impl Engine {
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
-                Command::Ledger(question) => self.asked(question),
+                Command::Ledger(question) => self.serve_ledger(question),
                 Command::Have(disk, answer) => drop(answer.send(self.have(*disk))),
                 Command::Visit(visit) => self.visited(visit),
                 Command::Filled(answer) => {
@@ -75,7 +75,7 @@ impl Engine {
     }
 
     /// Adds the disk that the server has waited for. No queue has run before.
-    fn have(&mut self, (image, logged): (Image, Option<Logged>)) -> Result<(), Refused> {
+    fn have(&mut self, (image, logged): (Image, Option<EngineLog>)) -> Result<(), Refused> {
         if !std::mem::replace(&mut self.waits, false) {
             return Err(Refused("it has its disk already".into()));
         }
@@ -87,7 +87,7 @@ impl Engine {
     fn measure(&mut self) -> Result<u64, Refused> {
         let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
         if std::mem::replace(&mut self.capacity, measured) < measured {
-            self.tell_grown();
+            self.notify_grown();
         }
         Ok(measured)
     }
@@ -170,7 +170,7 @@ impl Engine {
             touched: self.ledger.touched(),
             broken: self.broken(),
             unchecked: crate::retained::UNCHECKED,
-            redo: self.logged.as_ref().map(super::logged::Logged::status),
+            redo: self.logged.as_ref().map(super::logged::EngineLog::status),
         }
     }
 }
