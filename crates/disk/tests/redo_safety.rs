@@ -1,4 +1,4 @@
-//! What a redo log must never do to a disk or to a directory: merge damaged data, forget a failed sync, delete files of others.
+//! What a redo log must never do: merge damaged data, ignore a failed sync, or delete another program's files.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -47,7 +47,7 @@ fn in_directory(path: &Path) -> impl Fn(&mut Service) {
     move |service| service.redo.directory = Some(path.clone())
 }
 
-/// Puts something at a path.
+/// Creates something at a path.
 type Make = fn(&Path);
 
 #[test]
@@ -104,7 +104,7 @@ fn segments_of_another_program_are_not_deleted() {
 }
 
 #[test]
-fn what_an_interrupted_begin_has_left_is_replaced() {
+fn the_remains_of_an_interrupted_begin_are_replaced() {
     let disk = Disk::new(BLOCKS);
     let directory = disk.directory.path().join("disk.raw.redo");
     fs::create_dir(&directory).unwrap();
@@ -179,7 +179,7 @@ fn a_commit_of_a_log_that_has_ended_does_not_count_for_the_next_log() {
 }
 
 #[test]
-fn an_entry_that_does_not_have_its_checksum_is_not_merged() {
+fn an_entry_with_a_wrong_checksum_is_not_merged() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     begin(&disk).unwrap();
@@ -237,7 +237,7 @@ fn a_server_does_not_start_with_a_damaged_sealed_epoch() {
     assert_eq!(guest.read(3, FIRST), content(3, 1));
 }
 
-/// A block device whose writes end in its page cache, over a file system without room: a sync fails, once.
+/// A block device whose writes end in its page cache, over a file system without space: one sync fails.
 struct Device {
     room: PathBuf,
     path: PathBuf,
@@ -282,7 +282,7 @@ impl Drop for Device {
 }
 
 #[test]
-fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
+fn after_a_failed_sync_of_the_image_later_flushes_and_seals_fail() {
     for is_seal_first in [true, false] {
         let directory = tempfile::Builder::new().prefix("disk-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let device = Device::new(directory.path());
@@ -309,11 +309,11 @@ fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
             assert_eq!(guest.ask(&Ask::flush()), 1, "the flush reports the error");
         }
         device.set_full(false);
-        // The kernel reports the error once; what was lost stays lost.
+        // The kernel reports the error once; the data is lost all the same.
         assert_eq!(guest.ask(&Ask::flush()), 1, "a later flush of the guest");
         let error = seal(&disk, epoch).unwrap_err();
         assert!(error.contains("start the disk's server"), "a later seal: {error}");
-        // Merging must not drop segments either.
+        // Merging must not remove segments either.
         guest.write(4, FIRST, &content(4, 1));
         disk.control().ask::<()>(&Control::EpochEnd {}).unwrap();
         wait_for("the end to fail", || log_status(&disk)?.failed);
