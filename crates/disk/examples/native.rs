@@ -1,15 +1,15 @@
-//! A client of a vhost-user disk that is as fast as a client can be: no guest, no emulation. It measures servers, ours and others.
+//! A vhost-user disk client that is as fast as possible, without guest and emulation. Measures disk servers.
 //!
 //! ```text
 //! native SOCKET --what read|write --order random|in-order --bytes 4096 --depth 32 --span 1073741824 --requests 100000
 //!               [--seconds 5] [--fresh | --reuse] [--server PID]
 //! ```
 //!
-//! The front end is rust-vmm's (`vhost`), the driver is a split ring with `VIRTIO_RING_F_EVENT_IDX`, as Linux has it: the device is kicked
-//! and the client woken only where that was asked for. Byte n of the disk goes to byte n of the data in the client's memory, as in a guest
-//! that caches all of it. Memory is touched beforehand, as that of a guest which runs; with `--fresh` it is not, as after a reboot. With
-//! `--reuse` each request has a buffer that is used again and again, as fio has, and nothing else is touched.
-//! Prints one JSON object. `--server`: what that process has used of a processor meanwhile is told as well.
+//! The front end is rust-vmm's (`vhost`), the driver a split ring with `VIRTIO_RING_F_EVENT_IDX`, as in Linux: device and client are
+//! notified only on request. Byte n of the disk is transferred to byte n of the data in the client's memory, as in a guest that caches
+//! all of it. Memory is touched beforehand, as in a running guest; with `--fresh` it is not, as after a reboot. With `--reuse` each
+//! request has a buffer that is used repeatedly, as in fio, and nothing else is touched.
+//! Prints one JSON object. With `--server` it includes the processor time of that process.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -30,13 +30,13 @@ const FEATURES: u64 = 1 << 32 | EVENT_IDX | 1 << 9 | 1 << 30;
 const EVENT_IDX: u64 = 1 << 29;
 const ENTRIES: u16 = 256;
 const PAGE: u64 = 4096;
-/// Places in the client's memory: rings, headers and statuses, data.
+/// Addresses in the client's memory: rings, headers and statuses, data.
 const DESCRIPTORS: u64 = PAGE;
 const AVAILABLE: u64 = 3 * PAGE;
 const USED: u64 = 4 * PAGE;
 const HEADERS: u64 = 8 * PAGE;
 const DATA: u64 = 1 << 20;
-/// Where the memory is for the front end; only a name here.
+/// The memory's address in the front end, used only as a name.
 const FRONT: u64 = 0x10_0000_0000;
 /// Descriptors of a request: header, data, status.
 const EACH: u16 = 3;
@@ -95,7 +95,7 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// Nanoseconds of a processor that all threads of a process have used.
+/// Processor time of all threads of a process in ns.
 fn used_ns(pid: u32) -> Result<u64> {
     let mut sum = 0;
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -170,7 +170,7 @@ impl Client {
         Ok(Self { memory, front, kick, call, wait, available: 0, used: 0, free })
     }
 
-    /// Put a request into the ring; the device does not see it yet.
+    /// Adds a request to the ring, invisible to the device.
     fn put(&mut self, at: u64, bytes: u64, is_write: bool, is_reused: bool) -> Result<()> {
         let slot = self.free.pop().context("the queue is full")?;
         let data = DATA + if is_reused { u64::from(slot) * bytes } else { at };
@@ -191,7 +191,7 @@ impl Client {
         Ok(())
     }
 
-    /// Show the device what was put since `before`, and kick it if it wants that.
+    /// Makes the requests since `before` visible to the device, and kicks it if it requires that.
     fn show(&mut self, before: u16) -> Result<()> {
         if before == self.available {
             return Ok(());
@@ -205,7 +205,7 @@ impl Client {
         Ok(())
     }
 
-    /// Take what has ended; waits until something has.
+    /// Returns completed requests, waiting for at least one.
     fn take(&mut self) -> Result<u64> {
         let mut ended = 0;
         loop {
@@ -223,13 +223,13 @@ impl Client {
             if ended > 0 {
                 return Ok(ended);
             }
-            // Woken with the next one; it may have come meanwhile.
+            // Woken by the next one, which may have completed already.
             let event = GuestAddress(AVAILABLE + 4 + u64::from(ENTRIES) * 2);
             self.memory.store(self.used.to_le(), event, Ordering::SeqCst)?;
             fence(Ordering::SeqCst);
             let index: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire)?;
             if index == self.used {
-                // A server may have made it one that does not wait: it is the same file.
+                // A server may have made the shared file non-blocking.
                 self.wait.wait(-1, &mut [EpollEvent::default()])?;
                 let _ = self.call.read();
             }
@@ -246,16 +246,16 @@ fn main() -> Result<()> {
     let used = || options.server.map(used_ns).transpose();
     let (cpu, begin) = (used()?, Instant::now());
     let limit = Duration::try_from_secs_f64(options.seconds).unwrap_or(Duration::MAX);
-    let (mut begun, mut ended, mut is_over) = (0u64, 0u64, false);
+    let (mut started, mut ended, mut is_over) = (0u64, 0u64, false);
     loop {
         let before = client.available;
-        while !is_over && begun < options.requests && begun - ended < u64::from(options.depth) {
-            let place = if options.is_random { random.u64(..places) } else { begun % places };
+        while !is_over && started < options.requests && started - ended < u64::from(options.depth) {
+            let place = if options.is_random { random.u64(..places) } else { started % places };
             client.put(place * bytes, bytes, options.is_write, options.is_reused)?;
-            begun += 1;
+            started += 1;
         }
         client.show(before)?;
-        if begun == ended {
+        if started == ended {
             break;
         }
         ended += client.take()?;
@@ -263,12 +263,12 @@ fn main() -> Result<()> {
     }
     let (took, cpu_after) = (begin.elapsed(), used()?);
     client.front.get_vring_base(0)?;
-    let told = json!({
+    let report = json!({
         "requests": ended,
         "bytes": ended * bytes,
         "ns": took.as_nanos() as u64,
         "server_cpu_ns": cpu_after.zip(cpu).map(|(after, before)| after - before),
     });
-    println!("{told}");
+    println!("{report}");
     Ok(())
 }

@@ -3,14 +3,12 @@
 /// Bytes of a sector: what virtio counts in (virtio 1.2, 5.2.4).
 pub const SECTOR: u64 = 512;
 
-/// Bytes of a block: what is remembered, checked and reused as one. It is a page of the guest, since its page cache is made of
-/// pages.
+/// Bytes of a block, the unit of the block map and the retained cache. A page of the guest, since its page cache consists of pages.
 pub const BLOCK: usize = 4096;
 
-/// The content of one block.
 pub type Block = [u8; BLOCK];
 
-/// The blocks that lie wholly in `bytes` bytes from byte `at` on, with where each begins in them.
+/// The blocks that lie completely in `bytes` bytes from byte `at` on, each with its offset from `at`.
 pub fn whole(at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let block = BLOCK as u64;
     let first = at.div_ceil(block);
@@ -18,7 +16,7 @@ pub fn whole(at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     (first..end.max(first)).map(move |number| (number, (number * block - at) as usize))
 }
 
-/// The blocks that `bytes` bytes from byte `at` on lie in, wholly or in part.
+/// The blocks that overlap `bytes` bytes from byte `at` on.
 #[must_use]
 pub fn touched(at: u64, bytes: u64) -> std::ops::Range<u64> {
     let block = BLOCK as u64;

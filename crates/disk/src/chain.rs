@@ -1,37 +1,33 @@
-//! The descriptors of one chain (virtio 1.2, 2.7.5), which the guest may have filled with anything.
+//! The descriptors of a chain (virtio 1.2, 2.7.5), which may have any content.
 //!
-//! A chain is found by its head alone: one that was taken by a server that was killed is not in the available ring any more.
+//! A chain is given by its head alone: if a killed server had taken it, it is not in the available ring any more.
 
-use crate::request::Segment;
+use crate::request::BufferSegment;
 
 const NEXT: u16 = 1;
 const WRITABLE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Bytes of a descriptor.
 pub const DESCRIPTOR: usize = 16;
-/// Descriptors of one chain at most.
+/// Most descriptors of a chain.
 const MOST: usize = 1024;
 
-/// A chain that leads nowhere.
+/// Why a chain cannot be followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChainError {
-    /// There is no memory where a descriptor should be.
     #[error("a descriptor is outside the guest's memory")]
     Outside,
-    /// It names a descriptor that there is not.
-    #[error("it names descriptor {0}, which there is not")]
+    #[error("it names descriptor {0}, which does not exist")]
     NoSuch(u16),
-    /// It has no end.
     #[error("it has more than {MOST} descriptors, or no end")]
     Endless,
-    /// An indirect descriptor where none may be, or of an odd length.
-    #[error("an indirect descriptor is not as it may be")]
+    /// An indirect descriptor that is nested, not the last one, or has an invalid length.
+    #[error("it has an invalid indirect descriptor")]
     Indirect,
 }
 
-/// The parts of memory that a chain names, in order.
+/// Returns the parts of memory that a chain names, in order.
 ///
-/// `read`: bytes of the guest's memory. `table`: where the `size` descriptors of the queue are.
+/// `read` copies bytes of the guest's memory. `table`: address of the queue's `size` descriptors.
 ///
 /// # Errors
 /// [`ChainError`].
@@ -40,7 +36,7 @@ pub fn walk(
     table: u64,
     size: u16,
     head: u16,
-) -> Result<Vec<Segment>, ChainError> {
+) -> Result<Vec<BufferSegment>, ChainError> {
     let mut segments = Vec::new();
     let (mut table, mut size, mut at, mut is_indirect) = (table, u32::from(size), u32::from(head), false);
     loop {
@@ -68,7 +64,7 @@ pub fn walk(
             (table, size, at, is_indirect) = (address, entries as u32, 0, true);
             continue;
         }
-        segments.push(Segment { address, len, writable: flags & WRITABLE != 0 });
+        segments.push(BufferSegment { address, len, writable: flags & WRITABLE != 0 });
         if flags & NEXT == 0 {
             return Ok(segments);
         }
@@ -86,7 +82,7 @@ mod tests {
         [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
     }
 
-    fn of(bytes: &[u8], size: u16, head: u16) -> Result<Vec<Segment>, ChainError> {
+    fn of(bytes: &[u8], size: u16, head: u16) -> Result<Vec<BufferSegment>, ChainError> {
         let read = |at: u64, into: &mut [u8]| {
             let at = usize::try_from(at).ok()?;
             into.copy_from_slice(bytes.get(at..at.checked_add(into.len())?)?);
@@ -100,7 +96,7 @@ mod tests {
         let mut bytes =
             [descriptor(0x1000, 16, NEXT, 2), descriptor(64, 32, INDIRECT, 0), descriptor(7, 1, WRITABLE, 0)];
         let direct = of(&bytes.concat(), 3, 0).unwrap();
-        let part = |address, len, writable| Segment { address, len, writable };
+        let part = |address, len, writable| BufferSegment { address, len, writable };
         assert_eq!(direct, [part(0x1000, 16, false), part(7, 1, true)]);
         let table = [vec![0; 16], descriptor(5, 6, NEXT | WRITABLE, 1), descriptor(8, 9, 0, 0)].concat();
         let indirect = [&bytes.concat()[..], &table].concat();
@@ -117,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_a_guest_writes_it_ends(bytes in proptest::collection::vec(any::<u8>(), 0..512), head in 0..64u16) {
+        fn any_content_ends(bytes in proptest::collection::vec(any::<u8>(), 0..512), head in 0..64u16) {
             if let Ok(segments) = of(&bytes, 32, head) {
                 prop_assert!(!segments.is_empty() && segments.len() <= MOST);
             }

@@ -1,7 +1,7 @@
-//! The channel back to a front end: a socket that it hands over (`VHOST_USER_SET_BACKEND_REQ_FD`), on which the server says something unasked.
+//! The channel back to a front end: a socket that it passes (`VHOST_USER_SET_BACKEND_REQ_FD`), for the server's notifications.
 //!
-//! What there is to say is that the disk has become longer. The `vhost` crate takes that socket out of the front end's message and
-//! knows nothing of this to send on it. So the message is looked at before it is taken: a look gives a descriptor of one's own.
+//! The only notification is that the disk has grown. The `vhost` crate takes the socket from the front end's message and has no function
+//! to send this notification. So the message is peeked first, which also yields a descriptor of the socket.
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 use std::io::{self, IoSliceMut};
@@ -9,31 +9,31 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-/// Bytes of a message's header: request, flags, length of what follows.
+/// Bytes of a message's header: request, flags, length of the rest.
 const HEADER: usize = 12;
 /// `VHOST_USER_SET_BACKEND_REQ_FD`.
 const SET_BACKEND_REQ_FD: u32 = 21;
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
 const CONFIG_CHANGE: u32 = 2;
-/// Of every message.
+/// Version, in the flags of every message.
 const VERSION: u32 = 1;
 
-/// Wait for the next message of a front end, without taking it: the channel that it hands over, if it is that one.
+/// Waits for the next message of a front end and leaves it in the socket. Returns the channel, if the message passes one.
 ///
 /// # Errors
 /// The system's.
 pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let request = |header: &[u8; HEADER]| header.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes));
     let mut header = [0; HEADER];
-    if look(stream, &mut header, &mut RecvAncillaryBuffer::default())? < HEADER
+    if peek(stream, &mut header, &mut RecvAncillaryBuffer::default())? < HEADER
         || request(&header) != Some(SET_BACKEND_REQ_FD)
     {
         return Ok(None);
     }
-    // It is there: this does not wait.
+    // The message has arrived, so this does not wait.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    look(stream, &mut header, &mut ancillary)?;
+    peek(stream, &mut header, &mut ancillary)?;
     let descriptors = ancillary.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
         _ => None,
@@ -41,7 +41,7 @@ pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     Ok(descriptors.flatten().next())
 }
 
-fn look(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAncillaryBuffer<'_>) -> io::Result<usize> {
+fn peek(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAncillaryBuffer<'_>) -> io::Result<usize> {
     loop {
         let mut parts = [IoSliceMut::new(header)];
         match recvmsg(stream, &mut parts, ancillary, RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC) {
@@ -51,10 +51,10 @@ fn look(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAnci
     }
 }
 
-/// Say that the configuration space is another one: the front end asks for it then. Waits for nothing.
+/// Notifies the front end that the configuration space has changed, so that it reads it again. Does not wait.
 ///
 /// # Errors
-/// The system's; the front end has gone, or reads nothing.
+/// The system's; the front end has disconnected or does not read.
 pub fn config_changed(channel: &OwnedFd) -> io::Result<()> {
     let message = [CONFIG_CHANGE, VERSION, 0].map(u32::to_ne_bytes).concat();
     send(channel, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
@@ -81,10 +81,10 @@ mod tests {
     }
 
     #[test]
-    fn a_channel_is_seen_and_its_message_stays() {
+    fn a_channel_is_found_and_its_message_stays() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (channel, mut other) = UnixStream::pair().unwrap();
-        // Another message with a descriptor, then that one.
+        // Another message with a descriptor, then the one with the channel.
         put(&theirs, 5, Some(&channel));
         assert!(offered(&ours).unwrap().is_none());
         let mut header = [0; HEADER];
@@ -97,7 +97,7 @@ mod tests {
         config_changed(&found).unwrap();
         other.read_exact(&mut header).unwrap();
         assert_eq!(header, *[2u32, 1, 0].map(u32::to_ne_bytes).concat());
-        // One without, part of one, and none.
+        // A message without a descriptor, part of one, and none.
         put(&theirs, SET_BACKEND_REQ_FD, None);
         assert!(offered(&ours).unwrap().is_none());
         (&ours).read_exact(&mut header).unwrap();

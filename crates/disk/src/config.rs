@@ -1,13 +1,13 @@
-//! What a guest is told of its disk: features and configuration space (virtio 1.2, 5.2.3 and 5.2.4).
+//! What a disk reports to its guest: features and configuration space (virtio 1.2, 5.2.3 and 5.2.4).
 
 use crate::block::SECTOR;
 use crate::request::MOST_RANGES;
 
-/// Bytes of the configuration space up to `write_zeroes_may_unmap` and its padding.
+/// Bytes of the configuration space, up to `write_zeroes_may_unmap` and its padding.
 pub const BYTES: usize = 60;
 
 const SEGMENTS: u32 = 254;
-/// Sectors of one range of a discard or of zeroes: 1 GiB.
+/// Most sectors of one range of a discard or a write of zeros: 1 GiB.
 pub const RANGE_SECTORS: u32 = 1 << 21;
 
 /// `VIRTIO_BLK_F_*`.
@@ -27,33 +27,29 @@ mod feature {
 
 /// `VIRTIO_RING_F_EVENT_IDX`.
 pub const EVENT_IDX: u64 = feature::EVENT_IDX;
-/// `VHOST_F_LOG_ALL`: QEMU wants to know which pages are written. Without it QEMU refuses to migrate.
+/// `VHOST_F_LOG_ALL`: QEMU can request a log of written pages. QEMU does not migrate without it.
 pub const LOG_ALL: u64 = 1 << 26;
 /// `VHOST_USER_F_PROTOCOL_FEATURES`.
 pub const PROTOCOL: u64 = 1 << 30;
 
-/// What a disk has.
+/// The properties that a guest sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
-    /// Bytes.
+pub struct DiskConfig {
     pub capacity: u64,
-    /// Writes are refused.
     pub readonly: bool,
-    /// Queues at most.
+    /// Most queues.
     pub queues: u16,
 }
 
-impl Shape {
-    /// The features that a front end may have.
+impl DiskConfig {
     #[must_use]
     pub fn features(&self) -> u64 {
         use feature::{BLK_SIZE, DISCARD, FLUSH, INDIRECT, MQ, READONLY, SEG_MAX, TOPOLOGY, VERSION_1, WRITE_ZEROES};
         let common = SEG_MAX | BLK_SIZE | FLUSH | TOPOLOGY | MQ | INDIRECT | EVENT_IDX | VERSION_1 | LOG_ALL | PROTOCOL;
-        // They stay the same when a disk becomes read-only: a guest that goes on elsewhere has agreed on them.
+        // The same for a read-only disk: a guest that continues on it has negotiated them.
         common | DISCARD | WRITE_ZEROES | if self.readonly { READONLY } else { 0 }
     }
 
-    /// The configuration space.
     #[must_use]
     pub fn space(&self) -> [u8; BYTES] {
         let mut space = [0; BYTES];
@@ -65,7 +61,7 @@ impl Shape {
         put(0, &(self.capacity / SECTOR).to_le_bytes());
         put(12, &SEGMENTS.to_le_bytes());
         put(20, &(SECTOR as u32).to_le_bytes());
-        // Physical blocks of 2^3 sectors: who can writes whole pages, which can be remembered.
+        // Physical blocks of 2^3 sectors: the guest then prefers to write whole pages, which the block map can record.
         put(24, &[3]);
         put(34, &self.queues.to_le_bytes());
         put(36, &RANGE_SECTORS.to_le_bytes());
@@ -83,12 +79,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_where_the_specification_has_them() {
-        let shape = Shape { capacity: 1 << 30, readonly: true, queues: 2 };
+    fn fields_are_at_the_offsets_of_the_specification() {
+        let shape = DiskConfig { capacity: 1 << 30, readonly: true, queues: 2 };
         let space = shape.space();
         assert_eq!(space[..8], (1u64 << 21).to_le_bytes());
         assert_eq!((space[20..24].to_vec(), space[24], space[34], space[56]), (vec![0, 2, 0, 0], 3, 2, 1));
         assert_ne!(shape.features() & (1 << 5), 0);
-        assert_eq!(Shape { readonly: false, ..shape }.features() & (1 << 5), 0);
+        assert_eq!(DiskConfig { readonly: false, ..shape }.features() & (1 << 5), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! What a disk's server is asked for beside its guest: one JSON object a line, each answered by one.
+//! The control protocol of a disk's server: one JSON object per line, answered by one line.
 //!
 //! ```text
 //! > {"command": "status"}
@@ -11,11 +11,11 @@
 
 use crate::desk::Desk;
 use crate::engine::command::{Command, Refused, Status};
-use crate::engine::ledger::Question;
+use crate::engine::ledger::LedgerCommand;
 use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
-use crate::redo::keeper::At;
+use crate::redo::keeper::EpochId;
 use rekindle_kernel::lines::Lines;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -26,99 +26,85 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long an answer may take: a server that is asked to stop waits for its disk.
+/// Timeout of an answer. A server that is stopping waits for its disk.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes of a question at most.
+/// Most bytes of a command.
 const LONGEST: u64 = 1 << 16;
-/// Bytes of an answer at most.
+/// Most bytes of an answer.
 const LONGEST_ANSWER: usize = 16 << 20;
 
-/// A question.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Ask {
-    /// What it does.
+    /// Report the server's state.
     Status {},
-    /// Other limits.
+    /// Set the rate limits.
     Limit {
-        /// Bytes in a second.
+        /// Bytes per second.
         bps: Option<u64>,
-        /// Requests in a second.
+        /// Requests per second.
         iops: Option<u64>,
     },
-    /// The image has grown; the answer is its length.
+    /// Update the length of a grown image. Returns it.
     Resize {},
-    /// The guest has ended and its QEMU is gone: its memory becomes the next one's attic. The answer is how many blocks it may have.
+    /// The guest has ended and its QEMU has disconnected: keep its memory as the next guest's retained cache. Returns the number of blocks.
     Keep {
-        /// The VM has several disks, whose servers have their attics in the same memory: a new file, in which they see what this one needs.
-        /// Nothing is given back before `share`.
+        /// For a VM with several disks, whose servers use the same memory: a new file to show them which frames this one needs. No frame is
+        /// released before `share`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         claim: Option<PathBuf>,
     },
-    /// The guest is about to start another kernel, in the same QEMU and memory (kexec): what it has cached by then is served to that one too, as
-    /// far as it is still there. The answer is how many blocks that would be now.
+    /// The guest is about to start another kernel in the same QEMU and memory (kexec): serve it what is cached, as far as it is unchanged
+    /// then. Returns the present number of blocks.
     Reuse {},
-    /// All of them keep what they had: the files of the others. What none of them needs is given back from here on.
-    Share {
-        /// The others' files.
-        claims: Vec<PathBuf>,
-    },
-    /// There is to be no attic. Where no QEMU is connected, the memory of the guest before is let go of, too.
+    /// All servers keep their blocks: read the others' files, and release the frames that none of them needs.
+    Share { claims: Vec<PathBuf> },
+    /// Discard the retained cache. If no QEMU is connected, also release the previous guest's memory.
     Drop {},
-    /// Note which pages are written of the guest of a QEMU that is connected, or of none any more. The answer is whether that was noted
-    /// already, all the time.
+    /// Start recording the pages that are written of a connected QEMU's guest, or stop. Returns whether they were recorded without
+    /// interruption.
     Note {
-        /// The QEMU's process.
+        /// Process of the QEMU.
         pid: Option<u32>,
     },
-    /// The pages that were written since they were last asked for, by the QEMU's addresses. Refused where not all were noted: the QEMU
-    /// is another one.
+    /// Return and clear the recorded pages, by the QEMU's addresses. Rejected if the record is incomplete because another QEMU has
+    /// connected.
     Collect {},
-    /// A restore has brought all of the guest's memory: nothing of it is missing any more.
+    /// A restore has filled the guest's memory completely.
     Filled {},
-    /// A guest is about to begin that has touched nothing: no QEMU is connected.
+    /// A guest that has read and written nothing is about to boot. No QEMU is connected.
     PhaseBegin {},
-    /// The guest is stopped: mark what it has touched until now. The answer is the moment's name.
+    /// Mark the blocks that the stopped guest has touched. Returns the moment.
     PhaseMark {},
-    /// Whether a guest of a moment may go on from here: null, or why not.
-    PhaseCheck {
-        /// Which.
-        moment: Moment,
-    },
-    /// The next guest is one of that moment, and its memory comes while it runs ([`Ask::Filled`] ends that): null, or why it may not be.
-    PhaseGoOn {
-        /// Which.
-        moment: Moment,
-    },
-    /// What is written from here on goes to a redo log; the answer is the disk's identity, and the epoch of what is written now.
+    /// Whether a guest of a moment may continue: returns null, or why not.
+    PhaseCheck { moment: Moment },
+    /// The next guest continues from that moment, and its memory is filled while it runs, until [`Ask::Filled`]. Returns null, or why it
+    /// may not.
+    #[serde(rename = "phase-go-on")]
+    PhaseResume { moment: Moment },
+    /// Start a redo log. Returns the disk's identity and the current epoch.
     EpochBegin {},
-    /// Later writes are of the next epoch; the answer is the disk's identity, and the epoch that the disk is as of now.
+    /// End the current epoch. Returns the disk's identity and the ended epoch.
     EpochMark {},
     /// Make an epoch durable.
-    EpochSeal {
-        /// Which.
-        epoch: u64,
-    },
-    /// A checkpoint with this epoch counts.
-    EpochCommitted {
-        /// Which.
-        epoch: u64,
-    },
-    /// Merge the log, which then goes. Answered at once.
+    EpochSeal { epoch: u64 },
+    /// A checkpoint with this epoch is committed.
+    EpochCommitted { epoch: u64 },
+    /// Merge and remove the log. Returns before that is done.
     EpochEnd {},
-    /// It has waited for a restore, and is to have its disk now.
+    /// Open the disk that the server has waited for.
     Have {
-        /// As it was at a checkpoint; the newest, if it is not said.
+        /// Open it as of this epoch; by default the newest.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        at: Option<At>,
-        /// The guest's memory still comes: missing pages are waited for, until `filled`.
+        at: Option<EpochId>,
+        /// The guest's memory is still being filled, until `filled`: access to a missing page blocks.
         filling: bool,
     },
-    /// End.
+    /// End the server.
     End {},
 }
 
-/// Answer one question.
+/// Carries out one command.
 pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
     let engine = &desk.engine;
     let asked: Ask = match serde_json::from_str(line) {
@@ -128,7 +114,7 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
     let answered = match asked {
         Ask::Status {} => value(engine.ask(Command::Status).map(|mut status| {
             if let Ok(keeper) = desk.keeper() {
-                status.redo.iter_mut().for_each(|told| keeper.tell(told));
+                status.redo.iter_mut().for_each(|redo| keeper.complete_status(redo));
             }
             status
         })),
@@ -141,10 +127,10 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
         Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
         Ask::Collect {} => value(engine.ask(Command::Collect)),
         Ask::Filled {} => value(engine.ask(Command::Filled)),
-        Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(Question::Begin(to)))),
-        Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(Question::Mark(to)))),
-        Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(Question::Check(moment, to)))),
-        Ask::PhaseGoOn { moment } => value(engine.ask(|to| Command::Ledger(Question::GoOn(moment, to)))),
+        Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Begin(to)))),
+        Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Mark(to)))),
+        Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Check(moment, to)))),
+        Ask::PhaseResume { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Resume(moment, to)))),
         Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
         Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
         Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
@@ -163,7 +149,7 @@ fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
     answer.and_then(|value| serde_json::to_value(value).map_err(|e| Refused(e.to_string())))
 }
 
-/// Answer all questions of one connection.
+/// Serves all commands of one connection.
 pub(crate) fn serve(desk: &Desk, stream: &UnixStream) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
@@ -178,24 +164,20 @@ pub(crate) fn serve(desk: &Desk, stream: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// Why a server does not answer.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// Nobody is there.
     #[error("{}: no disk server answers", path.display())]
     Connect {
-        /// The socket.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// It will not.
+    /// The server rejected the command.
     #[error("{}: {why}", path.display())]
     Refused {
-        /// The socket.
         path: PathBuf,
-        /// Its words.
+        /// The server's reason.
         why: String,
     },
 }
@@ -208,7 +190,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// Connect to the control socket at `path`.
+    /// Connects to the control socket at `path`.
     ///
     /// # Errors
     /// [`ControlError::Connect`].
@@ -221,7 +203,7 @@ impl Control {
         Ok(Self { path: path.to_owned(), lines: Lines::new(connected.map_err(failed)?, LONGEST_ANSWER) })
     }
 
-    /// Ask.
+    /// Sends a command and waits for the answer.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -248,7 +230,6 @@ impl Control {
         }
     }
 
-    /// What the server does.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -256,11 +237,11 @@ impl Control {
         self.ask(&Ask::Status {})
     }
 
-    /// Wait until it sees that its QEMU has gone, and nothing of that is under way any more: a moment later than we. One that waits for its
-    /// guest may be there. Gives what it does then.
+    /// Waits until the server has noticed that its QEMU has disconnected and no request is in progress. A QEMU that waits for its guest may
+    /// be connected. Returns the state of the server.
     ///
     /// # Errors
-    /// [`ControlError`]; that it has not gone after `patience`, too.
+    /// [`ControlError`], also after `patience`.
     pub fn wait_gone(&mut self, patience: Duration) -> Result<Status, ControlError> {
         let deadline = Instant::now() + patience;
         loop {
@@ -275,15 +256,15 @@ impl Control {
         }
     }
 
-    /// Merge the log of the disk and wait until it has gone. One that there is not has gone.
+    /// Merges and removes the disk's redo log, if it has one, and waits until that is done.
     ///
     /// # Errors
-    /// [`ControlError`]; that it has not gone after `patience`, too.
+    /// [`ControlError`], also after `patience`.
     pub fn end_epochs(&mut self, patience: Duration) -> Result<(), ControlError> {
         let deadline = Instant::now() + patience;
         self.ask::<()>(&Ask::EpochEnd {})?;
-        while let Some(told) = self.status()?.redo {
-            if let Some(why) = told.failed {
+        while let Some(redo) = self.status()?.redo {
+            if let Some(why) = redo.failed {
                 return Err(ControlError::Refused { path: self.path.clone(), why });
             }
             if Instant::now() > deadline {
@@ -295,10 +276,10 @@ impl Control {
         Ok(())
     }
 
-    /// The pages that it has written since they were last asked for.
+    /// Returns and clears the recorded pages.
     ///
     /// # Errors
-    /// [`ControlError`]; then any may have been written.
+    /// [`ControlError`]; any page may have been written then.
     pub fn collect(&mut self) -> Result<Vec<Span>, ControlError> {
         self.ask(&Ask::Collect {})
     }

@@ -1,34 +1,31 @@
-//! What tells one content of a block from another.
+//! Digests that distinguish the contents of blocks.
 //!
-//! 128 bits of XXH3 with a seed that only this process has. A page that some fault has changed passes with a probability of
-//! 2^-128; who could aim at that would have to know the seed, and would only deceive the guest that the page is its own.
+//! 128 bits of XXH3 with a seed that only this process knows. A page that a fault has changed passes with a probability of 2^-128. To
+//! forge a page, a guest would have to know the seed, and would deceive only itself.
 
 use crate::block::Block;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use twox_hash::XxHash3_128;
 
-/// The digest of one block.
 pub type Digest = u128;
 
-/// Makes digests.
 #[derive(Debug, Clone, Copy)]
 pub struct Digester {
     seed: u64,
 }
 
 impl Digester {
-    /// One with a seed of its own.
+    /// A digester with a random seed.
     ///
     /// # Errors
-    /// When the system has no random numbers.
+    /// The system has no random numbers.
     pub fn new() -> io::Result<Self> {
         let mut seed = [0; 8];
         getrandom(&mut seed, GetRandomFlags::empty())?;
         Ok(Self { seed: u64::from_ne_bytes(seed) })
     }
 
-    /// The digest of a block.
     #[must_use]
     pub fn of(self, block: &Block) -> Digest {
         XxHash3_128::oneshot_with_seed(self.seed, block)

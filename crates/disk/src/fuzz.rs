@@ -1,10 +1,10 @@
-//! What a guest may ask for, and what a segment of a redo log may hold, out of any bytes: the targets in `fuzz/`, and the tests below,
-//! which do the same on every build with a fixed budget.
+//! Parsing of a guest's request and of a redo log's segment from any bytes: the functions of the targets in `fuzz/`, and tests that run
+//! them on every build with a fixed budget.
 
 use crate::chain::walk;
 use crate::redo::files::LogFile;
 use crate::redo::format::PAGE;
-use crate::redo::recover::{Found, scan};
+use crate::redo::recover::{SegmentContent, scan};
 use crate::request::{Disk, Kind, parse};
 use std::io;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ const DISK: Disk = Disk { capacity: 1 << 30, readonly: false };
 /// Descriptors of the queue.
 const SIZE: u16 = 32;
 
-/// Take `bytes` for the memory of a guest whose descriptors are at its beginning, and read the request at descriptor 0.
+/// Parses the request at descriptor 0 of a guest whose memory is `bytes`, with the descriptors at its start.
 ///
 /// # Panics
-/// When what comes out leads beyond the disk or makes no sense: a bug.
+/// The result exceeds the disk or is inconsistent: a bug.
 pub fn request(bytes: &[u8]) {
     let read = |at: u64, into: &mut [u8]| {
         let at = usize::try_from(at).ok()?;
@@ -29,7 +29,7 @@ pub fn request(bytes: &[u8]) {
     let ranges = match &request.what {
         Ok(Kind::Read(range) | Kind::Write(range)) => {
             let sum: u64 = request.data.iter().map(|segment| segment.len).sum();
-            assert_eq!(sum, range.bytes, "its data is as long as what it is for");
+            assert_eq!(sum, range.bytes, "its data has the length of its range");
             vec![*range]
         }
         Ok(Kind::Discard(ranges)) => ranges.clone(),
@@ -38,14 +38,14 @@ pub fn request(bytes: &[u8]) {
     };
     for range in ranges {
         let end = range.at.checked_add(range.bytes);
-        assert!(end.is_some_and(|end| end <= DISK.capacity), "{range:?} leads beyond the disk");
+        assert!(end.is_some_and(|end| end <= DISK.capacity), "{range:?} exceeds the disk");
     }
 }
 
-/// Of the segment that is read.
+/// Epoch of the segment.
 const EPOCH: u64 = 3;
 
-/// A segment that is in memory.
+/// A segment in memory.
 #[derive(Debug, Clone)]
 struct Bytes(Arc<Vec<u8>>);
 
@@ -76,37 +76,37 @@ impl LogFile for Bytes {
     }
 }
 
-/// Read a segment with these bytes.
+/// Reads a segment with these bytes.
 ///
 /// # Panics
-/// When an entry leads beyond it, lies over another one or makes no sense: a bug.
+/// An entry exceeds the segment, overlaps another or is inconsistent: a bug.
 pub fn segment(bytes: &[u8]) {
     let file = Bytes(Arc::new(bytes.to_vec()));
-    let Ok(Some(Found { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
+    let Ok(Some(SegmentContent { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
     entries.sort_by_key(|entry| entry.offset);
     let mut free = PAGE;
     for entry in &entries {
-        assert!(entry.offset >= free && entry.offset.is_multiple_of(PAGE), "{entry:?} lies over the one before");
-        assert!(entry.bytes > 0 && entry.at.checked_add(entry.bytes).is_some(), "{entry:?} is nowhere");
+        assert!(entry.offset >= free && entry.offset.is_multiple_of(PAGE), "{entry:?} overlaps the previous one");
+        assert!(entry.bytes > 0 && entry.at.checked_add(entry.bytes).is_some(), "{entry:?} is outside the disk");
         free = entry.offset + entry.length();
     }
-    assert!(free <= end, "the next entry would lie over the last one");
+    assert!(free <= end, "the next entry would overlap the last one");
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::redo::format::{Head, Header, What, sum, write_head, write_header};
+    use crate::redo::format::{EntryHeader, EntryKind, SegmentHead, checksum, write_head, write_header};
 
     /// A segment of three entries.
     fn log() -> Vec<u8> {
         let nonce = 77;
-        let mut bytes = write_head(&Head { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
+        let mut bytes = write_head(&SegmentHead { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
         for (sequence, at, length, what) in
-            [(1, 0, 4096, What::Data), (2, 512, 1 << 20, What::Hole), (3, 0, 512, What::Data)]
+            [(1, 0, 4096, EntryKind::Data), (2, 512, 1 << 20, EntryKind::Hole), (3, 0, 512, EntryKind::Data)]
         {
-            let data = if what == What::Data { vec![sequence as u8; length as usize] } else { Vec::new() };
-            let header = Header { sequence, at, bytes: length, what, data: sum(&data) };
+            let data = if what == EntryKind::Data { vec![sequence as u8; length as usize] } else { Vec::new() };
+            let header = EntryHeader { sequence, at, bytes: length, what, data: checksum(&data) };
             bytes.extend(write_header(&header, nonce, bytes.len() as u64));
             bytes.extend(data);
             bytes.resize(bytes.len().next_multiple_of(PAGE as usize), 0);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_make_a_segment_lead_beyond_itself() {
+    fn no_bytes_make_an_entry_exceed_its_segment() {
         let whole = log();
         let found = |bytes: &[u8]| scan(&Bytes(Arc::new(bytes.to_vec())), EPOCH, Uuid::nil()).ok().flatten();
         assert_eq!(found(&whole).map(|found| found.entries.len()), Some(3));
@@ -131,7 +131,7 @@ mod tests {
         }
     }
 
-    /// A guest that has put a valid request: header at 1024, data at 2048, status at 1040.
+    /// A guest with a valid request: header at 1024, data at 2048, status at 1040.
     fn seed(kind: u32, sector: u64) -> Vec<u8> {
         let descriptor = |address: u64, len: u32, flags: u16, next: u16| {
             [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_lead_beyond_the_disk() {
+    fn no_bytes_make_a_request_exceed_the_disk() {
         let mut random = fastrand::Rng::with_seed(1);
         let mut random = |below: usize| random.usize(..below);
         for kind in [0, 1, 4, 8, 11, 13] {
@@ -155,7 +155,7 @@ mod tests {
             for _ in 0..20_000 {
                 let mut bytes = seed(kind, random(1 << 22) as u64);
                 for _ in 0..random(8) {
-                    // Descriptors, header and the beginning of the data.
+                    // Descriptors, header and the start of the data.
                     let at = [random(96), 1024 + random(16), 2048 + random(64)][random(3)];
                     bytes[at] = [0, 1, 0x7f, 0x80, 0xff, random(256) as u8][random(6)];
                 }

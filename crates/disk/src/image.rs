@@ -1,8 +1,7 @@
 //! The image of a disk: a raw file or a block device.
 //!
-//! Opened with `O_DIRECT` where the file system can: what the guest caches is not cached by the host again. Nobody else may
-//! have it open: the bytes that QEMU locks to say so (`OFD` locks at 100 and 200, `locking=on`) are locked as QEMU would, so that two
-//! servers, or a server and a QEMU, exclude one another.
+//! Opened with `O_DIRECT` if the file system can, so that the host does not cache what the guest caches. The image is locked as QEMU
+//! locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that two servers, or a server and a QEMU, exclude each other.
 
 use rekindle_kernel::file::{self, Lock};
 use rustix::fs::{Mode, OFlags};
@@ -15,146 +14,119 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What an image is opened as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct How {
-    /// Nothing is written.
+pub struct OpenMode {
+    /// Reject writes.
     pub readonly: bool,
-    /// Past the host's page cache.
+    /// Bypass the host's page cache.
     pub direct: bool,
 }
 
-/// Why an image cannot be opened.
+/// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// The system refuses.
     #[error("disk image {}: {doing}", path.display())]
     Io {
-        /// The image.
         path: PathBuf,
-        /// What was done.
+        /// The step that failed.
         doing: &'static str,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// It is neither.
-    #[error("disk image {}: it is {what}, and only a raw file or a block device can be served", path.display())]
+    /// Neither a regular file nor a block device.
+    #[error("disk image {}: it is {what}, but only a raw file or a block device can be served", path.display())]
     Kind {
-        /// The image.
         path: PathBuf,
-        /// What it is.
+        /// The kind of file.
         what: &'static str,
     },
-    /// It is in use.
     #[error(
         "disk image {}: another program has it open ({what}); a disk that two write is damaged. End that one first \
          (fuser {})", path.display(), path.display()
     )]
     InUse {
-        /// The image.
         path: PathBuf,
-        /// What it does with it.
+        /// The other process's use of it.
         what: &'static str,
     },
-    /// It is cut.
-    #[error("disk image {}: it is {bytes} bytes long, which is no whole number of 512-byte sectors", path.display())]
-    Odd {
-        /// The image.
-        path: PathBuf,
-        /// Its length.
-        bytes: u64,
-    },
-    /// It is shorter than it was.
+    #[error("disk image {}: its length of {bytes} bytes is not a multiple of 512-byte sectors", path.display())]
+    Odd { path: PathBuf, bytes: u64 },
     #[error(
-        "disk image {}: it is {bytes} bytes long and was {before}; a guest that knows the longer one would lose data",
+        "disk image {}: it is {bytes} bytes long but was {before}; a guest that uses the longer disk would lose data",
         path.display()
     )]
-    Shorter {
-        /// The image.
-        path: PathBuf,
-        /// Its length.
-        bytes: u64,
-        /// What it was.
-        before: u64,
-    },
+    Shorter { path: PathBuf, bytes: u64, before: u64 },
 }
 
-/// An open image.
 #[derive(Debug)]
 pub struct Image {
-    /// Its path.
     pub path: PathBuf,
-    /// It.
     pub file: Arc<File>,
-    /// Bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// How it was opened.
-    pub how: How,
-    /// Offset, length and memory of each operation are multiples of this.
+    pub mode: OpenMode,
+    /// Alignment of offset, length and memory of each operation.
     pub alignment: u32,
-    /// A block device.
     pub is_device: bool,
-    /// Whether what was written to it can still be made durable.
+    /// Whether written data can still be made durable.
     pub durability: Arc<Durability>,
 }
 
 /// Whether all syncs of an open file have succeeded.
 ///
-/// The kernel reports that something could not be written back once for each open file, to the next sync, and forgets the data. Guest's
-/// flushes, seals and merges share the open image. So one failed sync is a failure of all later ones, until the image is opened anew.
+/// The kernel reports a write-back error only once per open file, to the next sync, and drops the data. The guest's flushes, seals and
+/// merges share the open image. So after one failed sync all later ones fail, until the image is opened again.
 #[derive(Debug, Default)]
 pub struct Durability(AtomicBool);
 
 impl Durability {
-    /// Notes that a sync has failed.
+    /// Records that a sync has failed.
     pub fn set_broken(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Whether a sync has failed.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 }
 
-/// How long a server that was killed may still hold its image: until what it had under way has ended.
+/// How long a killed server may still hold its image, until its I/O has ended.
 const RELEASE: Duration = Duration::from_secs(3);
-/// Between two looks.
+/// Interval of attempts.
 const AGAIN: Duration = Duration::from_millis(5);
 
-/// QEMU's permissions on an image, as bits and as the bytes after [`PERMITTED`] and [`UNSHARED`] that it locks.
+/// QEMU's permissions on an image: bit numbers, and offsets of the locked bytes after [`PERMITTED`] and [`UNSHARED`].
 const READ: u64 = 0;
 const WRITE: u64 = 1;
 const RESIZE: u64 = 3;
-/// Locked (shared) by who has the permission.
+/// Locked (shared) by a process that has the permission.
 const PERMITTED: u64 = 100;
-/// Locked (shared) by who does not let others have it.
+/// Locked (shared) by a process that denies the permission to others.
 const UNSHARED: u64 = 200;
 
 impl Image {
-    /// Open the image at `path`.
+    /// Opens and locks the image at `path`.
     ///
-    /// *On success:* nobody else can open it to write, as long as they ask.
-    ///
-    /// # Errors
-    /// [`ImageError`].
-    pub fn open(path: &Path, how: How) -> Result<Self, ImageError> {
-        Self::open_within(path, how, RELEASE)
-    }
-
-    /// Look at the image at `path` and keep nobody from it. Its content is nothing to go by.
+    /// *On success:* no other process that respects the locks can open it for writing.
     ///
     /// # Errors
     /// [`ImageError`].
-    pub fn look(path: &Path) -> Result<Self, ImageError> {
-        Self::unlocked(path, How { readonly: true, direct: false })
+    pub fn open(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
+        Self::open_within(path, mode, RELEASE)
     }
 
-    /// As [`Image::open`], with so much time for one that holds it and ends.
-    fn open_within(path: &Path, how: How, patience: Duration) -> Result<Self, ImageError> {
-        let image = Self::unlocked(path, how)?;
+    /// Inspects the image at `path` without locking it. Its content may change at any time.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn inspect(path: &Path) -> Result<Self, ImageError> {
+        Self::unlocked(path, OpenMode { readonly: true, direct: false })
+    }
+
+    /// As [`Image::open`], waiting up to `patience` for a process that is releasing it.
+    fn open_within(path: &Path, mode: OpenMode, patience: Duration) -> Result<Self, ImageError> {
+        let image = Self::unlocked(path, mode)?;
         let deadline = Instant::now() + patience;
         loop {
             match image.lock() {
@@ -165,22 +137,22 @@ impl Image {
         }
     }
 
-    fn unlocked(path: &Path, how: How) -> Result<Self, ImageError> {
+    fn unlocked(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
         let failed = |doing| {
             let path = path.to_owned();
             move |source: io::Error| ImageError::Io { path, doing, source }
         };
-        let access = if how.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
+        let access = if mode.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
         let open = |flags| rustix::fs::open(path, access | flags, Mode::empty()).map(File::from);
-        let (file, direct) = match how.direct.then(|| open(OFlags::DIRECT)) {
+        let (file, direct) = match mode.direct.then(|| open(OFlags::DIRECT)) {
             Some(Ok(file)) => (file, true),
-            // A file system that cannot, such as tmpfs: what is on it is in memory anyway.
+            // Not supported, for example by tmpfs, which is in memory anyway.
             Some(Err(rustix::io::Errno::INVAL)) | None => {
                 (open(OFlags::empty()).map_err(|e| failed("opening it")(e.into()))?, false)
             }
             Some(Err(e)) => return Err(failed("opening it")(e.into())),
         };
-        let metadata = file.metadata().map_err(failed("looking at it"))?;
+        let metadata = file.metadata().map_err(failed("reading its metadata"))?;
         let kind = metadata.file_type();
         let (bytes, is_device) = match kind {
             kind if kind.is_file() => (metadata.len(), false),
@@ -194,12 +166,12 @@ impl Image {
             return Err(ImageError::Odd { path: path.to_owned(), bytes });
         }
         let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
-        let how = How { direct, ..how };
+        let mode = OpenMode { direct, ..mode };
         let (file, durability) = (Arc::new(file), Arc::default());
-        Ok(Self { path: path.to_owned(), file, bytes, how, alignment, is_device, durability })
+        Ok(Self { path: path.to_owned(), file, bytes, mode, alignment, is_device, durability })
     }
 
-    /// How long it is now. One that has become shorter than `before` is refused.
+    /// Returns the present length. Fails if the image is shorter than `before`.
     ///
     /// # Errors
     /// [`ImageError`].
@@ -218,16 +190,16 @@ impl Image {
 
     fn lock(&self) -> Result<(), ImageError> {
         let failed = |source| ImageError::Io { path: self.path.clone(), doing: "locking it", source };
-        let ours: &[u64] = if self.how.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
+        let ours: &[u64] = if self.mode.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
         let kept = [WRITE, RESIZE];
         let bytes = ours.iter().map(|bit| PERMITTED + bit).chain(kept.iter().map(|bit| UNSHARED + bit));
         for byte in bytes {
             match file::lock_byte(&self.file, byte, Lock::Shared).map_err(failed)? {
                 true => {}
-                false => return Err(self.in_use("it keeps others from it")),
+                false => return Err(self.in_use("it does not share it")),
             }
         }
-        // Whoever does not let others have what we have, or has what we do not let others have.
+        // Another process denies a permission that we use, or uses one that we deny.
         let against = ours.iter().map(|bit| (UNSHARED + bit, "it does not share it"));
         let against = against.chain(kept.iter().map(|bit| (PERMITTED + bit, "it writes it")));
         for (byte, what) in against {
@@ -249,8 +221,8 @@ mod tests {
     use super::*;
     use std::fs;
 
-    const WRITABLE: How = How { readonly: false, direct: true };
-    const READONLY: How = How { readonly: true, direct: true };
+    const WRITABLE: OpenMode = OpenMode { readonly: false, direct: true };
+    const READONLY: OpenMode = OpenMode { readonly: true, direct: true };
 
     fn image(bytes: u64) -> (tempfile::TempDir, PathBuf) {
         let directory = tempfile::tempdir().unwrap();
@@ -260,9 +232,9 @@ mod tests {
     }
 
     #[test]
-    fn only_one_has_it_to_write_and_many_to_read() {
+    fn one_process_writes_it_or_several_read_it() {
         let (_directory, path) = image(1 << 20);
-        let open = |how| Image::open_within(&path, how, Duration::ZERO);
+        let open = |mode| Image::open_within(&path, mode, Duration::ZERO);
         let writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(writer.bytes, 1 << 20);
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })));
@@ -270,18 +242,18 @@ mod tests {
         let readers = [Image::open(&path, READONLY).unwrap(), Image::open(&path, READONLY).unwrap()];
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })), "under its readers");
         drop(readers);
-        let looker = Image::look(&path).unwrap();
+        let inspected = Image::inspect(&path).unwrap();
         let _writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(
-            (looker.bytes, Image::look(&path).unwrap().bytes),
+            (inspected.bytes, Image::inspect(&path).unwrap().bytes),
             (1 << 20, 1 << 20),
-            "it keeps nobody, nor is kept"
+            "an inspected image is not locked"
         );
         assert!(matches!(open(READONLY), Err(ImageError::InUse { .. })));
     }
 
     #[test]
-    fn what_is_no_disk_is_named() {
+    fn what_is_no_disk_image_is_an_error() {
         let (directory, path) = image(1000);
         assert!(matches!(Image::open(&path, WRITABLE), Err(ImageError::Odd { bytes: 1000, .. })));
         let missing = Image::open(&directory.path().join("none"), WRITABLE).unwrap_err();
@@ -291,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn it_may_grow_and_not_shrink() {
+    fn it_may_grow_but_not_shrink() {
         let (_directory, path) = image(8192);
         let image = Image::open(&path, WRITABLE).unwrap();
         let grow = |bytes| fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();

@@ -1,8 +1,8 @@
-//! The requests that are under way, in memory that outlives this process (vhost-user, *Inflight I/O tracking*, split rings).
+//! The record of requests in progress, in memory that outlives this process (vhost-user, *Inflight I/O tracking*, split rings).
 //!
-//! QEMU holds the memory and gives it to the server that comes after one that was killed. What was taken out of the available ring
-//! and is not in the used ring is done once more, in the order in which it was taken. A request that had been done and not told
-//! may be done twice; nobody can see that, since its guest still waits for it.
+//! QEMU holds the memory and passes it to the next server after one was killed. Requests that were taken from the available ring and are
+//! not in the used ring are done again, in the order in which they were taken. A request that was done but not answered may be done
+//! twice, which has no effect, since its guest still waits for it.
 //!
 //! ```text
 //! queue  | features u64 | version u16 = 1 | descriptors u16 | last u16 | used index u16 |
@@ -25,38 +25,38 @@ const AT_VERSION: usize = 8;
 const AT_DESCRIPTORS: usize = 10;
 const AT_LAST: usize = 12;
 const AT_USED: usize = 14;
-/// Within a descriptor.
+/// Offsets within a descriptor.
 const AT_NEXT: usize = 6;
 const AT_COUNTER: usize = 8;
 
-/// No queue is served so long that it has more.
+/// Far more than any queue has in its lifetime.
 const MOST_REQUESTS: u64 = u64::MAX / 2;
 
-/// Bytes of a file that can be mapped.
+/// Bytes of a file, rejecting one that cannot be mapped.
 fn length(file: &File) -> io::Result<u64> {
     Ok(file.metadata()?.len())
 }
 
-/// The memory of all queues.
+/// The record of all queues.
 #[derive(Debug)]
 pub struct Inflight {
     region: MmapRegion,
     descriptors: u16,
     queues: u16,
-    /// Counts the requests, so that their order is known.
+    /// Counts the requests, to keep their order.
     counters: Vec<u64>,
 }
 
-/// Bytes for one queue.
+/// Bytes of one queue.
 fn queue_bytes(descriptors: u16) -> usize {
     (HEADER + usize::from(descriptors) * DESCRIPTOR).next_multiple_of(ALIGNMENT)
 }
 
 impl Inflight {
-    /// New memory, with nothing under way, and the file that QEMU is to hold.
+    /// Creates an empty record, and the file for QEMU to hold.
     ///
     /// # Errors
-    /// The system's; `InvalidData` for no queue.
+    /// The system's; `InvalidData` if there is no queue.
     pub fn create(queues: u16, descriptors: u16) -> io::Result<(Self, File, u64)> {
         let bytes = (queue_bytes(descriptors) * usize::from(queues)) as u64;
         let file = File::from(memfd_create("rekindle-inflight", MemfdFlags::CLOEXEC)?);
@@ -65,18 +65,18 @@ impl Inflight {
         Ok((made, file, bytes))
     }
 
-    /// That of a server before. Its content is QEMU's: it may be anything.
+    /// Opens the record of a previous server. QEMU passes it: it may have any content.
     ///
     /// # Errors
-    /// `InvalidData`: it is not what was made for so many queues.
+    /// `InvalidData`: it was not created for these queues.
     pub fn open(file: File, offset: u64, bytes: u64, queues: u16, descriptors: u16) -> io::Result<Self> {
         let invalid =
             |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the requests under way: {what}"));
         let needed = queue_bytes(descriptors) * usize::from(queues);
-        // What is mapped and not in the file would end this process.
+        // Access to a mapping past the end of the file would kill this process.
         let is_there = offset.checked_add(needed as u64).is_some_and(|end| end <= length(&file).unwrap_or(0));
         if bytes < needed as u64 || needed == 0 || !is_there {
-            return Err(invalid("there is too little memory for so many queues"));
+            return Err(invalid("the memory is too small for the queues"));
         }
         let region = MmapRegion::from_file(FileOffset::new(file, offset), needed).map_err(io::Error::other)?;
         let mut opened = Self { region, descriptors, queues, counters: vec![0; queues.into()] };
@@ -94,7 +94,7 @@ impl Inflight {
             let counters = (0..descriptors).map(|head| opened.load::<u64>(opened.descriptor(queue, head) + AT_COUNTER));
             let highest = counters.collect::<io::Result<Vec<_>>>()?.into_iter().max().unwrap_or(0);
             if highest > MOST_REQUESTS {
-                return Err(invalid("they are numbered as no server does it"));
+                return Err(invalid("a counter has an impossible value"));
             }
             if let Some(counter) = opened.counters.get_mut(usize::from(queue)) {
                 *counter = highest;
@@ -111,7 +111,7 @@ impl Inflight {
         self.base(queue) + HEADER + usize::from(head) * DESCRIPTOR
     }
 
-    /// Each access is one to memory, in this order: a process that is killed has done those before it.
+    /// All accesses are to memory, in this order: a killed process has completed the earlier ones.
     fn load<T: AtomicAccess>(&self, at: usize) -> io::Result<T> {
         self.region.as_volatile_slice().load(at, Ordering::SeqCst).map_err(io::Error::other)
     }
@@ -124,10 +124,10 @@ impl Inflight {
         queue < self.queues && head < self.descriptors
     }
 
-    /// The chain that begins with descriptor `head` was taken out of the available ring.
+    /// Records that the chain at descriptor `head` was taken from the available ring.
     ///
     /// # Errors
-    /// Never, but for a queue or descriptor that there is not; that is passed over.
+    /// None in practice: a queue or descriptor out of range is ignored.
     pub fn taken(&mut self, queue: u16, head: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
@@ -139,11 +139,11 @@ impl Inflight {
         self.store(at, 1u8)
     }
 
-    /// It is about to be put into the used ring.
+    /// Records that the chain is about to be put into the used ring.
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn telling(&mut self, queue: u16, head: u16) -> io::Result<()> {
+    pub fn answering(&mut self, queue: u16, head: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
         }
@@ -152,11 +152,11 @@ impl Inflight {
         self.store(self.base(queue) + AT_LAST, head)
     }
 
-    /// It is there, and the used ring's index is now `used`.
+    /// Records that the chain is in the used ring, whose index is now `used`.
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn told(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
+    pub fn answered(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
         }
@@ -164,16 +164,16 @@ impl Inflight {
         self.store(self.base(queue) + AT_USED, used)
     }
 
-    /// What is to be done once more, in order, given the used ring's index as the guest sees it.
+    /// Returns the requests to do again, in order, given the used ring's index in the guest's memory.
     ///
     /// # Errors
     /// As for [`Inflight::taken`].
-    pub fn left(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
+    pub fn unfinished(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
         if queue >= self.queues {
             return Ok(Vec::new());
         }
         let base = self.base(queue);
-        // The server before was killed after it had told, and before it had noted that.
+        // The previous server was killed between answering and recording that.
         if self.load::<u16>(base + AT_USED)? != used {
             let last: u16 = self.load(base + AT_LAST)?;
             if last < self.descriptors {
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_laid_out_as_the_protocol_says() {
+    fn its_layout_is_that_of_the_protocol() {
         let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
         assert_eq!(bytes, 2 * 192);
         inflight.taken(1, 3).unwrap();
@@ -217,38 +217,38 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_as_a_server_made_it_is_refused() {
+    fn memory_with_invalid_content_is_rejected() {
         let (_, file, bytes) = Inflight::create(2, 8).unwrap();
         assert!(Inflight::create(0, 8).is_err());
         let open = |offset, bytes| Inflight::open(file.try_clone().unwrap(), offset, bytes, 2, 8);
         assert!(open(0, bytes).is_ok());
-        // Longer than its file: an access would end the process.
+        // Longer than its file: an access would kill the process.
         file.set_len(100).unwrap();
         assert!(open(0, bytes).is_err());
         file.set_len(bytes).unwrap();
         assert!(open(4096, bytes).is_err() && open(u64::MAX - 4095, bytes).is_err());
-        // A number after which there is none.
+        // The largest counter.
         std::os::unix::fs::FileExt::write_all_at(&file, &u64::MAX.to_ne_bytes(), 16 + 8).unwrap();
         assert!(open(0, bytes).is_err());
     }
 
     #[test]
-    fn what_was_told_is_not_done_again_even_if_that_was_not_noted() {
+    fn an_answered_request_is_not_done_again_even_if_that_was_not_recorded() {
         let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
         for head in [5, 2] {
             inflight.taken(0, head).unwrap();
         }
-        inflight.telling(0, 5).unwrap();
+        inflight.answering(0, 5).unwrap();
         drop(inflight);
         // Killed before the used ring was written, or after.
-        assert_eq!(again(&file, bytes).left(0, 0).unwrap(), [5, 2]);
-        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
-        assert_eq!(again(&file, bytes).left(0, 1).unwrap(), [2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 0).unwrap(), [5, 2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
+        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
     }
 
     proptest! {
         #[test]
-        fn whenever_it_is_killed_what_is_left_is_what_was_not_told(
+        fn after_a_kill_exactly_the_unanswered_requests_are_unfinished(
             steps in proptest::collection::vec((0..8u16, any::<bool>()), 0..60), killed in 0..4u8,
         ) {
             let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
@@ -263,7 +263,7 @@ mod tests {
                     if last && killed == 0 {
                         break;
                     }
-                    inflight.telling(0, head).unwrap();
+                    inflight.answering(0, head).unwrap();
                     if last && killed == 1 {
                         break;
                     }
@@ -272,11 +272,11 @@ mod tests {
                     if last && killed == 2 {
                         break;
                     }
-                    inflight.told(0, head, used).unwrap();
+                    inflight.answered(0, head, used).unwrap();
                 }
             }
             drop(inflight);
-            prop_assert_eq!(again(&file, bytes).left(0, used).unwrap(), model);
+            prop_assert_eq!(again(&file, bytes).unfinished(0, used).unwrap(), model);
         }
     }
 }

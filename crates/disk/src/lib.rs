@@ -1,32 +1,33 @@
-//! One guest disk: a vhost-user-blk server that remembers where each block went, so that a rebooted guest finds its cache warm.
+//! One guest disk: a vhost-user-blk server that records where each block is in the guest's memory, so that a rebooted guest's cache is warm.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`server`] | the process: its sockets |
-//! | [`session`] | a front end's connection: vhost-user |
-//! | [`channel`] | what a front end is told unasked |
-//! | [`control`] | what else a server is asked for |
-//! | [`desk`] | who answers for the disk, also before there is one |
+//! | [`server`] | the process and its sockets |
+//! | [`session`] | the vhost-user connection of a front end |
+//! | [`channel`] | notifications to a front end |
+//! | [`control`] | the protocol for management commands |
+//! | [`desk`] | the disk behind these commands, also before there is one |
 //! | [`engine`] | the thread that moves the data |
-//! | [`chain`], [`request`] | what a guest asks for, out of descriptors filled with anything |
-//! | [`fuzz`] | the same, for fuzzing |
-//! | [`config`] | what a guest is told of its disk |
+//! | [`chain`], [`request`] | parsing of a guest's requests, from descriptors with any content |
+//! | [`fuzz`] | fuzzing of the same |
+//! | [`config`] | features and configuration space |
 //! | [`image`] | the raw file or block device |
-//! | [`memory`] | the guest's memory, mapped; which pages are written through it |
-//! | [`missing`] | pages of it that a restore still brings |
-//! | [`inflight`] | requests under way, in memory that outlives this process |
-//! | [`limit`] | the rates that a disk is held to |
-//! | [`report`] | warnings that a guest can cause as often as it likes |
-//! | [`block`], [`digest`], [`map`] | which frame got which block, and what it was |
-//! | [`redo`] | the log of a protected VM's disk: epochs |
-//! | [`ledger`] | what the guest has touched until a moment, and whether that was written since |
-//! | `beside` | what takes long and is waited for by nobody |
-//! | [`attic`] | the memory of the guest's former life, as a cache |
+//! | [`memory`] | the guest's memory, mapped, and a record of the pages that are written through it |
+//! | [`missing`] | pages that a restore has not filled yet |
+//! | [`inflight`] | the record of requests in progress, in memory that outlives this process |
+//! | [`limit`] | rate limits |
+//! | [`report`] | rate-limited warnings |
+//! | [`block`], [`digest`], [`map`] | which frame holds which block, and its digest |
+//! | [`redo`] | the redo log of a protected VM's disk |
+//! | [`ledger`] | the blocks that a guest has read or written until a moment, and whether they were written since |
+//! | `background` | slow work that nothing waits for |
+//! | [`retained`] | the retained cache: the memory of the guest's previous boot |
 //!
-//! `docs/disk.md` has the argument for why a guest is never given a block that is not what is on the disk.
+//! `docs/disk.md` explains why a guest never gets a block that differs from the disk.
 
-pub mod attic;
-mod beside;
+#![allow(missing_docs, reason = "an internal crate: a comment is only where the name does not suffice")]
+
+mod background;
 pub mod block;
 pub mod chain;
 pub mod channel;
@@ -46,5 +47,6 @@ pub mod missing;
 pub mod redo;
 pub mod report;
 pub mod request;
+pub mod retained;
 pub mod server;
 pub mod session;

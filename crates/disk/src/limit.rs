@@ -1,20 +1,19 @@
-//! Rates that a disk is held to: fairness between VMs, and the papers' disks.
+//! Rate limits of a disk: for fairness between VMs, and to reproduce the papers' disks.
 //!
-//! A leaky bucket each for bytes and operations, as QEMU's `throttle` group has them: it leaks at the rate, and who comes waits
-//! while there is more in it than a tenth of a second's worth. So a peer's disk can be held to the same.
+//! Bytes and operations have a leaky bucket each, as in QEMU's `throttle` group: it leaks at the rate, and a request waits while it holds
+//! more than a tenth of a second's worth. So the disk of another VMM can be limited in the same way.
 
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// What fits into a bucket before anybody waits, in seconds of its rate.
+/// Capacity of a bucket, in seconds of its rate.
 const BURST: f64 = 0.1;
 
-/// The rates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Limits {
-    /// Bytes in a second, read and written.
+    /// Bytes per second, read and written.
     pub bps: Option<u64>,
-    /// Requests in a second. A longer one counts once.
+    /// Requests per second. A long one counts once.
     pub iops: Option<u64>,
 }
 
@@ -41,7 +40,7 @@ impl Bucket {
     }
 }
 
-/// Holds a disk to its limits.
+/// Applies [`Limits`] to requests.
 #[derive(Debug)]
 pub struct Throttle {
     bytes: Option<Bucket>,
@@ -49,17 +48,17 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// With nothing in its buckets.
+    /// A throttle with empty buckets.
     #[must_use]
     pub fn new(limits: Limits, now: Instant) -> Self {
         let bucket = |rate: Option<u64>| rate.map(|rate| Bucket::new(rate, now));
         Self { bytes: bucket(limits.bps), requests: bucket(limits.iops) }
     }
 
-    /// Whether a request of `bytes` bytes may begin now: then it counts. Else how long until it is to be asked again.
+    /// Admits and counts a request of `bytes` bytes, if it may start now.
     ///
     /// # Errors
-    /// The time to wait.
+    /// The time until the next attempt.
     pub fn admit(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
         let mut wait = 0.0f64;
         for bucket in [&mut self.bytes, &mut self.requests].into_iter().flatten() {
@@ -73,7 +72,7 @@ impl Throttle {
         Ok(())
     }
 
-    /// Counts a request of `bytes` bytes that does not wait. Later ones wait the longer.
+    /// Counts a request of `bytes` bytes that does not wait. Later ones wait longer.
     pub fn charge(&mut self, bytes: u64) {
         if let Some(bucket) = &mut self.bytes {
             bucket.level += bytes as f64;
@@ -98,7 +97,7 @@ mod tests {
             let begin = Instant::now();
             let mut throttle = Throttle::new(Limits { bps: Some(bps), iops: Some(iops) }, begin);
             let (mut now, mut done) = (begin, 0u32);
-            // Until enough has been done that the first burst does not count.
+            // Enough work that the first burst does not count.
             while now.duration_since(begin) < Duration::from_secs(20) && done < 20_000 {
                 match throttle.admit(bytes, now) {
                     Ok(()) => done += 1,
@@ -109,7 +108,7 @@ mod tests {
             let by_bytes = f64::from(done) * bytes as f64 / bps as f64;
             let by_requests = f64::from(done) / iops as f64;
             let longest = by_bytes.max(by_requests);
-            // What is in the buckets: a tenth of a second, and the last request.
+            // The content of the buckets: a tenth of a second, and the last request.
             let slack = BURST + (bytes as f64 / bps as f64).max(1.0 / iops as f64) + 0.001;
             prop_assert!(time + slack >= longest, "too fast: {time} s for {longest} s of work");
             prop_assert!(time <= longest + 0.001, "too slow: {time} s for {longest} s of work");
@@ -117,13 +116,13 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_nobody_waits_and_a_pause_saves_up_no_more_than_a_burst() {
+    fn without_limits_no_request_waits_and_a_pause_saves_up_no_more_than_a_burst() {
         let now = Instant::now();
         let mut free = Throttle::new(Limits::default(), now);
         assert!((0..1000).all(|_| free.admit(1 << 20, now).is_ok()));
         let mut slow = Throttle::new(Limits { bps: None, iops: Some(100) }, now);
         let later = now + Duration::from_secs(3600);
-        let at_once = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
-        assert_eq!(at_once, 11, "a tenth of a second, and the one that is over it");
+        let admitted = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
+        assert_eq!(admitted, 11, "a tenth of a second, and the one that is over it");
     }
 }

@@ -1,15 +1,15 @@
-//! The block map: which frame of the guest's memory got which block of the disk, and what the block was then.
+//! The block map: which frame of the guest's memory holds which block of the disk, and the block's digest.
 //!
-//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of what is on
-//! the *disk*, taken from the bytes that were moved. The guest may do with the frame what it likes: whether it still holds the block
-//! is found out when somebody asks, by its digest.
+//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of the content on
+//! the *disk*, computed from the bytes that were moved. The guest may change the frame at any time: the digest shows whether the frame
+//! still holds the block when it is needed.
 //!
 //! | | bytes |
 //! |---|---|
-//! | a record: block, digest | 20 for each frame; only what is used takes memory |
-//! | the way from a block to its frame | 5 for each slot of a table that is at least 7/16 full: at most 11.5 |
+//! | a record: block, digest | 20 for each frame; only used records take memory |
+//! | the table from blocks to frames | 5 for each slot, at least 7/16 of which are in use: at most 11.5 |
 //!
-//! So at most 32 bytes a cached block.
+//! So at most 32 bytes per cached block.
 
 use crate::digest::Digest;
 use hashbrown::HashTable;
@@ -18,13 +18,13 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// A frame of the guest's memory: its address in pages.
+/// Number of a page of the guest's memory: its address in pages.
 pub type Frame = u32;
 
-/// Blocks beyond this one are not remembered: 16 TiB.
+/// Larger block numbers are not recorded: 16 TiB.
 pub const MOST_BLOCKS: u64 = u32::MAX as u64 - 1;
 
-/// Block + 1 (0: nothing), and the digest, so that a record of a frame that was never used is zero and takes no memory.
+/// Block + 1 (0: none), and the digest. The record of an unused frame is zero, so that it takes no memory.
 type Record = [u32; 5];
 
 /// See [the module](self).
@@ -32,51 +32,47 @@ type Record = [u32; 5];
 pub struct BlockMap {
     records: Vec<Record>,
     frames: HashTable<Frame>,
-    /// Of the table: a guest that chooses its blocks cannot make it slow.
+    /// Seed of the table: a guest cannot slow it down by its choice of blocks.
     seed: u64,
 }
 
 impl BlockMap {
-    /// An empty one, for a guest whose memory ends with frame `frames` - 1.
+    /// An empty map for a guest whose memory has `frames` frames.
     #[must_use]
     pub fn new(frames: Frame) -> Self {
         let seed = RandomState::new().hash_one(0);
         Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), seed }
     }
 
-    /// The same, or `None` where the host has no room for it.
+    /// As [`Self::new`], or `None` if the host has no memory for it.
     #[must_use]
     pub fn try_new(frames: Frame) -> Option<Self> {
-        // Only asked for: what is then made is zero, and takes what is used of it.
+        // Untouched memory is zero, and is allocated only when it is used.
         Vec::<Record>::new().try_reserve_exact(frames as usize).ok()?;
         Some(Self::new(frames))
     }
 
-    /// Frames of the guest's memory.
     #[must_use]
     pub fn frames(&self) -> Frame {
         self.records.len() as Frame
     }
 
-    /// The block that `frame` holds.
     #[must_use]
     pub fn block_in(&self, frame: Frame) -> Option<u64> {
         Some(u64::from(self.records.get(frame as usize)?[0].checked_sub(1)?))
     }
 
-    /// How many blocks are known.
     #[must_use]
     pub fn len(&self) -> usize {
         self.frames.len()
     }
 
-    /// Whether none is.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }
 
-    /// `block` was moved into or out of `frame`, and has this digest on the disk.
+    /// Records that `block`, which has this digest on the disk, was moved into or out of `frame`.
     pub fn moved(&mut self, block: u64, frame: Frame, digest: Digest) {
         let Some(key) = key(block) else { return self.reused(frame) };
         let Some(record) = self.records.get_mut(frame as usize) else { return self.changed(block) };
@@ -90,7 +86,7 @@ impl BlockMap {
         }
         let (records, seed) = (&self.records, self.seed);
         let holds = |of: &Frame| records.get(*of as usize).map_or(0, |record| record[0]);
-        // The record of `frame` says `key` already, and it is not in the table: what is found is the one before.
+        // The record of `frame` has `key` already, and it is not in the table: a match is the block's previous frame.
         match self.frames.entry(hash(key, seed), |of| holds(of) == key, |of| hash(holds(of), seed)) {
             Entry::Occupied(mut entry) => {
                 let other = std::mem::replace(entry.get_mut(), frame);
@@ -102,12 +98,12 @@ impl BlockMap {
         }
     }
 
-    /// What is on the disk as `block` is not known any more.
+    /// Forgets a block: its content on the disk is not known any more.
     pub fn changed(&mut self, block: u64) {
         self.take(block);
     }
 
-    /// What was known of `block`, and is not any more.
+    /// Removes a block and returns its frame and digest.
     pub fn take(&mut self, block: u64) -> Option<(Frame, Digest)> {
         let key = key(block)?;
         let records = &self.records;
@@ -117,7 +113,7 @@ impl BlockMap {
         Some((frame, joined([a, b, c, d])))
     }
 
-    /// What was known of `blocks`, and is not any more: the frames. Takes no longer than a look at each frame, however many blocks there are.
+    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, however long the range.
     pub fn take_all(&mut self, blocks: Range<u64>, mut each: impl FnMut(Frame)) {
         let few = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
         if self.is_empty() {
@@ -133,7 +129,7 @@ impl BlockMap {
         }
     }
 
-    /// Something else than a whole block was moved into `frame`.
+    /// Records that `frame` was overwritten by something else than a whole block.
     pub fn reused(&mut self, frame: Frame) {
         let Some(record) = self.records.get_mut(frame as usize) else { return };
         let held = std::mem::take(record)[0];
@@ -142,14 +138,13 @@ impl BlockMap {
         }
     }
 
-    /// Take `frame`, which held `key`, out of the table.
+    /// Removes `frame`, which held `key`, from the table.
     fn remove(&mut self, key: u32, frame: Frame) {
         if let Ok(found) = self.frames.find_entry(hash(key, self.seed), |of| *of == frame) {
             found.remove();
         }
     }
 
-    /// The frame that got `block` last, and the digest.
     #[must_use]
     pub fn get(&self, block: u64) -> Option<(Frame, Digest)> {
         let key = key(block)?;
@@ -166,15 +161,15 @@ impl BlockMap {
         numbered.filter_map(|(record, frame)| Some((frame, u64::from(record[0].checked_sub(1)?))))
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory in use.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.frames.len() * size_of::<Record>() + self.frames.allocation_size()
     }
 }
 
-/// Blocks side by side have places side by side in the table, 16 of them in one line of the processor's cache: requests are for many. `hashbrown`
-/// takes the place from the low bits, and from the upper 7 what tells those apart that share a place.
+/// Adjacent blocks are adjacent in the table, 16 of them in one cache line: requests are for several blocks. `hashbrown` takes the slot
+/// from the low bits, and distinguishes keys of one slot by the upper 7.
 fn hash(key: u32, seed: u64) -> u64 {
     let (run, within) = (key >> 4, u64::from(key & 15));
     let of_run = xxh3_64_with_seed(&run.to_ne_bytes(), seed);
@@ -201,40 +196,40 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[derive(Debug, Clone)]
-    enum Step {
+    enum MapAction {
         Moved(u64, Frame, Digest),
         Changed(u64),
         Reused(Frame),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = MapAction> {
         let (blocks, frames) = (prop_oneof![0..40u64, MOST_BLOCKS - 2..MOST_BLOCKS + 3], 0..24u32);
         prop_oneof![
-            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| Step::Moved(b, f, d)),
-            blocks.prop_map(Step::Changed),
-            frames.prop_map(Step::Reused),
+            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| MapAction::Moved(b, f, d)),
+            blocks.prop_map(MapAction::Changed),
+            frames.prop_map(MapAction::Reused),
         ]
     }
 
     proptest! {
         #[test]
-        fn it_says_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
+        fn it_finds_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
             let mut map = BlockMap::new(20);
             let mut model: BTreeMap<u64, (Frame, Digest)> = BTreeMap::new();
             for step in steps {
                 match step {
-                    Step::Moved(block, frame, digest) => {
+                    MapAction::Moved(block, frame, digest) => {
                         map.moved(block, frame, digest);
                         model.retain(|of, (held, _)| *of != block && *held != frame);
                         if block < MOST_BLOCKS && frame < 20 {
                             model.insert(block, (frame, digest));
                         }
                     }
-                    Step::Changed(block) => {
+                    MapAction::Changed(block) => {
                         map.changed(block);
                         model.remove(&block);
                     }
-                    Step::Reused(frame) => {
+                    MapAction::Reused(frame) => {
                         map.reused(frame);
                         model.retain(|_, (held, _)| *held != frame);
                     }

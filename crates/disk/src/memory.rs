@@ -1,11 +1,11 @@
-//! The guest's memory as a front end gives it: mapped, with a record of what is written through this mapping.
+//! A guest's memory as a front end passes it: mapped, with a record of the pages that are written through this mapping.
 //!
-//! Nothing that is written here shows in QEMU's page tables. So each page is noted twice: for QEMU, while it migrates, in the log that
-//! it hands over (`VHOST_USER_SET_LOG_BASE`), and for a protector that asks.
+//! These writes do not show in QEMU's page tables. So each written page is recorded twice: for QEMU during a migration, in the log that
+//! it passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
 
-use crate::beside::beside;
+use crate::background::run_in_background;
 use crate::map::Frame;
-use crate::missing::{Missing, Twice};
+use crate::missing::{DoubleMapping, MissingPages};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::mapping::drop_pages;
 use rekindle_kernel::memory::PAGE_SIZE;
@@ -25,34 +25,34 @@ use vm_memory::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Frames of holes in a guest's memory, at most: 64 GiB, and three times its memory.
+/// Most frames of holes in a guest's memory: 64 GiB, and three times its memory.
 const FAR: u64 = 1 << 24;
 
-/// Who wants to know which pages are written.
+/// The users of the record of written pages.
 #[derive(Debug, Default)]
-struct Written {
+struct WriteTracking {
     /// A protector does.
     wanted: AtomicBool,
-    log: RwLock<Option<Log>>,
+    log: RwLock<Option<DirtyLog>>,
 }
 
 /// Pages of one region that were written.
 #[derive(Debug, Default)]
-struct Pages {
-    written: Arc<Written>,
-    /// The first one's number in the guest.
+struct RegionPages {
+    written: Arc<WriteTracking>,
+    /// The guest's number of the first page.
     first: u64,
-    /// A bit a page; there are none before a protector wants them.
+    /// One bit per page; empty until a protector requests it.
     bits: OnceLock<Box<[AtomicU64]>>,
 }
 
-/// The bitmap of a QEMU that migrates: a bit a page, from guest address 0 on.
+/// The dirty bitmap of a migrating QEMU: one bit per page, from guest address 0 on.
 #[derive(Debug)]
-struct Log {
+struct DirtyLog {
     region: MmapRegion,
 }
 
-impl Log {
+impl DirtyLog {
     fn mark(&self, page: u64) {
         let bytes = self.region.as_volatile_slice();
         let Ok(byte) = usize::try_from(page / 8) else { return };
@@ -62,14 +62,14 @@ impl Log {
     }
 }
 
-/// What is written through a mapping that begins at some guest address.
+/// Records writes through a mapping of one region.
 #[derive(Debug, Clone, Default)]
-pub struct Marks {
-    region: Arc<Pages>,
+pub struct WriteMarks {
+    region: Arc<RegionPages>,
     base: u64,
 }
 
-impl Marks {
+impl WriteMarks {
     fn mark(&self, offset: usize, len: usize) {
         if len == 0 {
             return;
@@ -81,7 +81,7 @@ impl Marks {
         {
             for page in pages.clone().map(|page| page - self.region.first) {
                 if let Some(word) = words.get((page / 64) as usize) {
-                    // Who sees the mark sees what was written.
+                    // A reader of the mark sees what was written.
                     word.fetch_or(1 << (page % 64), Ordering::Release);
                 }
             }
@@ -92,11 +92,11 @@ impl Marks {
     }
 }
 
-impl<'a> WithBitmapSlice<'a> for Marks {
+impl<'a> WithBitmapSlice<'a> for WriteMarks {
     type S = RefSlice<'a, Self>;
 }
 
-impl Bitmap for Marks {
+impl Bitmap for WriteMarks {
     fn mark_dirty(&self, offset: usize, len: usize) {
         self.mark(offset, len);
     }
@@ -112,7 +112,7 @@ impl Bitmap for Marks {
     }
 }
 
-impl NewBitmap for Marks {
+impl NewBitmap for WriteMarks {
     fn with_len(_: usize) -> Self {
         Self::default()
     }
@@ -121,53 +121,52 @@ impl NewBitmap for Marks {
 /// A region of the guest's memory, in a file.
 #[derive(Debug)]
 pub struct Region {
-    /// Its first address in the guest.
+    /// First address in the guest.
     pub address: u64,
-    /// Bytes.
     pub bytes: u64,
-    /// The file.
     pub file: File,
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Where the front end has it.
+    /// Address in the front end.
     pub front: u64,
 }
 
-/// Bytes that were written, by the front end's addresses.
+/// Written bytes, by the front end's addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
-    /// The first one's address.
     pub address: u64,
-    /// How many.
     pub bytes: u64,
 }
 
 /// The memory of one guest.
 #[derive(Debug)]
 pub struct Memory {
-    /// Some of it is still being brought. It goes before the mapping.
-    missing: Option<Missing>,
-    /// Its mapping.
-    pub map: GuestMemoryMmap<Marks>,
-    written: Arc<Written>,
-    /// Pages that were written, and for each region: its first address, bytes, where the front end has it.
-    fronts: Vec<(Arc<Pages>, u64, u64, u64)>,
+    /// The part that is still being filled. Declared before the mapping, so that it is dropped first.
+    missing: Option<MissingPages>,
+    pub map: GuestMemoryMmap<WriteMarks>,
+    written: Arc<WriteTracking>,
+    /// Written pages of each region: its first address, bytes, address in the front end.
+    fronts: Vec<(Arc<RegionPages>, u64, u64, u64)>,
 }
 
 impl Memory {
-    /// Map it.
+    /// Maps a guest's memory.
     ///
     /// # Errors
-    /// The system's; regions that overlap, or are longer than their files.
+    /// The system's; regions that overlap or exceed their files.
     pub fn map(regions: Vec<Region>) -> io::Result<Self> {
-        let written = Arc::<Written>::default();
+        let written = Arc::<WriteTracking>::default();
         let (mut mapped, mut fronts) = (Vec::new(), Vec::new());
         for Region { address, bytes, file, offset, front } in regions {
             let size = fits("a region", &file, offset, bytes)?;
-            let pages = Pages { written: Arc::clone(&written), first: address / PAGE_SIZE as u64, ..Pages::default() };
+            let pages = RegionPages {
+                written: Arc::clone(&written),
+                first: address / PAGE_SIZE as u64,
+                ..RegionPages::default()
+            };
             let region = Arc::new(pages);
             fronts.push((Arc::clone(&region), address, bytes, front));
-            let marks = Marks { region, base: address };
+            let marks = WriteMarks { region, base: address };
             let region = vm_memory::mmap::MmapRegionBuilder::new_with_bitmap(size, marks)
                 .with_file_offset(FileOffset::new(file, offset))
                 .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
@@ -183,33 +182,33 @@ impl Memory {
         Ok(Self { missing: None, map, written, fronts })
     }
 
-    /// Map that of a guest of which a restore still brings some: who touches what is missing waits until the front end has it, process `front`.
+    /// Maps memory that a restore is still filling: access to a missing page blocks until the front end, process `front`, has it.
     ///
     /// # Errors
-    /// As [`Memory::map`]; no userfaultfd can be had.
+    /// As [`Memory::map`]; userfaultfd is unavailable.
     pub fn map_missing(regions: Vec<Region>, front: Process) -> io::Result<Self> {
         let mut memory = Self::map(regions)?;
         let place = |(_, start, bytes, theirs): &(_, u64, u64, u64)| {
             let ours = memory.map.get_host_address(GuestAddress(*start)).map_err(io::Error::other)? as u64;
-            Ok(Twice { ours: ours..ours + bytes, theirs: *theirs })
+            Ok(DoubleMapping { ours: ours..ours + bytes, theirs: *theirs })
         };
         let places = memory.fronts.iter().map(place).collect::<io::Result<_>>()?;
-        memory.missing = Some(Missing::begin(places, front)?);
+        memory.missing = Some(MissingPages::begin(places, front)?);
         Ok(memory)
     }
 
-    /// All of it is there.
+    /// Ends the filling: no page is missing any more.
     pub fn filled(&self) {
-        self.missing.iter().for_each(Missing::filled);
+        self.missing.iter().for_each(MissingPages::filled);
     }
 
-    /// Pages up to the end of the guest's memory, holes included.
+    /// Number of pages up to the end of the guest's memory, holes included.
     fn pages(&self) -> u64 {
         self.map.iter().map(|region| region.last_addr().raw_value() / PAGE_SIZE as u64 + 1).max().unwrap_or(0)
     }
 
-    /// Frames up to the end of the guest's memory, holes included. A region far behind all others, as of a device, has none: of each frame something
-    /// is kept.
+    /// Number of frames up to the end of the guest's memory, holes included. A distant region, as of a device, has none, because the block map
+    /// takes memory for each frame.
     #[must_use]
     pub fn frames(&self) -> Frame {
         let bytes = self.map.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
@@ -219,16 +218,15 @@ impl Memory {
         Frame::try_from(end).unwrap_or(Frame::MAX)
     }
 
-    /// Whether each frame is at the same place of the same file, as far as both have it. How the memory is cut into regions does
-    /// not matter.
+    /// Whether each frame is at the same place of the same file, as far as both have it, however the memory is divided into regions.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.frames() == other.frames() && self.places() == other.places()
     }
 
-    /// The files, and how far each is shifted in the guest: device, inode, address less offset.
+    /// The files and their displacements in the guest: device, inode, address minus offset.
     fn places(&self) -> BTreeSet<(u64, u64, u64)> {
-        let place = |region: &GuestRegionMmap<Marks>| {
+        let place = |region: &GuestRegionMmap<WriteMarks>| {
             let file = region.file_offset()?;
             let metadata = file.file().metadata().ok()?;
             let shift = region.start_addr().raw_value().wrapping_sub(file.start());
@@ -237,7 +235,7 @@ impl Memory {
         self.map.iter().filter_map(place).collect()
     }
 
-    /// A number that is the same for all who have mapped this memory, and most likely another one for other memory.
+    /// A hash of the files' identities: the same for every process that maps this memory.
     #[must_use]
     pub fn identity(&self) -> u64 {
         let places = self.places().into_iter();
@@ -246,20 +244,20 @@ impl Memory {
         xxh3_64(&bytes)
     }
 
-    /// Frames that its guest has not taken of the host yet.
+    /// Number of frames that the host has not allocated yet.
     #[must_use]
     pub fn room(&self) -> usize {
         let (long, taken) = sizes(self.map.iter().filter_map(|region| Some(region.file_offset()?.file())));
         (long.saturating_sub(taken) / PAGE_SIZE as u64) as usize
     }
 
-    /// Copy out of the guest.
+    /// Copies from the guest.
     #[must_use]
     pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
         self.map.read_slice(into, GuestAddress(address)).ok()
     }
 
-    /// Copy into the guest.
+    /// Copies into the guest.
     #[must_use]
     pub fn write(&self, address: u64, bytes: &[u8]) -> Option<()> {
         if bytes.len() >= PAGE_SIZE {
@@ -268,8 +266,8 @@ impl Memory {
         self.map.write_slice(bytes, GuestAddress(address)).ok()
     }
 
-    /// Reads a byte of each page that is about to be written. The first access to a page of the file that this mapping does not have yet is a fault: one for a
-    /// read maps 16 pages that are there (`fault_around_bytes`), one for a write maps one.
+    /// Reads a byte of each page before it is written. The first access to a page that exists in the file, but not in this mapping, is a
+    /// fault: a read fault maps 16 pages (`fault_around_bytes`), a write fault one.
     fn touch(&self, address: u64, bytes: usize) {
         let Ok(slice) = self.map.get_slice(GuestAddress(address), bytes) else { return };
         for at in (0..bytes).step_by(PAGE_SIZE) {
@@ -277,18 +275,17 @@ impl Memory {
         }
     }
 
-    /// Copy into the guest what fills pages that it may not have taken of the host yet. Through the file: that takes no fault for each, and none
-    /// is zeroed first.
+    /// Copies whole pages into the guest that the host may not have allocated yet. Through the file, which avoids a fault and zeroing per page.
     #[must_use]
     pub fn fill(&self, address: u64, bytes: &[u8]) -> Option<()> {
         let region = self.map.find_region(GuestAddress(address))?;
         let within = address - region.start_addr().raw_value();
         let fits = within.checked_add(bytes.len() as u64).is_some_and(|end| end <= region.len());
-        // What is written past the mapping waits for no page: the rest of it would be zero.
+        // A write past the mapping would not wait for a missing page, whose rest would be zero.
         let Some(file) = region.file_offset().filter(|_| fits && self.missing.is_none()) else {
             return self.write(address, bytes);
         };
-        // Huge pages cannot be written that way.
+        // Huge pages cannot be written through the file.
         if file.file().write_all_at(bytes, file.start() + within).is_err() {
             return self.write(address, bytes);
         }
@@ -296,32 +293,31 @@ impl Memory {
         Some(())
     }
 
-    /// Its files, without the mapping.
     #[must_use]
-    pub fn files(&self) -> Files {
-        let part = |region: &GuestRegionMmap<Marks>| {
+    pub fn files(&self) -> MemoryFiles {
+        let part = |region: &GuestRegionMmap<WriteMarks>| {
             Some((region.start_addr().raw_value(), region.len(), region.file_offset()?.clone()))
         };
-        Files { parts: self.map.iter().filter_map(part).collect() }
+        MemoryFiles { parts: self.map.iter().filter_map(part).collect() }
     }
 
-    /// Nobody uses it any more: have its mapping go while others go on. That takes 0.1 s and more for each GiB that was used.
-    pub fn unmap_beside(memory: Arc<Self>) {
+    /// Unmaps memory without other users in the background: it takes 0.1 s or more per used GiB.
+    pub fn unmap_in_background(memory: Arc<Self>) {
         let Some(memory) = Arc::into_inner(memory) else { return };
-        beside("unmap", memory, |memory| {
-            // Nothing is to be let go of where a page that goes is told to somebody: with the mapping all do.
+        run_in_background("unmap", memory, |memory| {
+            // With userfaultfd each unmapped page is reported to the pager: unmap all of it together.
             if memory.missing.is_none()
                 && let Err(e) = memory.map.iter().try_for_each(|region| drop_pages(region))
             {
-                tracing::debug!("the memory of a guest before goes in one piece: {e}");
+                tracing::debug!("a previous guest's memory is unmapped in one piece: {e}");
             }
         });
     }
 
-    /// The log of a QEMU that migrates.
+    /// Sets the dirty log of a migrating QEMU.
     ///
     /// # Errors
-    /// The system's; it is too short for the guest's memory.
+    /// The system's; the log is too short for the guest's memory.
     pub fn log(&self, file: File, offset: u64, bytes: u64) -> io::Result<()> {
         let needed = self.pages().div_ceil(8);
         if bytes < needed {
@@ -330,16 +326,15 @@ impl Memory {
         }
         let size = fits("a log", &file, offset, bytes)?;
         let region = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(io::Error::other)?;
-        *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = Some(Log { region });
+        *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = Some(DirtyLog { region });
         Ok(())
     }
 
-    /// It does not migrate any more.
     pub fn end_log(&self) {
         *self.written.log.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Begin, or end, to note pages for a protector.
+    /// Starts or stops recording pages for a protector.
     pub fn note(&self, wanted: bool) {
         for (pages, start, bytes, _) in self.fronts.iter().filter(|_| wanted) {
             let count = (start + (bytes - 1)) / PAGE_SIZE as u64 - pages.first + 1;
@@ -348,9 +343,9 @@ impl Memory {
         self.written.wanted.store(wanted, Ordering::Relaxed);
     }
 
-    /// The pages that were written since the last time, and forget them.
+    /// Returns and clears the recorded pages.
     ///
-    /// At any time: a page is noted after it was written, so one that is read while it is being written is told once more.
+    /// May be called at any time: a page is recorded after its write, so a page that is read during a write is reported again.
     #[must_use]
     pub fn collect(&self) -> Vec<Span> {
         const PAGE: u64 = PAGE_SIZE as u64;
@@ -375,7 +370,7 @@ impl Memory {
     }
 }
 
-/// Rejects a part of a file that is not in it: an access to what is mapped of it would end this process. Gives its bytes.
+/// Rejects a part that exceeds its file, since access to its mapping would kill this process. Returns its bytes.
 fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
     let length = file.metadata()?.len();
     if offset.checked_add(bytes).is_none_or(|end| end > length) {
@@ -385,29 +380,29 @@ fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
     usize::try_from(bytes).map_err(io::Error::other)
 }
 
-/// Bytes that files are long, and that they take of the host; each counts once.
+/// Total length of files, and their allocated bytes; each file counts once.
 fn sizes<'a>(files: impl Iterator<Item = &'a File>) -> (u64, u64) {
-    let told: BTreeMap<_, _> = files
+    let sizes_by_file: BTreeMap<_, _> = files
         .filter_map(|file| file.metadata().ok())
         .map(|metadata| ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.blocks() * 512)))
         .collect();
-    told.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
+    sizes_by_file.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
 }
 
-/// The files of a guest's memory, not mapped: what nobody has mapped is quicker given back.
+/// The files of a guest's memory without a mapping: unmapped memory is released faster.
 #[derive(Debug)]
-pub struct Files {
-    /// First address in the guest, bytes, where in which file.
+pub struct MemoryFiles {
+    /// First address in the guest, bytes, offset, file.
     parts: Vec<(u64, u64, FileOffset)>,
 }
 
-impl Files {
-    /// The addresses that there are: first, bytes.
+impl MemoryFiles {
+    /// The address ranges: first, bytes.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> {
         self.parts.iter().map(|(first, bytes, _)| (*first, *bytes))
     }
 
-    /// Frames that they take of the host.
+    /// Number of frames that the host has allocated.
     #[must_use]
     pub fn taken(&self) -> usize {
         let (_, taken) = sizes(self.parts.iter().map(|(_, _, file)| file.file()));
@@ -420,14 +415,14 @@ impl Files {
         Some((file.file(), file.start() + (address - first)))
     }
 
-    /// Copy out of it.
+    /// Copies from the memory.
     #[must_use]
     pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
         let (file, at) = self.place(address, into.len() as u64)?;
         file.read_exact_at(into, at).ok()
     }
 
-    /// Give a part of it back to the host.
+    /// Releases a part to the host.
     ///
     /// # Errors
     /// The system's.
@@ -435,7 +430,7 @@ impl Files {
         self.place(address, bytes).map_or(Ok(()), |(file, at)| punch_hole(file, at, bytes))
     }
 
-    /// Whether a file of it is a file of `memory`.
+    /// Whether it shares a file with `memory`.
     #[must_use]
     pub fn shares(&self, memory: &Memory) -> bool {
         let ours = self.parts.iter().filter_map(|(_, _, file)| file.file().metadata().ok());
@@ -464,7 +459,7 @@ mod tests {
         let part = Region { address: 0, bytes: 1 << 20, file: file.try_clone().unwrap(), offset: 0, front: 0 };
         let memory = Memory::map(vec![part]).unwrap();
         assert_eq!(memory.room(), 256 - 3);
-        // Not at the beginning of a page, one that is there and two that are not.
+        // Starts inside a page that exists, and continues in two that do not.
         memory.write(35 * PAGE_SIZE as u64 + 100, &[1; 2 * PAGE_SIZE]).unwrap();
         assert_eq!(memory.room(), 256 - 5);
         let mut expected = vec![0; 1 << 20];
@@ -476,11 +471,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_noted_for_who_wants_to_know() {
+    fn written_pages_are_recorded_on_request() {
         let memory = Memory::map(vec![region(1 << 20, 1 << 20), region(0, 640 << 10)]).unwrap();
         assert_eq!(memory.frames(), 512);
         memory.write(0, &[1; 10]).unwrap();
-        assert!(memory.collect().is_empty(), "nobody has asked");
+        assert!(memory.collect().is_empty(), "not requested");
         memory.note(true);
         memory.write(4095, &[1; 2]).unwrap();
         memory.write((1 << 20) + 8192, &[1; 4096]).unwrap();
@@ -520,7 +515,7 @@ mod tests {
         memory.read((1 << 20) + 4096, &mut found).unwrap();
         assert_eq!(found, [7; 4096]);
         assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + (1 << 20) + 4096, bytes: 4096 }]);
-        // Over the end of a region: as `write` does it.
+        // Over the end of a region: done by `write`.
         memory.fill((1 << 20) - 2048, &[8; 4096]).unwrap();
         memory.read((1 << 20) - 2048, &mut found).unwrap();
         assert_eq!(found, [8; 4096]);
@@ -546,7 +541,7 @@ mod tests {
     fn a_region_at_the_end_of_all_addresses_takes_no_room() {
         let far = 1 << 52;
         let memory = Memory::map(vec![region(far, 1 << 20), region(0, 1 << 20)]).unwrap();
-        assert_eq!(memory.frames(), 256, "a device's memory holds no blocks that are remembered");
+        assert_eq!(memory.frames(), 256, "blocks in a device's memory are not recorded");
         memory.note(true);
         memory.write(far + 4096, &[1]).unwrap();
         assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + far + 4096, bytes: 4096 }]);

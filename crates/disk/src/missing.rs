@@ -1,12 +1,12 @@
-//! The memory of a guest that a restore still brings (HydraVM, section IV-B): who touches a page that is missing waits for it.
+//! Memory of a guest that a restore is still filling (HydraVM, section IV-B): access to a missing page blocks until it is filled.
 //!
-//! Missing pages wait in QEMU's mapping, by a userfaultfd of its pager's. This process has a mapping of its own, in which they would be
-//! zero. So it has a userfaultfd too, for itself: a page that is missing here is read in QEMU, where it waits until the pager has brought it; then it is
-//! in the file that both have mapped.
+//! In QEMU's mapping, the pager's userfaultfd handles missing pages. This process has its own mapping, in which they would read as zeros.
+//! So it has a userfaultfd of its own: a page that is missing here is read in QEMU, which blocks until the pager has filled it; then the
+//! page is in the file that both map.
 //!
 //! ```text
-//! engine ── touches a page ──> this thread ── reads it in QEMU ──> pager brings it
-//!        <── goes on ──────── wake <──────── it is there
+//! engine ── accesses a page ──> this thread ── reads it in QEMU ──> pager fills it
+//!        <── continues ──────── wake <───────── done
 //! ```
 
 use rekindle_kernel::memory;
@@ -20,34 +20,34 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Between two tries to read a page.
+/// Interval between two attempts to read a page.
 const AGAIN: Duration = Duration::from_millis(100);
 const PAGE: u64 = memory::PAGE_SIZE as u64;
 
-/// Where memory is mapped twice.
+/// Memory that both processes map.
 #[derive(Debug, Clone)]
-pub struct Twice {
-    /// Here.
+pub struct DoubleMapping {
+    /// Address in this process.
     pub ours: Range<u64>,
-    /// Its first address in the other process.
+    /// Address in the other process.
     pub theirs: u64,
 }
 
 /// See [the module](self).
 #[derive(Debug)]
-pub struct Missing {
+pub struct MissingPages {
     faults: Arc<Userfault>,
-    places: Vec<Twice>,
+    places: Vec<DoubleMapping>,
     end: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Missing {
-    /// From here on whoever touches a missing page at `places` waits until `front` has it.
+impl MissingPages {
+    /// From here on, access to a missing page of `places` blocks until `front` has it.
     ///
     /// # Errors
-    /// No userfaultfd; the system's. Then nobody waits, and the memory must not be touched.
-    pub fn begin(places: Vec<Twice>, front: Process) -> io::Result<Self> {
+    /// The system's, also if userfaultfd is unavailable. Access does not block then, so the memory must not be used.
+    pub fn begin(places: Vec<DoubleMapping>, front: Process) -> io::Result<Self> {
         let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
         for place in &places {
             faults.register(place.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
@@ -56,25 +56,25 @@ impl Missing {
         let serve = (Arc::clone(&faults), places.clone(), Arc::clone(&end));
         let thread = thread::Builder::new().name("missing pages".into()).spawn(move || {
             let (faults, places, end) = serve;
-            if let Err(e) = bring(&faults, &places, &end, front) {
-                // Whoever waits goes on waiting.
-                tracing::error!("missing pages of the guest are not brought any more: {e}");
+            if let Err(e) = supply_pages(&faults, &places, &end, front) {
+                // Blocked accesses stay blocked.
+                tracing::error!("missing pages of the guest can no longer be supplied: {e}");
             }
         })?;
         Ok(Self { faults, places, end, thread: Some(thread) })
     }
 
-    /// All is there: nobody waits any more.
+    /// Ends the blocking: no page is missing any more.
     pub fn filled(&self) {
         for place in &self.places {
             if let Err(e) = self.faults.unregister(place.ours.clone()) {
-                tracing::debug!("it is looked for missing pages still: {e}");
+                tracing::debug!("cannot stop watching for missing pages: {e}");
             }
         }
     }
 }
 
-impl Drop for Missing {
+impl Drop for MissingPages {
     fn drop(&mut self) {
         let _ = rustix::io::write(&self.end, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
@@ -83,8 +83,13 @@ impl Drop for Missing {
     }
 }
 
-/// Bring pages until `end`.
-fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) -> Result<(), UserfaultError> {
+/// Supplies pages until `end`.
+fn supply_pages(
+    faults: &Userfault,
+    places: &[DoubleMapping],
+    end: &OwnedFd,
+    front: Process,
+) -> Result<(), UserfaultError> {
     let failed = |source: rustix::io::Errno| UserfaultError::Descriptor { what: "wait", source: source.into() };
     loop {
         let mut ready = [PollFd::new(faults, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
@@ -99,25 +104,24 @@ fn bring(faults: &Userfault, places: &[Twice], end: &OwnedFd, front: Process) ->
             let Event::Fault { address, .. } = event else { continue };
             let page = address - address % PAGE;
             if let Some(place) = places.iter().find(|place| place.ours.contains(&page)) {
-                read_there(front, place.theirs + (page - place.ours.start));
+                read_in_front(front, place.theirs + (page - place.ours.start));
             }
             faults.wake(page..page + PAGE)?;
         }
     }
 }
 
-/// Have `front` have the page at `address`: it waits there.
-fn read_there(front: Process, address: u64) {
-    let mut told = false;
+/// Makes `front` fetch the page at `address`, which blocks there.
+fn read_in_front(front: Process, address: u64) {
+    let mut is_reported = false;
     while let Err(e) = memory::read(front, address, &mut [0]) {
         if !front.is_alive() {
-            // The guest has ended, and the thread that waits for its page cannot be told. Were it shown a zero, that could become a
-            // block of the disk.
-            tracing::error!("QEMU has ended while its guest's memory was being brought: this server ends too");
+            // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied: they could reach the disk.
+            tracing::error!("QEMU ended before its guest's memory was filled; this server ends, too");
             std::process::exit(1);
         }
-        if !std::mem::replace(&mut told, true) {
-            tracing::error!("a page of the guest cannot be brought, and its disk waits: {e}");
+        if !std::mem::replace(&mut is_reported, true) {
+            tracing::error!("cannot supply a page of the guest, so its disk waits: {e}");
         }
         thread::sleep(AGAIN);
     }
@@ -131,13 +135,13 @@ mod tests {
     use std::fs::File;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// The pages of a file, mapped as QEMU would have them, where a "pager" brings them with a delay.
+    /// Maps the pages of a file as QEMU would, with a "pager" that fills them with a delay.
     fn with_pager(file: &File, work: impl FnOnce(u64)) -> u64 {
         const PAGES: u64 = 16;
         let theirs = mapped(file, PAGES * PAGE);
         let faults = Userfault::own(Features::empty()).unwrap();
         faults.register(theirs..theirs + PAGES * PAGE, Mode::MISSING).unwrap();
-        let (brought, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let (supplied, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         thread::scope(|scope| {
             scope.spawn(|| {
                 loop {
@@ -149,7 +153,7 @@ mod tests {
                     for event in faults.events().unwrap() {
                         let Event::Fault { address, .. } = event else { continue };
                         let number = (address - theirs) / PAGE;
-                        brought.fetch_add(1, Ordering::Relaxed);
+                        supplied.fetch_add(1, Ordering::Relaxed);
                         faults.copy(address - address % PAGE, &[number as u8 + 1; PAGE as usize], true).unwrap();
                     }
                 }
@@ -157,7 +161,7 @@ mod tests {
             work(theirs);
             rustix::io::write(&done, &1u64.to_ne_bytes()).unwrap();
         });
-        brought.load(Ordering::Relaxed)
+        supplied.load(Ordering::Relaxed)
     }
 
     fn mapped(file: &File, bytes: u64) -> u64 {
@@ -170,11 +174,11 @@ mod tests {
     }
 
     #[test]
-    fn who_touches_a_missing_page_waits_for_it_and_sees_what_was_brought() {
+    fn access_to_a_missing_page_waits_and_sees_what_was_filled() {
         let fd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = File::from(fd);
         file.set_len(16 * PAGE).unwrap();
-        let brought = with_pager(&file, |theirs| {
+        let supplied = with_pager(&file, |theirs| {
             let me = Process::of(std::process::id()).unwrap();
             let region =
                 Region { address: 0, bytes: 16 * PAGE, file: file.try_clone().unwrap(), offset: 0, front: theirs };
@@ -182,7 +186,7 @@ mod tests {
             let mut bytes = [0; 10];
             memory.read(3 * PAGE - 5, &mut bytes).unwrap();
             assert_eq!(bytes, [3, 3, 3, 3, 3, 4, 4, 4, 4, 4]);
-            // A part of a page that is written, also where whole pages are filled otherwise, and the rest of it is what was brought.
+            // Writes of part of a page, also within a longer write: the rest of the page is what the pager filled.
             memory.write(7 * PAGE + 1, &[99]).unwrap();
             memory.fill(9 * PAGE + 8, &[98; 4]).unwrap();
             memory.read(7 * PAGE, &mut bytes).unwrap();
@@ -193,6 +197,6 @@ mod tests {
             memory.read(3 * PAGE, &mut bytes).unwrap();
             assert_eq!(bytes, [4; 10]);
         });
-        assert_eq!(brought, 4, "each once");
+        assert_eq!(supplied, 4, "each once");
     }
 }

@@ -1,31 +1,31 @@
-//! Warnings that a guest or its QEMU can cause as often as it likes: of each kind only a few a minute are logged.
+//! Warnings that a guest or its QEMU can cause at any rate: only a few of each kind are logged per minute.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Warnings of one kind that are logged in one [`WINDOW`].
+/// Most warnings of one kind that are logged in one [`WINDOW`].
 const BURST: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(60);
 
 /// Limits warnings of one kind.
 #[derive(Debug)]
-pub struct RateLimit(Mutex<State>);
+pub struct RateLimit(Mutex<WindowState>);
 
 #[derive(Debug)]
-struct State {
+struct WindowState {
     window: Option<Instant>,
     logged: u32,
     omitted: u64,
 }
 
 impl RateLimit {
-    /// With nothing logged yet.
+    /// A limit with nothing logged yet.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Mutex::new(State { window: None, logged: 0, omitted: 0 }))
+        Self(Mutex::new(WindowState { window: None, logged: 0, omitted: 0 }))
     }
 
-    /// Decides about a warning at `now`: if it is to be logged, how many were omitted since the last one that was.
+    /// Returns the number of warnings omitted since the last logged one, if the one at `now` is to be logged.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.window.is_none_or(|began| now.saturating_duration_since(began) >= WINDOW) {
@@ -46,7 +46,7 @@ impl Default for RateLimit {
     }
 }
 
-/// Logs a warning that a guest, or its QEMU, can cause: [`RateLimit`].
+/// Logs a warning that a guest or its QEMU can cause, limited by [`RateLimit`].
 macro_rules! warn_limited {
     ($($message:tt)*) => {{
         static LIMIT: $crate::report::RateLimit = $crate::report::RateLimit::new();

@@ -1,59 +1,48 @@
-//! A request of the guest (virtio 1.2, 5.2.6), out of descriptors that it may have filled with anything.
+//! A guest's request (virtio 1.2, 5.2.6), parsed from descriptors with any content.
 //!
 //! ```text
 //! readable  | type u32 | - u32 | sector u64 | data of a write, ranges of a discard |
 //! writable  | data of a read | status u8 |
 //! ```
 //!
-//! How many descriptors that is cut into does not matter (2.7.4.2). Nothing here touches the guest's memory but for the header
-//! and the ranges; that data lies in it is found out when it is moved.
+//! The division into descriptors does not matter (2.7.4.2). Parsing accesses only the header and the ranges in the guest's memory; whether
+//! the data is in it shows when it is moved.
 
 use crate::block::SECTOR;
 use crate::config::RANGE_SECTORS;
 
-/// Bytes of the header.
 pub const HEADER: u64 = 16;
-/// Bytes of a range.
 const RANGE: u64 = 16;
-/// Ranges in one discard, as the guest is told.
+/// Most ranges in one discard, as in the configuration space.
 pub const MOST_RANGES: u32 = 64;
-/// Bytes of the serial number.
 pub const IDENTITY: usize = 20;
 
-/// What the guest finds in the status byte.
+/// The value of the status byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Status {
-    /// Done.
+pub enum RequestStatus {
     Ok = 0,
-    /// Not done.
     Failed = 1,
-    /// Not known here.
+    /// Not supported.
     Unsupported = 2,
 }
 
-/// A part of the guest's memory that a descriptor names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Segment {
-    /// Address in the guest.
+pub struct BufferSegment {
     pub address: u64,
-    /// Bytes.
     pub len: u64,
-    /// The device may write it, and not read it.
+    /// The device writes it instead of reading it.
     pub writable: bool,
 }
 
-/// A part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range {
-    /// First byte.
     pub at: u64,
-    /// Bytes.
     pub bytes: u64,
 }
 
 impl Range {
-    /// One of sectors, if it lies on a disk of `capacity` bytes.
+    /// A range of sectors, if it is within a disk of `capacity` bytes.
     fn of(sector: u64, bytes: u64, capacity: u64) -> Option<Self> {
         let at = sector.checked_mul(SECTOR)?;
         let end = at.checked_add(bytes)?;
@@ -61,25 +50,23 @@ impl Range {
     }
 }
 
-/// What is asked for.
+/// The operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
-    /// Read into `data`.
     Read(Range),
-    /// Write from `data`.
     Write(Range),
-    /// Make durable what was written.
+    /// Make earlier writes durable.
     Flush,
-    /// The serial number, into `data`.
+    /// Return the serial number in `data`.
     Identity,
-    /// What is there does not matter any more.
+    /// The content becomes undefined.
     Discard(Vec<Range>),
-    /// Zeroes; `true`: room need not be kept.
+    /// Zeros; `true`: space may be released.
     Zeroes(Vec<(Range, bool)>),
 }
 
 impl Kind {
-    /// The parts of the disk that it is about.
+    /// The parts of the disk that it accesses.
     pub fn ranges(&self) -> impl Iterator<Item = Range> {
         let (one, discards, zeroes): (_, &[Range], &[(Range, bool)]) = match self {
             Self::Read(range) | Self::Write(range) => (Some(*range), &[], &[]),
@@ -91,38 +78,35 @@ impl Kind {
     }
 }
 
-/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// What is asked for, or what to answer at once.
-    pub what: Result<Kind, Status>,
-    /// Where its data is in the guest.
-    pub data: Vec<Segment>,
+    /// The operation, or an immediate answer.
+    pub what: Result<Kind, RequestStatus>,
+    /// The data in the guest's memory.
+    pub data: Vec<BufferSegment>,
     /// Address of the status byte.
     pub status: u64,
-    /// Bytes that the guest gets to read when it succeeds, the status included.
+    /// Bytes for the used ring if the request succeeds, including the status.
     pub written: u32,
 }
 
-/// A chain that cannot even be answered: there is no byte for the status.
+/// A chain without a status byte, which cannot be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unanswerable;
 
-/// What a disk can do.
+/// The properties of the disk that requests are checked against.
 #[derive(Debug, Clone, Copy)]
 pub struct Disk {
-    /// Bytes.
     pub capacity: u64,
-    /// Writes are refused.
     pub readonly: bool,
 }
 
-/// Understand a chain. `read` gives bytes of the guest's memory, or `None` where there is none.
+/// Parses a chain. `read` copies bytes of the guest's memory, and returns `None` if they are outside it.
 ///
 /// # Errors
 /// [`Unanswerable`].
 pub fn parse(
-    chain: impl Iterator<Item = Segment>,
+    chain: impl Iterator<Item = BufferSegment>,
     mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
     disk: Disk,
 ) -> Result<Request, Unanswerable> {
@@ -137,23 +121,25 @@ pub fn parse(
     }
     let status = cut_last(&mut writable).ok_or(Unanswerable)?;
     let mut header = [0; HEADER as usize];
-    let refused = |what: Status| Request { what: Err(what), data: Vec::new(), status, written: 1 };
+    let refused = |what: RequestStatus| Request { what: Err(what), data: Vec::new(), status, written: 1 };
     if !in_order || gather(&mut readable, &mut header, &mut read).is_none() {
-        return Ok(refused(Status::Failed));
+        return Ok(refused(RequestStatus::Failed));
     }
-    let [kind, _, low, high] = header.as_chunks::<4>().0 else { return Ok(refused(Status::Failed)) };
+    let [kind, _, low, high] = header.as_chunks::<4>().0 else { return Ok(refused(RequestStatus::Failed)) };
     let (kind, sector) = (u32::from_le_bytes(*kind), u64::from_le_bytes(both(*low, *high)));
-    let (Some(given), Some(wanted)) = (total(&readable), total(&writable)) else { return Ok(refused(Status::Failed)) };
+    let (Some(given), Some(wanted)) = (total(&readable), total(&writable)) else {
+        return Ok(refused(RequestStatus::Failed));
+    };
     let what = match kind {
-        0 => Range::of(sector, wanted, disk.capacity).map(Kind::Read).ok_or(Status::Failed),
-        1 | 11 | 13 if disk.readonly => Err(Status::Failed),
-        1 => Range::of(sector, given, disk.capacity).map(Kind::Write).ok_or(Status::Failed),
+        0 => Range::of(sector, wanted, disk.capacity).map(Kind::Read).ok_or(RequestStatus::Failed),
+        1 | 11 | 13 if disk.readonly => Err(RequestStatus::Failed),
+        1 => Range::of(sector, given, disk.capacity).map(Kind::Write).ok_or(RequestStatus::Failed),
         4 => Ok(Kind::Flush),
         8 => Ok(Kind::Identity),
         11 => ranges(&mut readable, given, &mut read, disk, 0)
             .map(|all| Kind::Discard(all.into_iter().map(|(range, _)| range).collect())),
         13 => ranges(&mut readable, given, &mut read, disk, 1).map(Kind::Zeroes),
-        _ => Err(Status::Unsupported),
+        _ => Err(RequestStatus::Unsupported),
     };
     let (data, written) = match &what {
         Ok(Kind::Read(_)) => (writable, wanted),
@@ -168,8 +154,8 @@ fn both([a, b, c, d]: [u8; 4], [e, f, g, h]: [u8; 4]) -> [u8; 8] {
     [a, b, c, d, e, f, g, h]
 }
 
-/// The address of the last writable byte, which is the status; what is before it is data.
-fn cut_last(writable: &mut Vec<Segment>) -> Option<u64> {
+/// Removes the last writable byte, which is the status, and returns its address. The rest is data.
+fn cut_last(writable: &mut Vec<BufferSegment>) -> Option<u64> {
     loop {
         let last = writable.last_mut()?;
         match last.len.checked_sub(1) {
@@ -182,15 +168,15 @@ fn cut_last(writable: &mut Vec<Segment>) -> Option<u64> {
     }
 }
 
-fn total(segments: &[Segment]) -> Option<u64> {
+fn total(segments: &[BufferSegment]) -> Option<u64> {
     let sum = segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.len))?;
-    // The used ring counts in 32 bits.
+    // The used ring has 32-bit lengths.
     (sum < u64::from(u32::MAX)).then_some(sum)
 }
 
-/// Take the first bytes out of segments.
+/// Removes the first bytes from segments.
 fn gather(
-    segments: &mut [Segment],
+    segments: &mut [BufferSegment],
     into: &mut [u8],
     read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
 ) -> Option<()> {
@@ -209,33 +195,33 @@ fn gather(
     rest.is_empty().then_some(())
 }
 
-/// Those of a discard (`allowed` flags: none) or of a write of zeroes (1: unmap).
+/// The ranges of a discard (`allowed` flags: none) or of a write of zeros (1: unmap).
 fn ranges(
-    readable: &mut [Segment],
+    readable: &mut [BufferSegment],
     given: u64,
     read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
     disk: Disk,
     allowed: u32,
-) -> Result<Vec<(Range, bool)>, Status> {
+) -> Result<Vec<(Range, bool)>, RequestStatus> {
     let count = given / RANGE;
     if given == 0 || !given.is_multiple_of(RANGE) || count > u64::from(MOST_RANGES) {
-        return Err(Status::Failed);
+        return Err(RequestStatus::Failed);
     }
     let mut found = Vec::new();
     for _ in 0..count {
         let mut bytes = [0; RANGE as usize];
-        gather(readable, &mut bytes, read).ok_or(Status::Failed)?;
-        let [low, high, sectors, flags] = bytes.as_chunks::<4>().0 else { return Err(Status::Failed) };
+        gather(readable, &mut bytes, read).ok_or(RequestStatus::Failed)?;
+        let [low, high, sectors, flags] = bytes.as_chunks::<4>().0 else { return Err(RequestStatus::Failed) };
         let (sector, flags) = (u64::from_le_bytes(both(*low, *high)), u32::from_le_bytes(*flags));
         if flags & !allowed != 0 {
-            return Err(Status::Unsupported);
+            return Err(RequestStatus::Unsupported);
         }
         let sectors = u32::from_le_bytes(*sectors);
         if sectors > RANGE_SECTORS {
-            return Err(Status::Failed);
+            return Err(RequestStatus::Failed);
         }
         let bytes = u64::from(sectors) * SECTOR;
-        found.push((Range::of(sector, bytes, disk.capacity).ok_or(Status::Failed)?, flags & 1 != 0));
+        found.push((Range::of(sector, bytes, disk.capacity).ok_or(RequestStatus::Failed)?, flags & 1 != 0));
     }
     Ok(found)
 }
@@ -248,7 +234,7 @@ mod tests {
 
     const DISK: Disk = Disk { capacity: 1 << 20, readonly: false };
 
-    /// A guest whose memory begins with `bytes`.
+    /// A guest whose memory starts with `bytes`.
     fn guest(bytes: &[u8]) -> impl FnMut(u64, &mut [u8]) -> Option<()> {
         |at, into| {
             let at = usize::try_from(at).ok()?;
@@ -261,15 +247,15 @@ mod tests {
         [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat()
     }
 
-    fn readable(address: u64, len: u64) -> Segment {
-        Segment { address, len, writable: false }
+    fn readable(address: u64, len: u64) -> BufferSegment {
+        BufferSegment { address, len, writable: false }
     }
 
-    fn writable(address: u64, len: u64) -> Segment {
-        Segment { address, len, writable: true }
+    fn writable(address: u64, len: u64) -> BufferSegment {
+        BufferSegment { address, len, writable: true }
     }
 
-    fn of(bytes: &[u8], chain: &[Segment]) -> Result<Request, Unanswerable> {
+    fn of(bytes: &[u8], chain: &[BufferSegment]) -> Result<Request, Unanswerable> {
         parse(chain.iter().copied(), guest(bytes), DISK)
     }
 
@@ -293,28 +279,28 @@ mod tests {
         assert_eq!((request.data, request.written), (vec![readable(16, 512)], 1));
         let readonly = Disk { readonly: true, ..DISK };
         let chain = [readable(0, 528), writable(0x5000, 1)];
-        assert_eq!(parse(chain.into_iter(), guest(&bytes), readonly).unwrap().what, Err(Status::Failed));
+        assert_eq!(parse(chain.into_iter(), guest(&bytes), readonly).unwrap().what, Err(RequestStatus::Failed));
     }
 
     #[test]
-    fn what_is_not_on_the_disk_or_no_request_is_refused() {
+    fn what_exceeds_the_disk_or_is_no_request_is_rejected() {
         let status = writable(0x5000, 1);
-        let what = |kind, sector, more: &[Segment]| {
+        let what = |kind, sector, more: &[BufferSegment]| {
             let chain = [&[readable(0, 16)], more, &[status]].concat();
             of(&header(kind, sector), &chain).unwrap().what
         };
-        let failed = Err(Status::Failed);
-        assert_eq!(what(0, 2048, &[writable(0x1000, 512)]), failed, "behind the end");
-        assert_eq!(what(0, 2047, &[writable(0x1000, 1024)]), failed, "over the end");
+        let failed = Err(RequestStatus::Failed);
+        assert_eq!(what(0, 2048, &[writable(0x1000, 512)]), failed, "after the end");
+        assert_eq!(what(0, 2047, &[writable(0x1000, 1024)]), failed, "across the end");
         assert_eq!(what(0, u64::MAX / 512 + 2, &[writable(0x1000, 512)]), failed, "an overflow");
-        assert_eq!(what(0, 0, &[writable(0x1000, 513)]), failed, "no whole sector");
+        assert_eq!(what(0, 0, &[writable(0x1000, 513)]), failed, "not whole sectors");
         assert_eq!(what(0, 0, &[writable(0x1000, 1 << 31), writable(0x1000, 1 << 31)]), failed, "too long");
-        assert_eq!(what(99, 0, &[]), Err(Status::Unsupported));
+        assert_eq!(what(99, 0, &[]), Err(RequestStatus::Unsupported));
         assert_eq!(what(4, 0, &[]), Ok(Kind::Flush));
         assert_eq!(of(&header(0, 0), &[readable(0, 16)]), Err(Unanswerable));
         assert_eq!(of(&header(0, 0), &[]), Err(Unanswerable));
         assert_eq!(of(&header(0, 0), &[readable(0, 16), writable(7, 0)]), Err(Unanswerable));
-        assert_eq!(of(&[], &[readable(0, 16), status]).unwrap().what, failed, "there is no memory");
+        assert_eq!(of(&[], &[readable(0, 16), status]).unwrap().what, failed, "outside the memory");
         assert_eq!(of(&header(4, 0), &[readable(0, 15), status]).unwrap().what, failed, "half a header");
         assert_eq!(of(&header(4, 0), &[status, readable(0, 16)]).unwrap().what, failed, "out of order");
     }
@@ -331,9 +317,9 @@ mod tests {
         let first = Range { at: 0, bytes: 4096 };
         assert_eq!(what(11, &[range(0, 8, 0)]), Ok(Kind::Discard(vec![first])));
         assert_eq!(what(13, &[range(0, 8, 1), range(0, 8, 0)]), Ok(Kind::Zeroes(vec![(first, true), (first, false)])));
-        assert_eq!(what(11, &[range(0, 8, 1)]), Err(Status::Unsupported));
-        assert_eq!(what(13, &[range(0, 8, 2)]), Err(Status::Unsupported));
-        assert_eq!(what(13, &[range(2047, 8, 0)]), Err(Status::Failed));
+        assert_eq!(what(11, &[range(0, 8, 1)]), Err(RequestStatus::Unsupported));
+        assert_eq!(what(13, &[range(0, 8, 2)]), Err(RequestStatus::Unsupported));
+        assert_eq!(what(13, &[range(2047, 8, 0)]), Err(RequestStatus::Failed));
         let large = |kind, sectors| {
             let bytes = [header(kind, 0), range(8, sectors, 0)].concat();
             let chain = [readable(0, bytes.len() as u64), writable(0x5000, 1)];
@@ -341,21 +327,21 @@ mod tests {
         };
         let whole = Range { at: 4096, bytes: 1 << 30 };
         assert_eq!(large(11, RANGE_SECTORS), Ok(Kind::Discard(vec![whole])));
-        assert_eq!(large(11, RANGE_SECTORS + 1), Err(Status::Failed), "longer than the guest was told");
-        assert_eq!(large(13, u32::MAX), Err(Status::Failed));
-        assert_eq!(what(11, &[]), Err(Status::Failed));
-        assert_eq!(what(11, &[vec![0; 15]]), Err(Status::Failed));
-        assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(Status::Failed));
+        assert_eq!(large(11, RANGE_SECTORS + 1), Err(RequestStatus::Failed), "above the reported limit");
+        assert_eq!(large(13, u32::MAX), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &[]), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &[vec![0; 15]]), Err(RequestStatus::Failed));
+        assert_eq!(what(11, &vec![range(0, 8, 0); 65]), Err(RequestStatus::Failed));
     }
 
     proptest! {
         #[test]
-        fn nothing_that_a_guest_says_leads_beyond_the_disk(
+        fn no_request_exceeds_the_disk(
             bytes in proptest::collection::vec(any::<u8>(), 0..200),
             kind in prop_oneof![Just(0u8), Just(1), Just(4), Just(8), Just(11), Just(13), any::<u8>()],
             chain in proptest::collection::vec(
                 (prop_oneof![0..300u64, any::<u64>()], prop_oneof![0..5000u64, any::<u64>()], any::<bool>())
-                    .prop_map(|(address, len, writable)| Segment { address, len, writable }), 0..6),
+                    .prop_map(|(address, len, writable)| BufferSegment { address, len, writable }), 0..6),
         ) {
             let mut bytes = bytes;
             if let Some(first) = bytes.first_mut() {

@@ -1,17 +1,17 @@
-//! The process that serves one disk: its two sockets.
+//! The process that serves one disk, and its two sockets.
 
-use crate::attic::UNCHECKED;
 use crate::channel;
-use crate::config::Shape;
+use crate::config::DiskConfig;
 use crate::control;
-use crate::desk::{Desk, Waiting};
-use crate::engine::command::{Command, Session};
+use crate::desk::{Desk, PendingDisk};
+use crate::engine::command::{Command, FrontendId};
 use crate::engine::{self, Handle, Settings};
-use crate::image::{How, Image, ImageError};
+use crate::image::{Image, ImageError, OpenMode};
 use crate::redo::error::RedoError;
-use crate::redo::keeper::{self, Place};
+use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
-use crate::session::{Filling, Frontend};
+use crate::retained::UNCHECKED;
+use crate::session::{FillState, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
@@ -23,85 +23,68 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-/// Why a disk is not served.
+/// Why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The image.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// Its redo log.
     #[error(transparent)]
     Redo(#[from] RedoError),
-    /// Somebody listens there already.
     #[error("{}: another server listens there", path.display())]
-    Busy {
-        /// The socket.
-        path: PathBuf,
-    },
-    /// A socket.
+    Busy { path: PathBuf },
     #[error("{}: cannot listen there", path.display())]
     Socket {
-        /// The socket.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The engine.
     #[error("cannot serve {}: io_uring is needed (kernel.io_uring_disabled must be 0 for it)", image.display())]
     Engine {
-        /// The image.
         image: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// What is to be served, and where.
+/// A disk to serve, and its sockets.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// The image.
     pub image: PathBuf,
-    /// How it is opened.
-    pub how: How,
-    /// The socket for QEMU.
+    pub mode: OpenMode,
     pub socket: PathBuf,
-    /// The socket for everybody else.
+    /// The control socket.
     pub control: PathBuf,
-    /// Its redo log.
-    pub redo: Place,
-    /// What it is served with.
+    pub redo: LogOptions,
     pub settings: Settings,
-    /// Which disk that is to be is said later: until then nobody is kept from the image.
+    /// The epoch is named later; the image is not locked until then.
     pub waits: bool,
 }
 
-/// Serve a disk until it is told to end. `ready` is called when both sockets are there.
+/// Serves a disk until a command ends the server. Calls `ready` when both sockets exist.
 ///
-/// *Needs:* an image that nobody else has open; two names for sockets.
-/// *On success:* what was written is on the disk as far as the guest has asked for that.
-/// *On failure:* nothing is served, the image is as it was.
+/// *Needs:* no other process has the image open.
+/// *On success:* all writes that the guest has flushed are on the disk.
+/// *On failure:* nothing was served, the image is unchanged.
 ///
 /// # Errors
 /// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, how, socket, control, redo, settings, waits } = service;
+    let Service { image: path, mode, socket, control, redo, settings, waits } = service;
     if UNCHECKED {
         tracing::error!(
-            "BUILT WITH unchecked-attic, for the fault experiment: {} is served with blocks that nobody checks; its guest's data is damaged",
+            "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
             path.display()
         );
     }
-    // Locked, unless it waits: of two servers only one comes to its sockets.
-    let image = if waits { Image::look(&path)? } else { Image::open(&path, how)? };
+    // Locked, unless it waits: of two servers only one gets as far as its sockets.
+    let image = if waits { Image::inspect(&path)? } else { Image::open(&path, mode)? };
     let filling = Arc::clone(&settings.filling);
-    let shape = Shape { capacity: image.bytes, readonly: how.readonly, queues: settings.queues };
+    let shape = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let (desk, thread) = if waits {
         let (engine, thread) = engine::start(image, settings, None, waits).map_err(failed)?;
-        let waiting = Waiting { image: path.clone(), how, redo, filling: Arc::clone(&filling) };
+        let waiting = PendingDisk { image: path.clone(), mode, redo, filling: Arc::clone(&filling) };
         (Desk::waiting(engine, waiting), thread)
     } else {
         let mut redo = keeper::open(&image, redo)?;
@@ -111,7 +94,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     };
     let desk = Arc::new(desk);
     accept(guests, &desk.engine, move |engine, number, stream| {
-        serve_front(engine, Session(number), shape, &filling, stream);
+        serve_front(engine, FrontendId(number), shape, &filling, stream);
     });
     let asked_at = Arc::clone(&desk);
     accept(asked, &desk.engine, move |_, _, stream| {
@@ -128,7 +111,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     ended.map_err(failed)
 }
 
-/// Listen at `path`, for this user only, in the place of a server that has ended.
+/// Listens at `path`, for this user only, replacing the socket of a server that has ended.
 fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     let failed = |source| ServeError::Socket { path: path.to_owned(), source };
     if UnixStream::connect(path).is_ok() {
@@ -143,10 +126,10 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     Ok(listener)
 }
 
-/// Connections of a socket at a time, at most: each has a thread.
+/// Most connections of a socket: each has a thread.
 const MOST_CONNECTIONS: usize = 64;
 
-/// A thread for each connection. One that is too many is closed.
+/// Starts a thread for each connection. Connections above the limit are closed.
 fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, UnixStream) + Clone + Send + 'static) {
     let engine = engine.clone();
     let connected = Arc::new(());
@@ -155,7 +138,7 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
             let (engine, each) = (engine.clone(), each.clone());
             match stream {
                 Ok(_) if Arc::strong_count(&connected) > MOST_CONNECTIONS => {
-                    warn_limited!("a connection was closed: there are {MOST_CONNECTIONS} already");
+                    warn_limited!("closed a connection: there are {MOST_CONNECTIONS} already");
                 }
                 Ok(stream) => {
                     let connected = Arc::clone(&connected);
@@ -164,12 +147,12 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
                         drop(connected);
                     });
                     if let Err(e) = served {
-                        warn_limited!("a connection was not accepted: no thread can be started: {e}");
+                        warn_limited!("rejected a connection: no thread can be started: {e}");
                     }
                 }
                 Err(e) => {
-                    warn_limited!("a connection was not accepted: {e}");
-                    // Out of descriptors, most likely: not again at once.
+                    warn_limited!("cannot accept a connection: {e}");
+                    // Probably out of descriptors: wait before the next attempt.
                     thread::sleep(std::time::Duration::from_millis(100));
                 }
             }
@@ -177,31 +160,31 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
     });
 }
 
-/// Has the engine forget a front end on drop, also during a panic.
-struct Leave<'a>(&'a Handle, Session);
+/// Removes a front end from the engine on drop, also during a panic.
+struct LeaveOnDrop<'a>(&'a Handle, FrontendId);
 
-impl Drop for Leave<'_> {
+impl Drop for LeaveOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.tell(Command::Leave(self.1));
+        self.0.send(Command::Leave(self.1));
     }
 }
 
-/// Speak vhost-user with one front end until it goes.
-fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<AtomicBool>, stream: UnixStream) {
+/// Serves vhost-user to one front end until it disconnects.
+fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
-    engine.tell(Command::Join(session, process));
-    let _leave = Leave(&engine, session);
+    engine.send(Command::Join(session, process));
+    let _leave = LeaveOnDrop(&engine, session);
     let frontend = Arc::new(Mutex::new(Frontend::new(
         engine.clone(),
         session,
         shape,
-        Filling { is: Arc::clone(filling), process },
+        FillState { is: Arc::clone(filling), process },
     )));
     let ahead = stream.try_clone();
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         match ahead.as_ref().map(channel::offered) {
-            // Waits, so that a front end that hands over many has no more than one here.
+            // Waits, so that a front end that passes many has at most one here.
             Ok(Ok(Some(channel))) => drop(engine.ask(|answer| Command::Channel(session, channel, answer))),
             Ok(Ok(None)) => {}
             Ok(Err(e)) => break Error::SocketError(e),
@@ -212,6 +195,6 @@ fn serve_front(engine: Handle, session: Session, shape: Shape, filling: &Arc<Ato
         }
     };
     if !matches!(why, Error::Disconnected) {
-        warn_limited!("front end {}: {why}; its connection is closed", session.0);
+        warn_limited!("front end {}: {why}; closing its connection", session.0);
     }
 }

@@ -1,15 +1,15 @@
-//! One front end's connection: the vhost-user protocol, as far as a disk needs it.
+//! The connection of one front end: the part of the vhost-user protocol that a disk needs.
 //!
 //! ```text
-//! QEMU A ──── its queues run ──────────────┐ stop: GET_VRING_BASE, when nothing is under way
+//! QEMU A ──── its queues run ──────────────┐ stop: GET_VRING_BASE, when no request is in progress
 //! QEMU B ──── connects, asks, waits ───────┴─ its queues run ────────────────
 //! ```
 //!
-//! Several may be connected, as during a restart of the VMM. One of them has queues that run: who starts one while another's run is
-//! refused.
+//! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues; another one that starts a
+//! queue meanwhile is rejected.
 
-use crate::config::{EVENT_IDX, LOG_ALL, Shape};
-use crate::engine::command::{Command, Ends, Notify, Refused, Rings, Session};
+use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
+use crate::engine::command::{Command, FrontendId, Notification, QueueDescriptors, Refused, Rings};
 use crate::engine::{Handle, MOST_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
@@ -28,7 +28,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
-/// A queue as it is being set up.
+/// A queue that is being set up.
 #[derive(Debug, Default)]
 struct Queue {
     rings: Rings,
@@ -39,12 +39,11 @@ struct Queue {
     runs: bool,
 }
 
-/// Whether a restore still brings the guest's memory, and the process that has it.
+/// Whether a restore is still filling the guest's memory, and the process that has it.
 #[derive(Debug)]
-pub struct Filling {
-    /// Whether.
+pub struct FillState {
     pub is: Arc<AtomicBool>,
-    /// The front end's.
+    /// The front end's process.
     pub process: Option<u32>,
 }
 
@@ -52,14 +51,14 @@ pub struct Filling {
 #[derive(Debug)]
 pub struct Frontend {
     engine: Handle,
-    session: Session,
-    shape: Shape,
+    session: FrontendId,
+    shape: DiskConfig,
     features: u64,
-    /// Where the front end has each region: its address there, bytes, address in the guest.
+    /// The regions: address in the front end, bytes, address in the guest.
     regions: Vec<(u64, u64, u64)>,
     memory: Option<Arc<Memory>>,
     queues: Vec<Queue>,
-    filling: Filling,
+    filling: FillState,
 }
 
 fn refused(e: Refused) -> Error {
@@ -70,22 +69,21 @@ fn failed(e: io::Error) -> Error {
     Error::ReqHandlerError(e)
 }
 
-/// Rejects what is not an eventfd, and has it not block: the engine reads and writes it, and waits for nothing but the disk.
+/// Rejects what is not an eventfd, and makes it non-blocking: the engine waits for nothing but the disk.
 fn prepare_eventfd(file: &File) -> io::Result<()> {
-    // Where there is no /proc, not to block has to do.
+    // Without /proc it cannot be checked; being non-blocking must suffice.
     if let Ok(name) = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
         && name.as_os_str() != "anon_inode:[eventfd]"
     {
-        let text = format!("a kick, call or error descriptor must be an eventfd, and is {}", name.display());
+        let text = format!("a kick, call or error descriptor must be an eventfd, but is {}", name.display());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
 impl Frontend {
-    /// For a front end that has just connected.
     #[must_use]
-    pub fn new(engine: Handle, session: Session, shape: Shape, filling: Filling) -> Self {
+    pub fn new(engine: Handle, session: FrontendId, shape: DiskConfig, filling: FillState) -> Self {
         let queues = (0..shape.queues).map(|_| Queue::default()).collect();
         Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues, filling }
     }
@@ -98,13 +96,14 @@ impl Frontend {
         if !self.filling.is.load(Ordering::Relaxed) {
             return Ok(Arc::new(Memory::map(regions)?));
         }
-        let unknown =
-            || io::Error::other("its memory is still being brought, and the kernel does not tell which process has it");
+        let unknown = || {
+            io::Error::other("its memory is still being filled, and the kernel does not report which process has it")
+        };
         let process = Process::of(self.filling.process.ok_or_else(unknown)?)?;
         Ok(Arc::new(Memory::map_missing(regions, process)?))
     }
 
-    /// An address of the front end, in the guest.
+    /// Translates an address of the front end to the guest's.
     fn in_guest(&self, address: u64) -> Result<u64> {
         let found = self.regions.iter().find_map(|(theirs, bytes, guest)| {
             let offset = address.checked_sub(*theirs).filter(|offset| offset < bytes)?;
@@ -113,7 +112,7 @@ impl Frontend {
         found.ok_or(Error::InvalidParam)
     }
 
-    /// Let a queue run that has all it needs.
+    /// Starts a queue once it is set up completely.
     fn start(&mut self, index: u32) -> Result<()> {
         let (session, event_idx) = (self.session, self.features & EVENT_IDX != 0);
         let queue = self.queue(index)?;
@@ -123,34 +122,36 @@ impl Frontend {
         let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let rings = Rings { event_idx, ..queue.rings };
-        let ends = Ends { kick, call, error };
+        let ends = QueueDescriptors { kick, call, error };
         self.engine.ask(|answer| Command::Start(session, index as u16, rings, ends, answer)).map_err(refused)?;
         self.queue(index)?.runs = true;
         Ok(())
     }
 
-    /// Rejects memory for more requests than there can be: all of it is read.
+    /// Rejects memory for more requests than there can be, since all of it is read.
     fn check_inflight(&self, about: &VhostUserInflight) -> Result<()> {
         let fits = about.num_queues <= self.shape.queues && about.queue_size <= MOST_ENTRIES;
         if fits { Ok(()) } else { Err(Error::InvalidParam) }
     }
 
-    fn set_notify(&mut self, index: u8, which: Notify, fd: Option<File>) -> Result<()> {
+    fn set_notify(&mut self, index: u8, which: Notification, fd: Option<File>) -> Result<()> {
         let session = self.session;
         fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
         let queue = self.queue(index.into())?;
         let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         match which {
-            Notify::Call => queue.call = fd,
-            Notify::Error => queue.error = fd,
+            Notification::Call => queue.call = fd,
+            Notification::Error => queue.error = fd,
         }
         if queue.runs {
-            self.engine.ask(|answer| Command::Notify(session, index.into(), which, copy, answer)).map_err(refused)?;
+            self.engine
+                .ask(|answer| Command::Notification(session, index.into(), which, copy, answer))
+                .map_err(refused)?;
         }
         Ok(())
     }
 
-    /// Stop a queue, and wait until nothing of it is under way.
+    /// Stops a queue, and waits until none of its requests is in progress.
     fn stop(&mut self, index: u32) -> Result<()> {
         let session = self.session;
         if self.queue(index)?.runs {
@@ -215,7 +216,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         };
         let memory = self.map(regions.iter().zip(files).map(of).collect()).map_err(failed)?;
         let session = self.session;
-        // QEMU changes the table of a guest that runs where memory is plugged in.
+        // QEMU changes the table of a running guest when memory is hot-plugged.
         let running: Vec<u32> =
             (0..).zip(&self.queues).filter(|(_, queue)| queue.runs).map(|(index, _)| index).collect();
         running.iter().try_for_each(|index| self.stop(*index))?;
@@ -240,7 +241,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        // The used ring is written through the mapping, and so is in the log like all else.
+        // The used ring is written through the mapping, so that its pages are logged, too.
         let found = (self.in_guest(descriptor)?, self.in_guest(available)?, self.in_guest(used)?);
         let rings = &mut self.queue(index)?.rings;
         (rings.descriptors, rings.available, rings.used) = found;
@@ -271,11 +272,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notify::Call, fd)
+        self.set_notify(index, Notification::Call, fd)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notify::Error, fd)
+        self.set_notify(index, Notification::Error, fd)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -302,8 +303,8 @@ impl VhostUserBackendReqHandlerMut for Frontend {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let status = self.engine.ask(Command::Status).map_err(refused)?;
-        let space = Shape { capacity: status.bytes, ..self.shape }.space();
-        // A newer front end knows of more; it reads zeroes there.
+        let space = DiskConfig { capacity: status.bytes, ..self.shape }.space();
+        // A newer front end knows more fields; they read as zeros.
         Ok((offset..offset.saturating_add(size)).map(|at| space.get(at as usize).copied().unwrap_or(0)).collect())
     }
 
@@ -315,7 +316,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         let (queues, size) = (wanted.num_queues, wanted.queue_size);
         self.check_inflight(wanted)?;
         let (inflight, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
-        // It is the front end that hands it to us, now and after a restart.
+        // The front end passes it to us, now and after a restart.
         drop(inflight);
         Ok((VhostUserInflight::new(bytes, 0, queues, size), file))
     }
@@ -329,7 +330,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let memory = self.memory.as_ref().ok_or(Error::InvalidOperation("there is no memory that could be logged"))?;
+        let memory = self.memory.as_ref().ok_or(Error::InvalidOperation("there is no memory to log"))?;
         memory.log(file, log.mmap_offset, log.mmap_size).map_err(failed)
     }
 
@@ -364,11 +365,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         _phase: VhostTransferStatePhase,
         _file: File,
     ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+        Err(Error::InvalidOperation("a disk has no state apart from its queues"))
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("a disk has no state beside its queues"))
+        Err(Error::InvalidOperation("a disk has no state apart from its queues"))
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {

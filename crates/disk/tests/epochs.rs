@@ -6,10 +6,10 @@ mod common;
 
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::Told;
-use rekindle_disk::redo::keeper::At;
-use rekindle_disk::redo::left::{beside, look, merge_all};
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, serve};
 use rustix::process::{Pid, Resource, Rlimit, prlimit, setrlimit};
 use std::collections::BTreeMap;
@@ -22,16 +22,16 @@ use std::sync::Arc;
 
 const BLOCKS: u64 = 256;
 
-fn told(disk: &Disk) -> Option<Told> {
+fn redo_status(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> At {
+fn begin(disk: &Disk) -> EpochId {
     disk.control().ask(&Control::EpochBegin {}).unwrap()
 }
 
-/// A checkpoint's mark: with the guest's queues stopped.
-fn mark(disk: &Disk, guest: &mut Guest) -> At {
+/// Marks an epoch, with the guest's queues stopped.
+fn mark(disk: &Disk, guest: &mut Guest) -> EpochId {
     guest.stop(0);
     let at = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
@@ -44,7 +44,7 @@ fn seal(disk: &Disk, epoch: u64) {
 
 fn commit(disk: &Disk, epoch: u64) {
     disk.control().ask::<()>(&Control::EpochCommitted { epoch }).unwrap();
-    wait_for("the merge", || told(disk).filter(|told| told.merged >= epoch));
+    wait_for("the merge", || redo_status(disk).filter(|redo_status| redo_status.merged >= epoch));
 }
 
 fn directory(disk: &Disk) -> PathBuf {
@@ -65,27 +65,27 @@ fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iter
     }
 }
 
-/// End the server without a word, as a host that dies does; what was written stays.
-fn restart(disk: &mut Disk, wanted: Wanted) -> Guest {
+/// Ends the server abruptly, as a failed host would; written data remains.
+fn restart(disk: &mut Disk, wanted: DiskVersion) -> Guest {
     disk.end();
-    let place = redo(wanted);
-    disk.serve(|service| service.redo = place);
+    let options = redo(wanted);
+    disk.serve(|service| service.redo = options);
     Guest::start(&disk.socket())
 }
 
 #[test]
-fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
+fn a_checkpoint_has_its_disk_and_the_newest_is_available_too() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     let mut newest = BTreeMap::new();
     write(&mut guest, &mut newest, 0..4, 1);
-    assert!(told(&disk).is_none() && !directory(&disk).exists());
-    let begun = begin(&disk);
-    assert_eq!((begin(&disk).disk, begun.epoch), (begun.disk, 1), "a disk that has a log keeps it");
+    assert!(redo_status(&disk).is_none() && !directory(&disk).exists());
+    let new_log = begin(&disk);
+    assert_eq!((begin(&disk).disk, new_log.epoch), (new_log.disk, 1), "a disk that has a log keeps it");
     write(&mut guest, &mut newest, 2..20, 2);
     check(&mut guest, &newest, "in the first epoch");
     let first = mark(&disk, &mut guest);
-    assert_eq!(first, At { disk: begun.disk, epoch: 1 });
+    assert_eq!(first, EpochId { disk: new_log.disk, epoch: 1 });
     let checkpoint = newest.clone();
     write(&mut guest, &mut newest, 10..40, 3);
     seal(&disk, 1);
@@ -93,29 +93,29 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
     check(&mut guest, &newest, "in the second epoch");
     assert_eq!(disk.block(0), content(0, 1), "the image is what it was when the log began");
     assert_eq!(disk.block(10), content(10, 0));
-    // The newest, over a restart.
+    // The newest, after a restart.
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "after a restart");
-    // The checkpoint's. Nothing is given up until the guest writes.
+    // The checkpoint's. Nothing is discarded until the guest writes.
     drop(guest);
-    let back = Wanted::Epoch { epoch: 1, disk: begun.disk };
+    let back = DiskVersion::Epoch { epoch: 1, disk: new_log.disk };
     let mut guest = restart(&mut disk, back);
     check(&mut guest, &checkpoint, "at the checkpoint");
-    assert!(told(&disk).unwrap().rewound);
+    assert!(redo_status(&disk).unwrap().rewound);
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "not gone back");
     drop(guest);
     let mut guest = restart(&mut disk, back);
     let mut newest = checkpoint;
     write(&mut guest, &mut newest, 30..32, 5);
     check(&mut guest, &newest, "gone back");
-    assert!(!told(&disk).unwrap().rewound);
+    assert!(!redo_status(&disk).unwrap().rewound);
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "gone back for good");
-    // Committed, it is merged, and the log goes.
+    // After the commit it is merged, and the log is removed.
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
@@ -131,7 +131,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_there_too() {
 }
 
 #[test]
-fn a_mark_of_a_running_guest_is_refused_and_so_is_what_was_not_sealed() {
+fn a_mark_of_a_running_guest_and_a_commit_without_a_seal_are_rejected() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     let ask = |ask| disk.control().ask::<serde_json::Value>(&ask).unwrap_err().to_string();
@@ -149,10 +149,10 @@ fn a_mark_of_a_running_guest_is_refused_and_so_is_what_was_not_sealed() {
 }
 
 #[test]
-fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
+fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let begun = begin(&disk);
+    let new_log = begin(&disk);
     for version in 1..3 {
         guest.write(1, FIRST, &content(1, version));
         let at = mark(&disk, &mut guest);
@@ -164,27 +164,27 @@ fn another_disk_or_a_newer_one_is_not_served_as_a_checkpoints() {
     disk.end();
     let refused = |epoch, of| {
         let mut service = disk.service();
-        service.redo = redo(Wanted::Epoch { epoch, disk: of });
+        service.redo = redo(DiskVersion::Epoch { epoch, disk: of });
         let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
         e.to_string()
     };
-    assert!(refused(1, begun.disk).contains("the disk is newer than the checkpoint"));
+    assert!(refused(1, new_log.disk).contains("the disk is newer than the checkpoint"));
     assert!(refused(2, uuid::Uuid::new_v4()).contains("it is of disk"));
-    assert!(refused(9, begun.disk).contains("never sealed"));
-    // Who has no server is told what there is, and can merge it.
-    let left = look(&directory(&disk)).unwrap().unwrap();
-    assert_eq!((left.disk, left.sealed, left.floor, left.writes), (begun.disk, 2, 2, 1));
+    assert!(refused(9, new_log.disk).contains("never sealed"));
+    // Without a server, the log can be inspected and merged.
+    let left = inspect(&directory(&disk)).unwrap().unwrap();
+    assert_eq!((left.disk, left.sealed, left.floor, left.writes), (new_log.disk, 2, 2, 1));
     assert_eq!(disk.block(1), content(1, 2));
-    assert!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap().is_some());
+    assert!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap().is_some());
     assert_eq!(disk.block(1), content(1, 3));
-    assert_eq!(look(&directory(&disk)).unwrap(), None);
-    assert_eq!(merge_all(&disk.image, &beside(&disk.image), true, None).unwrap(), None);
-    assert!(refused(2, begun.disk).contains("the disk is newer than the checkpoint"));
+    assert_eq!(inspect(&directory(&disk)).unwrap(), None);
+    assert_eq!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap(), None);
+    assert!(refused(2, new_log.disk).contains("the disk is newer than the checkpoint"));
     disk.serve(|_| ());
 }
 
 #[test]
-fn requests_of_any_shape_go_through_the_log() {
+fn requests_of_any_shape_pass_through_the_log() {
     let mut disk = Disk::new(1024);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
     guest.run(0, true);
@@ -227,7 +227,7 @@ fn requests_of_any_shape_go_through_the_log() {
             }
         }
     }
-    assert!(told(&disk).unwrap().epoch > 10);
+    assert!(redo_status(&disk).unwrap().epoch > 10);
     drop(guest);
     disk.end();
     merge_all(&disk.image, &directory(&disk), true, None).unwrap();
@@ -236,13 +236,13 @@ fn requests_of_any_shape_go_through_the_log() {
 }
 
 #[test]
-fn a_log_that_is_full_holds_writes_and_loses_none() {
+fn a_full_log_holds_writes_and_loses_none() {
     let mut disk = Disk::new(BLOCKS);
     disk.end();
     disk.serve(|service| service.redo.limit = Some(256 << 10));
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
-    // More than fits, each block once: nothing of it can be given back.
+    // More than fits, each block once: no space can be reclaimed.
     let blocks = 0..12u64;
     let mut versions = BTreeMap::new();
     write(&mut guest, &mut versions, 100..124, 1);
@@ -251,8 +251,8 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
         guest.put(0, &Ask::write(block, FIRST + block));
     }
     guest.kick(0);
-    let why = wait_for("writes that wait", || told(&disk)?.waiting);
-    assert!(why.contains("as long as it may be") && why.contains("no checkpoint is committed"), "{why}");
+    let why = wait_for("writes that wait", || redo_status(&disk)?.waiting);
+    assert!(why.contains("has reached its limit") && why.contains("no checkpoint is committed"), "{why}");
     let mut ended = guest.ended(0).len();
     assert!(ended < blocks.clone().count());
     // Reads do not wait.
@@ -262,36 +262,36 @@ fn a_log_that_is_full_holds_writes_and_loses_none() {
         ended += guest.ended(0).len();
         (guest.frame(FIRST + 40) == content(110, 1)).then_some(())
     });
-    // Who stops the guest does not wait, and gets a checkpoint, which makes room.
+    // Stopping the guest does not wait; the checkpoint then frees space.
     guest.stop(0);
     ended += guest.ended(0).len();
-    let at: At = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let at: EpochId = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
     versions.extend(blocks.map(|block| (block, 1)));
     write(&mut guest, &mut versions, 130..150, 2);
-    assert_eq!(told(&disk).unwrap().waiting, None);
+    assert_eq!(redo_status(&disk).unwrap().waiting, None);
     check(&mut guest, &versions, "after it was full");
 }
 
 const AT: &str = "REKINDLE_TEST_DISK";
-/// Bytes that a file may have, until the test lets it have more.
+/// The file size limit, until the test raises it.
 const MOST: u64 = 3 << 20;
 
 #[test]
 #[ignore = "run by another test"]
 fn server() {
     let directory = PathBuf::from(std::env::var_os(AT).unwrap());
-    // As on a disk that is full: the kernel refuses to make a file longer.
+    // As on a full disk: the kernel does not extend files.
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
     setrlimit(Resource::Fsize, Rlimit { current: Some(MOST), maximum: Some(MOST * 4) }).unwrap();
     serve(common::service(&directory, &directory.join("disk.raw")), || ()).unwrap();
 }
 
 #[test]
-fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
+fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     let mut disk = Disk::new(BLOCKS * 4);
     disk.end();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -300,7 +300,7 @@ fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
-    // 64 KiB a request, until one waits.
+    // 64 KiB per request, until one waits.
     let mut ended = 0;
     let mut put = 0;
     for first in (0..BLOCKS * 4).step_by(16) {
@@ -314,7 +314,7 @@ fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
             let all = guest.ended(0);
             assert!(all.iter().all(|(_, _, status)| *status == 0), "{all:?}");
             ended += all.len() as u64;
-            if ended == put { Some(None) } else { told(&disk)?.waiting.map(Some) }
+            if ended == put { Some(None) } else { redo_status(&disk)?.waiting.map(Some) }
         });
         if let Some(why) = why {
             assert!(why.contains("no room"), "{why}");
@@ -322,14 +322,14 @@ fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
         }
     }
     assert_eq!(put, ended + 1, "one of them waits");
-    assert!(told(&disk).unwrap().bytes > MOST / 2);
-    // There is room again, and it goes on by itself.
+    assert!(redo_status(&disk).unwrap().bytes > MOST / 2);
+    // There is space again, and the writes continue without a command.
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     let more = Rlimit { current: Some(MOST * 4), maximum: Some(MOST * 4) };
     prlimit(Some(pid), Resource::Fsize, more).unwrap();
     let last = wait_for("the one that waited", || Some(guest.ended(0)).filter(|ended| !ended.is_empty()));
     assert!(matches!(last[..], [(_, 1, 0)]), "{last:?}");
-    wait_for("that to be told", || told(&disk).filter(|told| told.waiting.is_none()));
+    wait_for("the status", || redo_status(&disk).filter(|redo_status| redo_status.waiting.is_none()));
     for (block, version) in &versions {
         assert!(guest.read(*block, FIRST + 300) == content(*block, *version), "block {block}");
     }
@@ -339,14 +339,14 @@ fn a_disk_that_is_full_under_the_log_fails_no_write_and_loses_none() {
 }
 
 #[test]
-fn room_of_what_is_overwritten_is_used_again() {
+fn the_space_of_overwritten_entries_is_used_again() {
     let mut disk = Disk::new(BLOCKS);
     disk.end();
     disk.serve(|service| service.redo.limit = Some(512 << 10));
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
-    // Many times the limit, in one epoch, and without a flush.
+    // Many times the limit, in one epoch and without a flush.
     for version in 1..60 {
         write(&mut guest, &mut versions, 0..16, version);
     }
@@ -355,12 +355,12 @@ fn room_of_what_is_overwritten_is_used_again() {
     let used = std::os::unix::fs::MetadataExt::blocks(&blocks) * 512;
     assert!(used < 8 << 20, "{used}");
     drop(guest);
-    let mut guest = restart(&mut disk, Wanted::Newest);
+    let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &versions, "after a restart");
 }
 
 #[test]
-fn a_segment_that_cannot_be_read_is_an_error_and_never_other_data() {
+fn an_unreadable_segment_is_an_error_and_never_other_data() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
@@ -370,34 +370,34 @@ fn a_segment_that_cannot_be_read_is_an_error_and_never_other_data() {
     assert_eq!(guest.ask(&Ask::read(3, FIRST + 1)), 1, "an error");
     assert_ne!(guest.frame(FIRST + 1), content(3, 0), "not what was there before");
     assert_eq!(guest.read(4, FIRST + 1), content(4, 0), "the rest is served as ever");
-    // It cannot be merged, and the disk says why.
+    // The merge fails, and the status has the reason.
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);
     disk.control().ask::<()>(&Control::EpochCommitted { epoch: at.epoch }).unwrap();
-    let why = wait_for("a merge that fails", || told(&disk)?.failed);
+    let why = wait_for("a merge that fails", || redo_status(&disk)?.failed);
     assert!(why.contains("merging it into the image"), "{why}");
     assert_eq!(disk.block(3), content(3, 0));
 }
 
 #[test]
-fn a_full_log_of_which_nobody_takes_checkpoints_ends() {
+fn a_full_log_without_a_protector_ends() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let begun = begin(&disk);
+    let new_log = begin(&disk);
     let mut versions = BTreeMap::new();
     write(&mut guest, &mut versions, 0..8, 1);
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);
     drop(guest);
-    // Restored, and nobody protects it.
+    // Restored, and not protected.
     disk.end();
     disk.serve(|service| {
-        service.redo = redo(Wanted::Epoch { epoch: at.epoch, disk: begun.disk });
+        service.redo = redo(DiskVersion::Epoch { epoch: at.epoch, disk: new_log.disk });
         service.redo.limit = Some(256 << 10);
     });
     let mut guest = Guest::start(&disk.socket());
     write(&mut guest, &mut versions, 50..100, 2);
-    wait_for("the log's end", || told(&disk).is_none().then_some(()));
+    wait_for("the log's end", || redo_status(&disk).is_none().then_some(()));
     check(&mut guest, &versions, "after its log has ended");
     assert!(!directory(&disk).exists());
 }

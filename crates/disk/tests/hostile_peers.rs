@@ -1,4 +1,4 @@
-//! Programs of a hostile guest and a hostile QEMU, as many on each build, against a server that runs. An hour and more of them: `fuzz/`.
+//! Programs of a hostile guest and a hostile QEMU, a fixed number on each build, against a running server. `fuzz/` runs them for hours.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -12,7 +12,7 @@ const PROGRAMS: u64 = 400;
 const LONGEST: usize = 400;
 
 #[test]
-fn whatever_a_guest_and_its_qemu_do_the_server_serves_the_next_one() {
+fn after_any_actions_of_a_guest_and_its_qemu_the_server_serves_the_next_one() {
     let seed = std::env::var("REKINDLE_TEST_SEED").ok().map_or_else(|| fastrand::u64(..), |text| text.parse().unwrap());
     println!("REKINDLE_TEST_SEED={seed}");
     let mut random = fastrand::Rng::with_seed(seed);
@@ -25,7 +25,7 @@ fn whatever_a_guest_and_its_qemu_do_the_server_serves_the_next_one() {
         }));
         if let Err(panic) = ended {
             println!("program {number} of REKINDLE_TEST_SEED={seed}: {program:?}");
-            // Its server may hang, and would be waited for.
+            // The server may hang, and ending it would wait.
             resume_unwind(panic);
         }
     }

@@ -1,4 +1,4 @@
-//! A server that is killed at any moment under load, and another one in its place: every request is done, and ends once.
+//! A server that is killed at any moment under load, and its replacement: every request is done, and answered once.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -6,7 +6,7 @@ mod common;
 
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, service, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::server::serve;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -30,25 +30,25 @@ fn start(directory: &Path) -> Child {
 }
 
 #[test]
-fn no_request_is_lost_and_none_ends_twice() {
+fn no_request_is_lost_and_none_is_answered_twice() {
     rounds(60, false, false);
 }
 
 #[test]
-fn none_is_lost_either_when_another_qemu_takes_the_guest_over_right_afterwards() {
+fn no_request_is_lost_when_another_qemu_takes_the_guest_over_right_afterwards() {
     rounds(25, false, true);
 }
 
 #[test]
-fn none_is_lost_either_that_is_in_a_log_only() {
+fn no_request_is_lost_that_is_only_in_a_log() {
     rounds(25, true, false);
 }
 
 fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut disk = Disk::new(BLOCKS);
     if with_log {
-        // Those that come honour it.
-        disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+        // Later servers have it.
+        disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     }
     disk.end();
     let directory = disk.directory.path().to_owned();
@@ -61,7 +61,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut random = fastrand::Rng::with_seed(1);
     let mut again = 0;
     for round in 1..=rounds {
-        // Writes of whole runs, so that they take a while, and reads beside them.
+        // Writes of long ranges, which take a while, with reads in between.
         let mut reads = Vec::new();
         for queue in [0, 1] {
             for n in 0..14u64 {
@@ -84,7 +84,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         }
         guest.kick(0);
         guest.kick(1);
-        // Not for a condition: so that it is killed at any moment.
+        // Not a wait for a condition: the server is killed at any moment.
         sleep(Duration::from_micros(random.u64(..3000)));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -93,7 +93,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         child = start(&directory);
         guest.reconnect(&disk.socket());
         if with_hand_over {
-            // QEMU migrates no memory of requests under way: the destination has its own, with nothing in it.
+            // QEMU does not migrate the record of requests in progress: the destination has its own, which is empty.
             let bases = [0, 1].map(|queue| guest.stop(queue));
             let mut destination = Guest::connect(&disk.socket(), guest.memory.try_clone().unwrap(), 2);
             destination.continue_from(&guest);
@@ -104,7 +104,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
             }
         }
         wait_for("all requests", || {
-            // `ended` fails on one that is told a second time.
+            // `ended` fails on a request that is answered twice.
             ended.extend([0, 1].into_iter().flat_map(|queue| guest.ended(queue)));
             (ended.len() == 30).then_some(())
         });

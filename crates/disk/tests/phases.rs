@@ -1,5 +1,5 @@
-//! What a server says of a phase of its guest's boot: random histories over vhost-user, with guests that go on from phases, and servers
-//! that end. A guest never goes on with a disk that is another one, for all that it knows.
+//! A server's record of a phase of its guest's boot: random histories over vhost-user, with guests that continue from phases, and servers
+//! that end. No guest continues with a disk that differs in a block that the guest knows.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -7,8 +7,8 @@ mod common;
 
 use common::{Ask, Disk, FIRST, Guest, PAGE, content, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::ledger::{Moment, Void};
-use rekindle_disk::redo::keeper::At;
+use rekindle_disk::ledger::{Moment, StaleReason};
+use rekindle_disk::redo::keeper::EpochId;
 use std::collections::BTreeMap;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
@@ -31,22 +31,22 @@ fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
     marked
 }
 
-fn check(disk: &Disk, moment: Moment) -> Option<Void> {
+fn check(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     disk.control().ask(&Control::PhaseCheck { moment }).unwrap()
 }
 
-fn go_on(disk: &Disk, moment: Moment) -> Option<Void> {
+fn resume(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     wait_gone(disk);
-    disk.control().ask(&Control::PhaseGoOn { moment }).unwrap()
+    disk.control().ask(&Control::PhaseResume { moment }).unwrap()
 }
 
-/// The memory of a guest that goes on is all there in these tests.
+/// In these tests the memory of a continued guest is complete.
 fn filled(disk: &Disk) {
     disk.control().ask::<()>(&Control::Filled {}).unwrap();
 }
 
 #[test]
-fn a_moment_holds_until_a_block_that_was_touched_is_written() {
+fn a_moment_is_valid_until_a_touched_block_is_written() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     let e = mark(&disk, &mut guest).unwrap_err();
@@ -62,24 +62,24 @@ fn a_moment_holds_until_a_block_that_was_touched_is_written() {
     guest.write(6, FIRST, &content(6, 1));
     assert_eq!(guest.read(5, FIRST), content(5, 0));
     assert_eq!(check(&disk, moment), None);
-    // With what it held already, and in a part of it.
+    // With the present content, and only part of a block.
     guest.fill(FIRST, &content(5, 0));
     let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST * PAGE, 512, false)] };
     assert_eq!(guest.ask(&part), 0);
-    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+    assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
     let later = mark(&disk, &mut guest).unwrap();
     guest.write(7, FIRST, &content(7, 2));
-    assert_eq!(check(&disk, later), Some(Void::Written { block: 7 }), "what it has written it knows too");
+    assert_eq!(check(&disk, later), Some(StaleReason::Written { block: 7 }), "what it has written it knows too");
     let last = mark(&disk, &mut guest).unwrap();
     drop(guest);
     disk.end();
     disk.serve(|_| ());
-    assert_eq!(check(&disk, last), Some(Void::Server));
+    assert_eq!(check(&disk, last), Some(StaleReason::Server));
 }
 
-/// The next guest's QEMU has connected while the former guest runs; one that is only stopped may go on with its memory.
+/// The next guest's QEMU has connected while the previous guest runs. A guest that is only stopped may continue with its memory.
 #[test]
-fn a_qemu_that_waits_for_its_guest_is_in_nobodys_way() {
+fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
     let mut guest = Guest::start(&disk.socket());
@@ -90,28 +90,28 @@ fn a_qemu_that_waits_for_its_guest_is_in_nobodys_way() {
     let status = || disk.control().status().unwrap();
     wait_for("the next one to be seen", || (status().connected == 2).then_some(()));
     assert_eq!(status().waiting, 1);
-    let go_on = || disk.control().ask::<Option<Void>>(&Control::PhaseGoOn { moment });
+    let resume = || disk.control().ask::<Option<StaleReason>>(&Control::PhaseResume { moment });
     guest.stop(0);
-    assert!(go_on().unwrap_err().to_string().contains("still connected"));
+    assert!(resume().unwrap_err().to_string().contains("still connected"));
     assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err());
     drop(guest);
     let gone = disk.control().wait_gone(common::DEADLINE).unwrap();
     assert_eq!((gone.connected, gone.waiting), (1, 1));
     disk.control().ask::<()>(&Control::Drop {}).unwrap();
-    assert_eq!(go_on().unwrap(), None);
+    assert_eq!(resume().unwrap(), None);
     filled(&disk);
     drop(next);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST), content(5, 0));
-    assert!(go_on().unwrap_err().to_string().contains("still connected"));
+    assert!(resume().unwrap_err().to_string().contains("still connected"));
 }
 
-/// The redo log of a protected VM does not change what is known, nor does its end.
+/// Neither the redo log of a protected VM nor its end changes which blocks were touched.
 #[test]
-fn a_log_beside_the_image_changes_nothing_of_what_was_touched() {
+fn a_redo_log_changes_nothing_of_what_was_touched() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
-    disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();
@@ -120,7 +120,7 @@ fn a_log_beside_the_image_changes_nothing_of_what_was_touched() {
     disk.control().end_epochs(common::DEADLINE).unwrap();
     assert_eq!(check(&disk, moment), None);
     guest.write(5, FIRST, &content(5, 1));
-    assert_eq!(check(&disk, moment), Some(Void::Written { block: 5 }));
+    assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
 }
 
 #[test]
@@ -133,13 +133,13 @@ fn random_histories() {
     let mut moments: Vec<(Moment, BTreeMap<u64, u64>)> = Vec::new();
     let (mut went, mut refused) = (0, 0);
     for life in 0..60 {
-        // What the guest knows; none: the server does not know since when.
+        // What the guest knows; `None`: the guest is older than the server.
         let mut known;
         let chosen = (!moments.is_empty() && life % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
         match chosen {
-            Some((moment, then)) if go_on(&disk, moment).is_none() => {
+            Some((moment, then)) if resume(&disk, moment).is_none() => {
                 for (block, version) in &then {
-                    assert_eq!(versions[*block as usize], *version, "a guest goes on with another block {block}");
+                    assert_eq!(versions[*block as usize], *version, "a guest continues with another block {block}");
                 }
                 filled(&disk);
                 (known, went) = (Some(then), went + 1);
@@ -175,8 +175,8 @@ fn random_histories() {
         if random.u64(..10) == 0 {
             disk.end();
             disk.serve(|_| ());
-            moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(Void::Server)));
+            moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(StaleReason::Server)));
         }
     }
-    assert!(went > 0 && refused > 0, "{went} went on, {refused} were refused");
+    assert!(went > 0 && refused > 0, "{went} continued, {refused} were rejected");
 }

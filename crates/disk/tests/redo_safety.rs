@@ -1,4 +1,4 @@
-//! What a redo log must never do to a disk or to a directory: merge damaged data, forget a failed sync, delete files of others.
+//! What a redo log must never do: merge damaged data, ignore a failed sync, or delete another program's files.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -6,10 +6,10 @@ mod common;
 
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::Told;
-use rekindle_disk::redo::keeper::At;
-use rekindle_disk::redo::left::merge_all;
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::redo::offline::merge_all;
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, symlink};
@@ -18,18 +18,18 @@ use std::process::Command;
 
 const BLOCKS: u64 = 64;
 
-fn log_status(disk: &Disk) -> Option<Told> {
+fn log_status(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> Result<At, String> {
+fn begin(disk: &Disk) -> Result<EpochId, String> {
     disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
 }
 
 /// Marks an epoch, with the guest's queue stopped.
 fn mark(disk: &Disk, guest: &mut Guest) -> u64 {
     guest.stop(0);
-    let At { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let EpochId { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
     guest.run(0, false);
     epoch
 }
@@ -47,7 +47,7 @@ fn in_directory(path: &Path) -> impl Fn(&mut Service) {
     move |service| service.redo.directory = Some(path.clone())
 }
 
-/// Puts something at a path.
+/// Creates something at a path.
 type Make = fn(&Path);
 
 #[test]
@@ -104,7 +104,7 @@ fn segments_of_another_program_are_not_deleted() {
 }
 
 #[test]
-fn what_an_interrupted_begin_has_left_is_replaced() {
+fn the_remains_of_an_interrupted_begin_are_replaced() {
     let disk = Disk::new(BLOCKS);
     let directory = disk.directory.path().join("disk.raw.redo");
     fs::create_dir(&directory).unwrap();
@@ -173,13 +173,13 @@ fn a_commit_of_a_log_that_has_ended_does_not_count_for_the_next_log() {
     assert_eq!(log_status(&disk).unwrap().merged, sealed[0], "an epoch was merged that no checkpoint has");
     drop(guest);
     disk.end();
-    disk.serve(|service| service.redo = redo(Wanted::Epoch { epoch: sealed[0], disk: new.disk }));
+    disk.serve(|service| service.redo = redo(DiskVersion::Epoch { epoch: sealed[0], disk: new.disk }));
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(1, FIRST), content(1, 4));
 }
 
 #[test]
-fn an_entry_that_does_not_have_its_checksum_is_not_merged() {
+fn an_entry_with_a_wrong_checksum_is_not_merged() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     begin(&disk).unwrap();
@@ -237,7 +237,7 @@ fn a_server_does_not_start_with_a_damaged_sealed_epoch() {
     assert_eq!(guest.read(3, FIRST), content(3, 1));
 }
 
-/// A block device whose writes end in its page cache, over a file system without room: a sync fails, once.
+/// A block device whose writes end in its page cache, over a file system without space: one sync fails.
 struct Device {
     room: PathBuf,
     path: PathBuf,
@@ -282,7 +282,7 @@ impl Drop for Device {
 }
 
 #[test]
-fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
+fn after_a_failed_sync_of_the_image_later_flushes_and_seals_fail() {
     for is_seal_first in [true, false] {
         let directory = tempfile::Builder::new().prefix("disk-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let device = Device::new(directory.path());
@@ -292,7 +292,7 @@ fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
             let log = disk.directory.path().join("log.redo");
             disk.serve(|service| {
                 service.image = device.path.clone();
-                service.how.direct = false;
+                service.mode.direct = false;
                 service.redo.directory = Some(log);
             });
         };
@@ -309,11 +309,11 @@ fn a_sync_of_the_image_that_has_failed_fails_later_flushes_and_seals() {
             assert_eq!(guest.ask(&Ask::flush()), 1, "the flush reports the error");
         }
         device.set_full(false);
-        // The kernel reports the error once; what was lost stays lost.
+        // The kernel reports the error once; the data is lost all the same.
         assert_eq!(guest.ask(&Ask::flush()), 1, "a later flush of the guest");
         let error = seal(&disk, epoch).unwrap_err();
         assert!(error.contains("start the disk's server"), "a later seal: {error}");
-        // Merging must not drop segments either.
+        // Merging must not remove segments either.
         guest.write(4, FIRST, &content(4, 1));
         disk.control().ask::<()>(&Control::EpochEnd {}).unwrap();
         wait_for("the end to fail", || log_status(&disk)?.failed);

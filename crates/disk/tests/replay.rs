@@ -1,4 +1,4 @@
-//! Requests that a front end has left under way.
+//! Requests in progress of a front end that has disconnected.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -7,14 +7,14 @@ mod common;
 use common::{Ask, Disk, FIRST, Guest, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::keeper::EpochId;
 
 const REQUESTS: u64 = 12;
 
-/// A QEMU that reconnects, with requests under way, is stopped before any of them has been done again. What it was running is then run by another
-/// QEMU, whose memory of requests under way is new.
+/// A QEMU reconnects with requests in progress, and is stopped before any of them is done again. Another QEMU, with an empty record of
+/// requests in progress, then continues the guest.
 #[test]
-fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
+fn a_queue_stops_after_all_requests_taken_before_are_done() {
     let limits = Limits { bps: None, iops: Some(20) };
     let disk = Disk::with(64, |service| service.settings.limits = limits);
     let status = || disk.control().status().unwrap();
@@ -27,7 +27,7 @@ fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
     }
     first.kick(0);
     wait_for("requests to be taken", || (status().under_way > 4).then_some(()));
-    // Its connection breaks. What it has under way is still done, so that of the next one nothing is begun.
+    // Its connection breaks. Its requests are still done, and none of the next front end starts before.
     let (about, memory) = first.inflight.take().unwrap();
     let mut second = Guest::connect(&disk.socket(), first.memory.try_clone().unwrap(), 1);
     second.continue_from(&first);
@@ -46,12 +46,12 @@ fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
     third.run_from(0, base).unwrap();
     let mut ended = Vec::new();
     wait_for("every request to end", || {
-        // Fails on one that ends a second time.
+        // Fails on a request that is answered twice.
         ended.extend(third.ended(0));
         (ended.len() as u64 == REQUESTS).then_some(())
     });
     assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
-    // What the guest writes after that is not overwritten by what was done again.
+    // Requests that are done again do not overwrite later writes.
     third.write(0, FIRST, &content(0, 2));
     third.stop(0);
     wait_for("nothing to be under way", || (status().under_way == 0).then_some(()));
@@ -60,17 +60,17 @@ fn a_queue_stops_when_all_that_was_taken_before_has_been_done() {
     }
 }
 
-/// Nobody commits a checkpoint, the log is full and writes wait. Their QEMU is killed then.
+/// Without a commit the log is full and writes wait. Their QEMU is killed then.
 #[test]
-fn writes_that_wait_for_room_in_the_log_keep_nobody_waiting_when_their_qemu_has_gone() {
+fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has_disconnected() {
     let mut disk = Disk::with(256, |service| service.redo.limit = Some(1 << 20));
-    disk.control().ask::<At>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     let is_waiting = |disk: &Disk| disk.control().status().unwrap().redo.is_some_and(|redo| redo.waiting.is_some());
     for last in [false, true] {
         let mut guest = Guest::start(&disk.socket());
         let mut block = 0;
         wait_for("a write to wait", || {
-            // Each into a place of its own: what is overwritten gives its room back.
+            // Each to another block: overwritten space would be reclaimed.
             while block < 256 && guest.under_way() < 8 {
                 guest.put(0, &Ask::write(block, FIRST + block));
                 block += 1;
@@ -80,7 +80,7 @@ fn writes_that_wait_for_room_in_the_log_keep_nobody_waiting_when_their_qemu_has_
             (is_waiting(&disk) || block == 256).then_some(())
         });
         if last {
-            // It is ended, and waits for nothing but the disk.
+            // The server ends, and waits only for the disk.
             disk.end();
             return;
         }

@@ -1,4 +1,4 @@
-//! Rings that a guest has broken: their queue stops, nothing else does.
+//! Rings that a guest has broken: only their queue stops.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -10,7 +10,7 @@ use std::fs::OpenOptions;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
 
-/// A guest with two queues that run. Both have served a request.
+/// A guest with two running queues. Both have served a request.
 fn guest(disk: &Disk) -> Guest {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     for queue in [0, 1] {
@@ -39,7 +39,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
     let broken = disk.control().status().unwrap().broken;
     assert_eq!(broken.iter().map(|broken| broken.queue).collect::<Vec<_>>(), [0]);
     assert!(broken[0].why.contains(why), "{}", broken[0].why);
-    // Whatever the driver does afterwards, the queue has stopped; and it is reported once.
+    // The queue stays stopped whatever the driver does; this is reported once.
     for _ in 0..3 {
         guest.put(0, &Ask::read(1, FIRST + 1));
         guest.kick(0);
@@ -49,7 +49,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
     assert_eq!(guest.stop(0), 1, "where it was when it broke");
     assert_eq!(guest.stop(1), 5);
     assert!(disk.control().status().unwrap().broken.is_empty());
-    // A driver that begins anew is served.
+    // A restarted driver is served.
     let mut guest = self::guest(&disk);
     read(&mut guest, 0);
 }
@@ -60,7 +60,7 @@ fn an_available_index_that_is_too_far_ahead_stops_its_queue() {
 }
 
 #[test]
-fn an_available_index_that_goes_back_stops_its_queue() {
+fn an_available_index_that_decreases_stops_its_queue() {
     only_its_queue_stops(|guest| guest.set_available(0, 0), "64 entries");
 }
 
@@ -76,7 +76,7 @@ fn a_head_that_is_no_descriptor_stops_its_queue() {
 }
 
 #[test]
-fn requests_under_way_end_when_their_ring_breaks() {
+fn requests_in_progress_complete_when_their_ring_breaks() {
     let disk = Disk::new(16);
     let mut guest = guest(&disk);
     for block in 0..8 {
@@ -97,7 +97,7 @@ fn requests_under_way_end_when_their_ring_breaks() {
     assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
 }
 
-/// Puts reads of 24 MiB each, all into the same part of the guest's memory, and that twice.
+/// Adds reads of 24 MiB each, all into the same part of the guest's memory, twice.
 fn long_reads(guest: &mut Guest, count: usize) {
     for _ in 0..count {
         let piece = (FIRST * PAGE, 12 << 20, true);
@@ -107,7 +107,7 @@ fn long_reads(guest: &mut Guest, count: usize) {
 }
 
 #[test]
-fn a_queue_of_long_requests_is_stopped_when_a_few_of_them_have_been_done() {
+fn a_queue_of_long_requests_stops_after_a_few_of_them() {
     let disk = Disk::with(16, |service| service.settings.limits.bps = Some(1 << 20));
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 << 20).unwrap();
     disk.control().ask::<u64>(&Control::Resize {}).unwrap();
@@ -116,7 +116,7 @@ fn a_queue_of_long_requests_is_stopped_when_a_few_of_them_have_been_done() {
     let under_way = || disk.control().status().unwrap().under_way;
     wait_for("requests to be taken", || (under_way() > 1).then_some(()));
     assert!(under_way() <= 6, "as many as have 128 MiB");
-    // They do not wait for the rate, of which they have two minutes' worth.
+    // They do not wait for the rate limit, which would take two minutes.
     let base = guest.stop(0) as u16;
     assert!((2..=7).contains(&base), "{base}");
     assert_eq!(guest.ended(0).len(), usize::from(base));
@@ -130,7 +130,7 @@ fn a_queue_of_long_requests_is_stopped_when_a_few_of_them_have_been_done() {
 }
 
 #[test]
-fn discards_of_a_whole_large_disk_keep_nobody_waiting() {
+fn discards_of_a_whole_large_disk_block_no_other_request() {
     let disk = Disk::with(16, |_| ());
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(1 << 40).unwrap();
     disk.control().ask::<u64>(&Control::Resize {}).unwrap();
@@ -151,7 +151,7 @@ fn discards_of_a_whole_large_disk_keep_nobody_waiting() {
 }
 
 #[test]
-fn a_front_end_that_asks_for_too_much_is_refused() {
+fn a_front_end_that_requests_too_much_is_rejected() {
     let disk = Disk::new(16);
     for (queues, size) in [(5, 64), (1, 1025), (u16::MAX, u16::MAX), (0, 64)] {
         let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);

@@ -19,7 +19,7 @@ use vhost::vhost_user::message::VhostUserConfigFlags;
 use vmm_sys_util::eventfd::EventFd;
 
 #[test]
-fn what_is_written_is_on_the_disk_and_is_read_back() {
+fn written_data_is_on_the_disk_and_is_read_back() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..64 {
@@ -35,10 +35,10 @@ fn what_is_written_is_on_the_disk_and_is_read_back() {
 }
 
 #[test]
-fn a_guest_that_looks_only_when_it_is_notified_sees_every_answer() {
+fn a_guest_that_checks_only_when_notified_sees_every_answer() {
     let disk = Disk::new(1024);
     let mut guest = Guest::start(&disk.socket());
-    // A server before may have been killed between an answer and its notification.
+    // A previous server may have been killed between an answer and its notification.
     wait_for("the notification of a queue that starts", || guest.is_called(0).then_some(()));
     let seed = fastrand::u64(..);
     println!("seed {seed}");
@@ -78,7 +78,7 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     guest.run(0, true);
     guest.run(1, true);
-    // Half sectors apart, over several pages, longer than one operation.
+    // Half sectors apart, across several pages, longer than one operation.
     let long = Ask { kind: 0, sector: 3, data: vec![(FIRST * PAGE + 100, 3 << 20, true)] };
     assert_eq!(guest.ask(&long), 0);
     let mut expected: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
@@ -113,7 +113,7 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
 }
 
 #[test]
-fn a_guest_that_asks_for_what_there_is_not_is_told_so_and_goes_on() {
+fn an_invalid_request_fails_and_later_ones_are_served() {
     let disk = Disk::new(16);
     let mut guest = Guest::start(&disk.socket());
     let page = (FIRST * PAGE, PAGE as u32, true);
@@ -150,8 +150,8 @@ fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
 }
 
 #[test]
-fn a_guest_is_told_what_its_disk_is_and_that_it_has_grown() {
-    let disk = Disk::with(16, |service| service.how.readonly = true);
+fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
+    let disk = Disk::with(16, |service| service.mode.readonly = true);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
     let features = guest.front.get_features().unwrap();
     assert_ne!(features & (1 << 5), 0, "read-only");
@@ -162,37 +162,37 @@ fn a_guest_is_told_what_its_disk_is_and_that_it_has_grown() {
     assert_eq!(capacity(&mut guest), 128);
     let channel = guest.listen();
     guest.run(0, true);
-    // It may have grown since QEMU knew it: before this server, or between the two.
-    let mut told = [0; 12];
-    (&channel).read_exact(&mut told).unwrap();
+    // It may have grown since QEMU read it: before this server started, or between the two.
+    let mut message = [0; 12];
+    (&channel).read_exact(&mut message).unwrap();
     assert_eq!(guest.ask(&Ask::write(0, FIRST)), 1);
     assert_eq!(guest.ask(&Ask::read(16, FIRST)), 1);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 * PAGE).unwrap();
     assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 32 * PAGE);
-    (&channel).read_exact(&mut told).unwrap();
-    assert_eq!(told, *[2u32, 1, 0].map(u32::to_ne_bytes).concat(), "VHOST_USER_BACKEND_CONFIG_CHANGE_MSG");
+    (&channel).read_exact(&mut message).unwrap();
+    assert_eq!(message, *[2u32, 1, 0].map(u32::to_ne_bytes).concat(), "VHOST_USER_BACKEND_CONFIG_CHANGE_MSG");
     assert_eq!(capacity(&mut guest), 256);
     assert_eq!(guest.ask(&Ask::read(31, FIRST)), 0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(16 * PAGE).unwrap();
     let refused = disk.control().ask::<u64>(&Control::Resize {}).unwrap_err().to_string();
     assert!(refused.contains("was 131072"), "{refused}");
-    // One that is stopped is told once more when it goes on: QEMU does not listen before.
+    // A stopped guest's QEMU is notified again when the guest continues: it does not listen before.
     guest.stop(0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(64 * PAGE).unwrap();
     assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 64 * PAGE);
-    (&channel).read_exact(&mut told).unwrap();
+    (&channel).read_exact(&mut message).unwrap();
     guest.run(0, true);
-    (&channel).read_exact(&mut told).unwrap();
+    (&channel).read_exact(&mut message).unwrap();
     assert_eq!(capacity(&mut guest), 512);
 }
 
 #[test]
-fn of_two_servers_the_second_is_refused_and_changes_nothing() {
+fn of_two_servers_the_second_is_rejected_and_changes_nothing() {
     let disk = Disk::new(16);
     let mut guest = Guest::start(&disk.socket());
     let mut second = disk.service();
     assert!(matches!(serve(second.clone(), || ()), Err(ServeError::Image(ImageError::InUse { .. }))));
-    // Another image, at the same sockets.
+    // Another image, with the same sockets.
     second.image = disk.directory.path().join("other.raw");
     std::fs::write(&second.image, [0; 4096]).unwrap();
     assert!(matches!(serve(second, || ()), Err(ServeError::Busy { .. })));
@@ -200,12 +200,12 @@ fn of_two_servers_the_second_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn of_two_front_ends_one_has_queues_that_run() {
+fn of_two_front_ends_only_one_has_running_queues() {
     let disk = Disk::new(64);
     let mut old = Guest::connect(&disk.socket(), common::memory(), 1);
     old.run(0, true);
     assert_eq!(old.read(1, FIRST), content(1, 0));
-    // As in a restart of the VMM: the same memory, and it waits.
+    // As in a restart of the VMM: the second has the same memory, and waits.
     let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
     assert!(new.try_run(0, false).is_err(), "the old one still runs");
     drop(new);
@@ -216,10 +216,10 @@ fn of_two_front_ends_one_has_queues_that_run() {
     new.continue_from(&old);
     new.run(0, false);
     assert_eq!(new.read(2, FIRST + 1), content(2, 0));
-    assert_eq!(disk.control().status().unwrap().mapped, block + 1, "the map goes on: it is the same guest");
+    assert_eq!(disk.control().status().unwrap().mapped, block + 1, "the map is kept: it is the same guest");
     drop(old);
     assert_eq!(new.read(3, FIRST + 2), content(3, 0));
-    // One that has gone makes room for another guest, whose memory is another one.
+    // After it disconnects, another guest with other memory is served.
     drop(new);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
     let mut other = Guest::start(&disk.socket());
@@ -228,19 +228,19 @@ fn of_two_front_ends_one_has_queues_that_run() {
 }
 
 #[test]
-fn pages_that_the_server_writes_are_told_to_who_asks() {
+fn pages_that_the_server_writes_are_reported_on_request() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     guest.read(1, FIRST);
     let mut control = disk.control();
     let mut note = |pid| control.ask::<bool>(&Control::Note { pid });
-    assert!(disk.control().collect().is_err(), "nobody has asked");
+    assert!(disk.control().collect().is_err(), "not requested");
     assert!(note(Some(1)).is_err(), "no such front end");
     let me = Some(std::process::id());
     assert!(!note(me).unwrap());
     guest.read(1, FIRST + 5);
     guest.write(2, FIRST + 7, &content(2, 1));
-    assert!(note(me).unwrap(), "it goes on");
+    assert!(note(me).unwrap(), "it continues");
     let written = disk.control().collect().unwrap();
     let is_written = |frame: u64| {
         let address = FRONT + frame * PAGE;
@@ -254,7 +254,7 @@ fn pages_that_the_server_writes_are_told_to_who_asks() {
 }
 
 #[test]
-fn a_disk_is_held_to_its_rate() {
+fn a_disk_keeps_its_rate_limit() {
     let limits = Limits { bps: None, iops: Some(200) };
     let disk = Disk::with(64, |service| service.settings.limits = limits);
     let mut guest = Guest::start(&disk.socket());
@@ -270,7 +270,7 @@ fn a_disk_is_held_to_its_rate() {
 }
 
 #[test]
-fn nonsense_on_the_control_socket_is_answered_as_such() {
+fn invalid_commands_on_the_control_socket_get_an_error() {
     let disk = Disk::new(4);
     let answer = |text: &str| {
         use std::io::{BufRead, BufReader, Write};

@@ -1,4 +1,4 @@
-//! The attic: a rebooted guest finds what it had of its disk, and never anything else than what is on the disk.
+//! The retained cache: a rebooted guest finds the blocks that it had cached, and never anything else than the disk's content.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -6,51 +6,51 @@ mod common;
 
 use common::{Ask, Disk, FIRST, FRAMES, Guest, PAGE, content, wait_for};
 use proptest::prelude::*;
-use rekindle_disk::attic::Told;
 use rekindle_disk::control::Ask as Control;
+use rekindle_disk::retained::CacheCounts;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
 
 const KEEP: Control = Control::Keep { claim: None };
 
-/// The guest ends, and another one is started with fresh memory. Gives how many blocks the attic has.
+/// Ends the guest and starts another one with fresh memory. Returns the number of blocks in the retained cache.
 fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
     drop(guest);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
     let kept = disk.control().ask(&KEEP).unwrap();
-    assert_eq!(disk.control().ask::<u64>(&KEEP).unwrap(), kept, "asked for once more, it stays");
+    assert_eq!(disk.control().ask::<u64>(&KEEP).unwrap(), kept, "repeated, it stays");
     (Guest::start(&disk.socket()), kept)
 }
 
-fn told(disk: &Disk) -> Option<(usize, Told)> {
-    disk.control().status().unwrap().attic
+fn cache_status(disk: &Disk) -> Option<(usize, CacheCounts)> {
+    disk.control().status().unwrap().retained
 }
 
 #[test]
-fn what_nobody_has_asked_for_in_time_goes_back_to_the_host() {
-    let disk = Disk::with(64, |service| service.settings.attic_keep = Some(Duration::from_millis(300)));
+fn unused_blocks_are_released_to_the_host_after_the_configured_time() {
+    let disk = Disk::with(64, |service| service.settings.retain_for = Some(Duration::from_millis(300)));
     let mut guest = Guest::start(&disk.socket());
     (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
     let memory = guest.memory.try_clone().unwrap();
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 32);
-    let emptied = wait_for("the attic to go", || disk.control().status().unwrap().emptied);
-    assert_eq!(emptied, Told { dropped: 32, ..Told::default() });
-    assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of the former memory");
+    let emptied = wait_for("the retained cache to go", || disk.control().status().unwrap().emptied);
+    assert_eq!(emptied, CacheCounts { dropped: 32, ..CacheCounts::default() });
+    assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of the previous memory");
     behind(&disk, 3, &content(3, 5));
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
 }
 
-/// Requests of 1 MiB are digested after they were answered, with small ones between them that touch the same blocks.
+/// Requests of 1 MiB are digested after they were answered, while small ones touch the same blocks.
 #[test]
-fn large_requests_beside_one_another_are_known_as_what_is_on_the_disk() {
+fn concurrent_large_requests_are_recorded_as_on_the_disk() {
     for _ in 0..6 {
-        large_beside_small();
+        large_with_small();
     }
 }
 
-fn large_beside_small() {
+fn large_with_small() {
     const LARGE: u64 = 256;
     let disk = Disk::new(8 * LARGE);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
@@ -64,7 +64,7 @@ fn large_beside_small() {
     let frame = |number: u64| FIRST + number * LARGE;
     let small = FIRST + 8 * LARGE;
     for round in 1..=6 {
-        // In turns all are read; or every second one is written, and the others are read.
+        // Alternately all are read, or every second one is written and the others are read.
         let is_written = |number: u64| round % 2 == 0 && number.is_multiple_of(2);
         for number in 0..8 {
             if is_written(number) {
@@ -110,7 +110,7 @@ fn large_beside_small() {
     }
 }
 
-/// The guest starts another kernel, whose driver begins anew, in the same memory.
+/// The guest starts another kernel, whose driver starts anew, in the same memory.
 fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
     let blocks = disk.control().ask(&Control::Reuse {}).unwrap();
     guest.stop(0);
@@ -119,16 +119,16 @@ fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
 }
 
 #[test]
-fn another_kernel_in_the_same_memory_has_what_lies_there_still() {
+fn another_kernel_in_the_same_memory_uses_what_is_still_there() {
     let disk = Disk::new(256);
     let mut guest = Guest::start(&disk.socket());
     (0..64).for_each(|block| drop(guest.read(block, FIRST + block)));
     guest.write(70, FIRST + 70, &content(70, 1));
     assert_eq!(disk.control().ask::<u64>(&Control::Reuse {}).unwrap(), 65);
-    // A guest that is stopped and goes on has not started another kernel: its rings go on where they were.
+    // A guest that is stopped and continues has not started another kernel: its rings continue at the same position.
     guest.stop(0);
     guest.run(0, false);
-    assert_eq!(told(&disk), None);
+    assert_eq!(cache_status(&disk), None);
     assert_eq!(jump(&disk, &mut guest), 65);
     let before = guest_blocks(&guest);
     // The new kernel has used this frame, and written that block.
@@ -137,86 +137,86 @@ fn another_kernel_in_the_same_memory_has_what_lies_there_still() {
     for block in 0..8 {
         behind(&disk, block, &content(block, 8));
     }
-    assert_eq!(guest.read(1, FIRST + 100), content(1, 0), "where the former kernel had it");
+    assert_eq!(guest.read(1, FIRST + 100), content(1, 0), "where the previous kernel had it");
     assert_eq!(guest.read(1, FIRST + 101), content(1, 8), "once only");
     assert_eq!(guest.read(5, FIRST + 102), content(5, 8), "from the disk");
     assert_eq!(guest.read(6, FIRST + 103), content(6, 8), "what it has written is not what lay there");
     assert_eq!(guest.read(70, FIRST + 104), content(70, 1));
-    // Into a frame whose own block is wanted next.
+    // Into a frame whose own block is read next.
     assert_eq!(guest.read(2, FIRST + 3), content(2, 0));
     assert_eq!(guest.read(3, FIRST + 105), content(3, 8), "overwritten meanwhile");
-    let (left, became) = told(&disk).unwrap();
-    assert_eq!((left, became), (59, Told { served: 3, refused: 2, overwritten: 1, ..Told::default() }));
+    let (left, became) = cache_status(&disk).unwrap();
+    assert_eq!((left, became), (59, CacheCounts { served: 3, refused: 2, overwritten: 1, ..CacheCounts::default() }));
     assert!(guest_blocks(&guest) >= before, "nothing of a guest's memory is given back");
     assert!(guest.frame(FIRST + 60) == content(60, 0), "nor changed");
 
-    // Its own reads are known anew: the next reboot has those of it, and none of the former kernel's.
+    // Its own reads are recorded: the next reboot has those, and none of the previous kernel's.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 6);
     assert_eq!(guest.read(2, FIRST), content(2, 0));
-    // A jump is one: later resets of the driver are none.
+    // Only the announced start is one; later resets of the driver are not.
     guest.stop(0);
     guest.run(0, true);
     assert_eq!(guest.read(9, FIRST + 9), content(9, 0));
 }
 
-/// Of the host's, that its memory takes.
+/// Bytes of the host's memory that the guest's takes.
 fn guest_blocks(guest: &Guest) -> u64 {
     guest.memory.metadata().unwrap().blocks()
 }
 
-/// Change a block of the image behind the server, to see where a read comes from.
+/// Changes a block of the image without the server, to see where a read comes from.
 fn behind(disk: &Disk, block: u64, bytes: &[u8]) {
     File::options().write(true).open(&disk.image).unwrap().write_all_at(bytes, block * PAGE).unwrap();
 }
 
 #[test]
-fn a_rebooted_guest_has_what_it_had_and_what_it_changed_comes_from_the_disk() {
+fn a_rebooted_guest_gets_cached_blocks_and_changed_ones_come_from_the_disk() {
     let disk = Disk::new(256);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..64 {
         guest.read(block, FIRST + block);
     }
     guest.write(70, FIRST + 70, &content(70, 1));
-    // In its page cache and not on the disk: a page that it changed and did not write.
+    // In its page cache and not on the disk: a page that it changed and did not write back.
     guest.fill(FIRST + 5, &content(5, 9));
-    // Used for something else.
+    // Reused for something else.
     guest.fill(FIRST + 6, &[0; PAGE as usize]);
-    // A single bit.
+    // A single changed bit.
     let mut damaged = content(7, 0);
     damaged[1000] ^= 4;
     guest.fill(FIRST + 7, &damaged);
     let memory = guest.memory.try_clone().unwrap();
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 65);
-    // The first read shows where it comes from.
+    // The content of the first read shows where it comes from.
     behind(&disk, 1, &content(1, 8));
-    assert_eq!(guest.read(1, FIRST), content(1, 0), "out of the attic");
+    assert_eq!(guest.read(1, FIRST), content(1, 0), "from the retained cache");
     assert_eq!(guest.read(1, FIRST), content(1, 8), "once only");
     for block in [5, 6, 7] {
         assert_eq!(guest.read(block, FIRST + block), content(block, 0), "block {block} comes from the disk");
     }
     assert_eq!(guest.read(70, FIRST + 70), content(70, 1));
-    let (left, told) = told(&disk).unwrap();
-    assert_eq!((left, told), (60, Told { served: 2, refused: 3, ..Told::default() }));
+    let (left, cache_status) = cache_status(&disk).unwrap();
+    assert_eq!((left, cache_status), (60, CacheCounts { served: 2, refused: 3, ..CacheCounts::default() }));
     for block in (0..64).chain([70]).filter(|block| ![1, 5, 6, 7, 70].contains(block)) {
         assert_eq!(guest.read(block, FIRST + 100), content(block, 0));
     }
-    wait_for("the attic to be empty", || common_none(&disk));
+    wait_for("the retained cache to be empty", || common_none(&disk));
     assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of it has been given back");
 }
 
 fn common_none(disk: &Disk) -> Option<()> {
-    told(disk).is_none().then_some(())
+    cache_status(disk).is_none().then_some(())
 }
 
 #[test]
-fn a_block_that_is_written_is_not_served_as_it_was() {
+fn a_written_block_is_not_served_with_its_old_content() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
     let (mut guest, _) = reboot(&disk, guest);
-    // Whole, in part, zeroed, and failing.
+    // Whole, in part, zeroed, and by a failing write.
     guest.write(3, FIRST, &content(3, 1));
     guest.fill(FIRST, &[7; PAGE as usize]);
     assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST * PAGE, 512, false)] }), 0);
@@ -231,7 +231,7 @@ fn a_block_that_is_written_is_not_served_as_it_was() {
 }
 
 #[test]
-fn attic_and_new_memory_are_together_no_more_than_the_guest() {
+fn retained_cache_and_new_memory_are_together_no_larger_than_the_guest() {
     let disk = Disk::new(FRAMES);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..2000 {
@@ -241,16 +241,18 @@ fn attic_and_new_memory_are_together_no_more_than_the_guest() {
     let (guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 2000);
     let frames = |file: &File| file.metadata().unwrap().blocks() * 512 / PAGE;
-    // The guest takes its memory, bit by bit.
+    // The guest allocates its memory gradually.
     for upto in (0..=FRAMES).step_by(256).skip(1) {
         guest.memory.write_all_at(&vec![1; 256 * PAGE as usize], (upto - 256) * PAGE).unwrap();
-        wait_for("the attic to shrink", || (frames(&old) + frames(&guest.memory) <= FRAMES * 105 / 100).then_some(()));
+        wait_for("the retained cache to shrink", || {
+            (frames(&old) + frames(&guest.memory) <= FRAMES * 105 / 100).then_some(())
+        });
     }
-    wait_for("the attic to be empty", || common_none(&disk));
+    wait_for("the retained cache to be empty", || common_none(&disk));
 }
 
 #[test]
-fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
+fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     assert!(disk.control().ask::<u64>(&KEEP).unwrap_err().to_string().contains("still connected"));
@@ -258,18 +260,18 @@ fn an_attic_is_of_the_guest_before_and_goes_when_it_is_asked_to() {
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
     guest.read(2, FIRST);
-    // The attic of the guest before is not that of the next one.
+    // Only the immediately previous guest's memory is used.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
     behind(&disk, 1, &content(1, 8));
     assert_eq!(guest.read(1, FIRST), content(1, 8));
     disk.control().ask::<()>(&Control::Drop {}).unwrap();
-    assert_eq!(told(&disk), None);
+    assert_eq!(cache_status(&disk), None);
     behind(&disk, 2, &content(2, 8));
     assert_eq!(guest.read(2, FIRST), content(2, 8));
 }
 
-/// One request of a guest's second queue: the other disk's.
+/// A request in a guest's second queue, which is the other disk's.
 fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
     guest.put(1, &Ask::read(block, frame));
     guest.kick(1);
@@ -288,20 +290,20 @@ fn both(disks: &[Disk; 2]) -> [Guest; 2] {
 }
 
 #[test]
-fn two_disks_keep_what_they_have_in_one_memory_also_when_that_is_asked_for_again() {
+fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
     let disks = [Disk::new(64), Disk::new(64)];
-    // Blocks of the second that are those of no other disk.
+    // Blocks that only the second disk has.
     (0..64).for_each(|block| behind(&disks[1], block, &content(block, 7)));
     let [mut first, mut second] = both(&disks);
     (0..32).for_each(|block| drop(first.read(block, FIRST + block)));
-    // Half of these frames were the first's.
+    // Half of these frames were the first disk's.
     (0..32).for_each(|block| drop(read_by(&mut second, block, FIRST + 16 + block)));
     let memory = first.memory.try_clone().unwrap();
     let frames = || memory.metadata().unwrap().blocks() * 512 / PAGE;
     drop((first, second));
     let claims = disks.each_ref().map(|disk| disk.directory.path().join("claim"));
     let before = frames();
-    // Whoever was killed in between is followed by one who does it again.
+    // Repeated after a kill in between.
     for _ in 0..2 {
         for (disk, claim) in disks.iter().zip(&claims) {
             wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
@@ -309,23 +311,23 @@ fn two_disks_keep_what_they_have_in_one_memory_also_when_that_is_asked_for_again
             assert_eq!((kept, frames()), (32, before), "nothing is given back yet");
         }
     }
-    let identity = |disk: &Disk| disk.control().status().unwrap().attic_memory.expect("an attic");
+    let identity = |disk: &Disk| disk.control().status().unwrap().retained_memory.expect("a retained cache");
     assert_eq!(identity(&disks[0]), identity(&disks[1]));
     for (disk, other) in [(0, 1), (1, 0)] {
         disks[disk].control().ask::<()>(&Control::Share { claims: vec![claims[other].clone()] }).unwrap();
     }
-    wait_for("what nobody needs to go", || (frames() == 48).then_some(()));
+    wait_for("unneeded frames to be released", || (frames() == 48).then_some(()));
     let [mut first, mut second] = both(&disks);
     (0..32).for_each(|block| assert_eq!(first.read(block, FIRST + block), content(block, 0)));
     (0..32).for_each(|block| assert_eq!(read_by(&mut second, block, FIRST + 100 + block), content(block, 7)));
-    let became = |disk: &Disk| wait_for("the attic to be empty", || disk.control().status().unwrap().emptied);
-    assert_eq!(became(&disks[0]), Told { served: 16, refused: 16, ..Told::default() });
-    assert_eq!(became(&disks[1]), Told { served: 32, ..Told::default() });
+    let became = |disk: &Disk| wait_for("the retained cache to be empty", || disk.control().status().unwrap().emptied);
+    assert_eq!(became(&disks[0]), CacheCounts { served: 16, refused: 16, ..CacheCounts::default() });
+    assert_eq!(became(&disks[1]), CacheCounts { served: 32, ..CacheCounts::default() });
     assert_eq!(frames(), 0, "all of it has been given back");
 }
 
 #[test]
-fn one_that_was_not_told_what_others_need_gives_nothing_back() {
+fn a_server_without_the_other_claims_releases_nothing() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
@@ -336,17 +338,17 @@ fn one_that_was_not_told_what_others_need_gives_nothing_back() {
     let claim = disk.directory.path().join("claim");
     assert_eq!(disk.control().ask::<u64>(&Control::Keep { claim: Some(claim) }).unwrap(), 32);
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(told(&disk), None, "it has given that up");
+    assert_eq!(cache_status(&disk), None, "it has dropped that");
     behind(&disk, 3, &content(3, 5));
     assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
     assert_eq!(memory.metadata().unwrap().blocks(), before);
-    // Where the claim cannot be, nothing is kept.
+    // If the claim cannot be created, nothing is kept.
     let nowhere = disk.directory.path().join("none").join("claim");
     drop(guest);
     wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
     let refused = disk.control().ask::<u64>(&Control::Keep { claim: Some(nowhere) }).unwrap_err().to_string();
     assert!(refused.contains("none/claim"), "{refused}");
-    assert_eq!(told(&disk), None);
+    assert_eq!(cache_status(&disk), None);
 }
 
 #[derive(Debug, Clone)]
@@ -379,9 +381,9 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
-    /// Whatever a guest does, before and after any number of reboots: what it reads is what is on the disk.
+    /// Whatever a guest does, before and after any number of reboots: it reads the content of the disk.
     #[test]
-    fn a_guest_never_reads_what_is_not_on_its_disk(steps in proptest::collection::vec(step(), 1..60)) {
+    fn a_guest_never_reads_anything_but_the_disks_content(steps in proptest::collection::vec(step(), 1..60)) {
         let disk = Disk::new(BLOCKS);
         let mut guest = Guest::start(&disk.socket());
         for step in steps {
@@ -403,7 +405,7 @@ proptest! {
                 }
                 Step::Scribble { frame, byte } => guest.memory.write_all_at(&[byte], frame * PAGE + 77).unwrap(),
                 Step::Together { block, frame, version } => {
-                    // A read and a write of one block, at the same time: either content is right for the read.
+                    // A concurrent read and write of one block: the read may return either content.
                     guest.fill(frame, &content(block, version));
                     let asks = [Ask::read(block, FIRST + 30), Ask::write(block, frame), Ask::read(block, FIRST + 31)];
                     for ask in &asks {

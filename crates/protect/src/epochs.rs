@@ -4,7 +4,7 @@
 
 use crate::target::Target;
 use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_vm::disks;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -34,7 +34,7 @@ impl EpochError {
 pub(crate) struct DiskEpoch {
     id: String,
     #[serde(flatten)]
-    at: At,
+    at: EpochId,
 }
 
 /// The epochs that a checkpoint's metadata names.
@@ -68,7 +68,7 @@ impl Epochs {
         self.disks.iter_mut().try_for_each(|(id, path, connected)| {
             // Anew each time: its server may have been another one the last time.
             let begun = Control::connect(path).and_then(|mut control| {
-                control.ask::<At>(&Ask::EpochBegin {})?;
+                control.ask::<EpochId>(&Ask::EpochBegin {})?;
                 Ok(control)
             });
             *connected = Some(begun.map_err(|source| EpochError { id: id.clone(), source })?);
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn metadata_names_each_disk_and_may_name_none() {
-        let at = At { disk: uuid::Uuid::from_u128(7), epoch: 3 };
+        let at = EpochId { disk: uuid::Uuid::from_u128(7), epoch: 3 };
         let metadata = json!({ (KEY): [DiskEpoch { id: "disk0".into(), at }] });
         assert_eq!(read(&metadata).unwrap(), disks::Epochs::from([("disk0".into(), at)]));
         assert!(read(&json!({})).unwrap().is_empty());

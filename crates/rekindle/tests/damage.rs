@@ -7,7 +7,7 @@ mod common;
 
 use common::guest::Guest;
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::attic::Told;
+use rekindle_disk::retained::CacheCounts;
 use rekindle_disk::control::Control;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -70,10 +70,10 @@ fn damage(guest: &Guest<'_>, every: u64, rng: &mut fastrand::Rng) -> u64 {
     held.into_iter().filter(|n| n % every == 0).count() as u64
 }
 
-fn became(guest: &Guest<'_>) -> Told {
+fn became(guest: &Guest<'_>) -> CacheCounts {
     let status = Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap();
     assert!(!status.unchecked, "a server without its check is for the experiment only");
-    status.attic.map(|(_, told)| told).or(status.emptied).expect("an attic")
+    status.retained.map(|(_, told)| told).or(status.emptied).expect("an attic")
 }
 
 #[test]

@@ -7,16 +7,16 @@ mod common;
 use common::guest::Guest;
 use common::served::{BLOCK, READ, digest, image, kill_server, read, section, server, status, watcher};
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::attic::Told;
+use rekindle_disk::retained::CacheCounts;
 use rekindle_qemu::qmp::Qmp;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::time::Duration;
 
 /// What became of the attic's blocks, if there was one.
-fn became(guest: &Guest<'_>) -> Option<Told> {
+fn became(guest: &Guest<'_>) -> Option<CacheCounts> {
     let status = status(guest);
-    status.attic.map(|(_, told)| told).or(status.emptied)
+    status.retained.map(|(_, told)| told).or(status.emptied)
 }
 
 fn reboot_os(guest: &Guest<'_>, how: &[&str]) -> Value {

@@ -8,7 +8,7 @@ use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
 use common::served::{self, image, kill_server, section, status};
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::engine::logged::Told;
+use rekindle_disk::engine::logged::RedoStatus;
 use std::path::{Path, PathBuf};
 
 /// What the guest writes of its disk.
@@ -28,7 +28,7 @@ fn digest(image: &Path) -> String {
     served::digest(image, 0, WRITTEN)
 }
 
-fn told(guest: &Guest<'_>) -> Option<Told> {
+fn told(guest: &Guest<'_>) -> Option<RedoStatus> {
     status(guest).redo
 }
 

@@ -157,7 +157,7 @@ fn an_image_or_a_kernel_that_somebody_has_changed_is_noticed() {
     let mut file = fs::OpenOptions::new().write(true).open(&path).unwrap();
     std::io::Write::write_all(&mut file, &[0; 512]).unwrap();
     drop(file);
-    assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("somebody else than the guest"));
+    assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("another process than the guest"));
     assert_eq!(self::from(&guest).0, None);
 }
 

@@ -6,9 +6,9 @@ mod common;
 
 use common::Lab;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
-use rekindle_disk::redo::format::{PAGE, What};
+use rekindle_disk::redo::format::{EntryKind, PAGE};
 use rekindle_disk::redo::log::Log;
-use rekindle_disk::redo::state::Home;
+use rekindle_disk::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,12 +24,12 @@ fn text(path: &Path) -> &str {
 fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     let (image, redo) = (lab.path(name), lab.path(&format!("{name}.redo")));
     fs::write(&image, vec![0; BYTES as usize]).unwrap();
-    let mut home = Home::create(LocalFiles::new(&redo, false), BYTES, Some(name.into())).unwrap();
-    let mut log = Log::new(home.state().disk, 1, 0, 0, u64::MAX);
+    let mut log_dir = LogDirectory::create(LocalFiles::new(&redo, false), BYTES, Some(name.into())).unwrap();
+    let mut log = Log::new(log_dir.state().disk, 1, 0, 0, u64::MAX);
     for epoch in [1, 2] {
-        log.provide(home.prepare(epoch).unwrap());
+        log.add_ready(log_dir.prepare(epoch).unwrap());
     }
-    let placed = log.place(PAGE, PAGE, What::Data, true).unwrap();
+    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, true).unwrap();
     let mut entry = Buffer::new(2 * PAGE as usize);
     entry[PAGE as usize..].fill(1);
     let header = log.header(&placed, &entry[PAGE as usize..]);
@@ -41,7 +41,7 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
         segment.write().unwrap();
         segment.sync().unwrap();
     }
-    home.record(|state| state.seal(epoch, &[1])).unwrap();
+    log_dir.record(|state| state.seal(epoch, &[1])).unwrap();
     (image, redo)
 }
 

@@ -7,7 +7,7 @@ mod common;
 use common::guest::Guest;
 use common::served::{BLOCK, BLOCKS, READ, digest, image, kill_watcher, section};
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::attic::Told;
+use rekindle_disk::retained::CacheCounts;
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_kernel::process::Process;
@@ -44,9 +44,9 @@ fn status(guest: &Guest<'_>, number: usize) -> Status {
     Control::connect(&guest.file(&format!("disk-disk{number}.control"))).unwrap().status().unwrap()
 }
 
-fn became(guest: &Guest<'_>, number: usize) -> Told {
+fn became(guest: &Guest<'_>, number: usize) -> CacheCounts {
     let status = status(guest, number);
-    status.attic.map(|(_, told)| told).or(status.emptied).unwrap_or_default()
+    status.retained.map(|(_, told)| told).or(status.emptied).unwrap_or_default()
 }
 
 fn server(guest: &Guest<'_>, number: usize) -> Process {

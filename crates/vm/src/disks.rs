@@ -13,8 +13,8 @@ use crate::lock::Servers;
 use crate::logs;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::At;
-use rekindle_disk::redo::left::{self, MergeError};
+use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::redo::offline::{self, MergeError};
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
@@ -178,7 +178,7 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
 }
 
 /// The epochs that disks are wanted at, by their ids; the others are wanted as they are.
-pub type Epochs = BTreeMap<String, At>;
+pub type Epochs = BTreeMap<String, EpochId>;
 
 /// Starts a server for each disk that is to have one and has none.
 ///
@@ -300,13 +300,13 @@ fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Resu
         match begin {
             Begin::Waiting => drop(command.arg("--wait")),
             Begin::At(epochs) => {
-                if let Some(At { disk, epoch }) = epochs.get(&disk.id) {
+                if let Some(EpochId { disk, epoch }) = epochs.get(&disk.id) {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                 }
             }
             Begin::Newest => {
                 // Its guest may not have written since it resumed: then the log still has later epochs of another run.
-                if let Some(Since { at: At { disk, epoch }, first }) = since::read(rundir, disk)? {
+                if let Some(Since { at: EpochId { disk, epoch }, first }) = since::read(rundir, disk)? {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                     command.arg(format!("--since={first}"));
                 }
@@ -424,7 +424,7 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
 
 /// Where the redo log of a disk is, if it has one.
 fn redo(disk: &Disk) -> PathBuf {
-    disk.redo.clone().unwrap_or_else(|| left::beside(&disk.path))
+    disk.redo.clone().unwrap_or_else(|| offline::default_directory(&disk.path))
 }
 
 /// Describes what prevents giving a VM its disks: a disk with a redo log that QEMU itself would not see. With `choose` also one
@@ -433,7 +433,7 @@ fn redo(disk: &Disk) -> PathBuf {
 pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match left::inspect_log(&disk.path, &redo(disk), None) {
+        match offline::inspect_log(&disk.path, &redo(disk), None) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -457,7 +457,7 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     let problem = |disk: &Disk| {
         let at = epochs.get(&disk.id)?;
         let image = disk.path.display();
-        match left::inspect_log(&disk.path, &redo(disk), None) {
+        match offline::inspect_log(&disk.path, &redo(disk), None) {
             Ok(Some(left)) if left.disk == at.disk => None,
             Ok(Some(_)) => Some(format!("disk {}: {image} is another disk here than the guest's", disk.id)),
             Ok(None) => {
@@ -476,7 +476,7 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
-        let merged = left::merge_all(&disk.path, &redo(disk), disk.cache == "none", None);
+        let merged = offline::merge_all(&disk.path, &redo(disk), disk.cache == "none", None);
         merged.map(drop).map_err(|source| DisksError::Redo { id: disk.id.clone(), source })
     })
 }

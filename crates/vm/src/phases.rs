@@ -9,7 +9,7 @@ use crate::host::Host;
 use crate::life::unique_name;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::ledger::{Moment, Void};
+use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
 use serde::{Deserialize, Serialize};
@@ -147,7 +147,7 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
     then.iter().find_map(|disk| {
         let void = match &disk.known {
             Known::Moment(moment) => {
-                match ask::<Option<Void>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
+                match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
                     Ok(void) => void.map(|void| void.to_string()),
                     Err(e) => Some(format!("its server does not report what was written: {e}")),
                 }
@@ -171,7 +171,7 @@ pub fn continue_from(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) ->
     }
     then.iter().try_for_each(|disk| {
         let Known::Moment(moment) = &disk.known else { return Ok(()) };
-        match ask::<Option<Void>>(rundir, &disk.id, &Ask::PhaseGoOn { moment: *moment }) {
+        match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseResume { moment: *moment }) {
             Ok(None) => Ok(()),
             Ok(Some(void)) => Err(format!("disk {}: {void}", disk.id)),
             Err(e) => Err(e.to_string()),

@@ -1,4 +1,4 @@
-//! Takes bytes for a program of a hostile guest and a hostile QEMU, and runs it against a server.
+//! Runs bytes as a program of a hostile guest and a hostile QEMU against a server.
 
 #![no_main]
 

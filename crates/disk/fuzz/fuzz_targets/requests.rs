@@ -1,4 +1,4 @@
-//! Takes bytes for the memory of a guest, and has a request read out of it.
+//! Parses a request in a guest's memory of these bytes.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Takes bytes for a segment of a redo log, and reads its entries.
+//! Reads the entries of a redo log segment of these bytes.
 
 #![no_main]
 

@@ -1,11 +1,11 @@
-//! What others ask the engine for.
+//! Commands to the engine.
 
-use super::logged::Logged;
+use super::logged::EngineLog;
 use super::visit::Visit;
-use crate::attic::Told;
 use crate::image::Image;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
+use crate::retained::CacheCounts;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -13,101 +13,96 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-/// A front end's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Session(pub u32);
+pub struct FrontendId(pub u32);
 
-/// Why something is not done.
+/// Why a command is rejected.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refused(pub String);
 
 type Answer<T> = Sender<Result<T, Refused>>;
 
-/// A queue as its front end has set it up: where its rings are in the guest, and where it goes on.
+/// A queue as its front end has set it up: its rings in the guest, and its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rings {
-    /// Entries.
     pub size: u16,
-    /// Descriptors.
+    /// Address of the descriptors.
     pub descriptors: u64,
-    /// Available ring.
+    /// Address of the available ring.
     pub available: u64,
-    /// Used ring.
+    /// Address of the used ring.
     pub used: u64,
-    /// Where the available ring is gone on with.
+    /// Next index of the available ring.
     pub next: u16,
-    /// The guest says at which index it wants to be told (`VIRTIO_RING_F_EVENT_IDX`).
+    /// The guest states the index at which it is to be notified (`VIRTIO_RING_F_EVENT_IDX`).
     pub event_idx: bool,
 }
 
-/// A queue's descriptors.
 #[derive(Debug)]
-pub struct Ends {
-    /// Read when the guest has put something into the available ring.
+pub struct QueueDescriptors {
+    /// Readable when the guest has added to the available ring.
     pub kick: OwnedFd,
-    /// Written when something is in the used ring.
+    /// Written when the used ring has new entries.
     pub call: Option<File>,
-    /// Written when the ring is broken: nothing is taken out of it any more.
+    /// Written when the queue is broken, and takes no more requests.
     pub error: Option<File>,
 }
 
-/// What a front end is notified of.
+/// One of the descriptors that notify a front end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Notify {
-    /// [`Ends::call`].
+pub enum Notification {
+    /// [`QueueDescriptors::call`].
     Call,
-    /// [`Ends::error`].
+    /// [`QueueDescriptors::error`].
     Error,
 }
 
-/// A queue that is broken, most likely by the guest's driver: no request is taken from it until the guest resets the disk.
+/// A broken queue, most likely by a fault of the guest's driver: it takes no request until the guest resets the disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Broken {
-    /// The queue.
     pub queue: u16,
     /// What is wrong with it.
     pub why: String,
 }
 
-/// What the engine is doing.
+/// The state of the engine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// Bytes of the disk.
     pub bytes: u64,
-    /// Front ends that are connected.
+    /// Number of connected front ends.
     pub connected: usize,
-    /// Those of them that have not begun: QEMUs that wait for their guest's state.
+    /// Number of those that have not started: QEMUs that wait for their guest's state.
     #[serde(default)]
     pub waiting: usize,
     /// Whether the queues of one of them run.
     pub active: bool,
-    /// Requests under way.
+    /// Requests in progress.
     pub under_way: usize,
-    /// Blocks whose place is known.
+    /// Blocks in the block map.
     pub mapped: usize,
-    /// Bytes that knowing that takes.
+    /// Memory of the block map in bytes.
     pub map_bytes: usize,
-    /// Blocks in the attic, and what became of others.
-    pub attic: Option<(usize, Told)>,
-    /// Which memory the attic is in: the same number for all who have their attics in it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attic_memory: Option<u64>,
-    /// What became of all blocks of the attic that was the last one, if it is empty.
-    pub emptied: Option<Told>,
-    /// Blocks that the guest has read or written since it began; none if that is not known.
+    /// Number of blocks in the retained cache, and the fate of the others.
+    #[serde(rename = "attic")]
+    pub retained: Option<(usize, CacheCounts)>,
+    /// The memory that has the retained cache: the same number for all servers that use it.
+    #[serde(default, rename = "attic_memory", skip_serializing_if = "Option::is_none")]
+    pub retained_memory: Option<u64>,
+    /// Final counts of the last retained cache, if it is empty.
+    pub emptied: Option<CacheCounts>,
+    /// Blocks that the guest has read or written since its boot; none if unknown.
     #[serde(default)]
     pub touched: Option<u64>,
-    /// The redo log, if the disk has one.
     #[serde(default)]
-    pub redo: Option<super::logged::Told>,
+    pub redo: Option<super::logged::RedoStatus>,
     /// It waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
-    /// Queues that are broken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub broken: Vec<Broken>,
-    /// Blocks of the attic are served unchecked: [`crate::attic::UNCHECKED`].
+    /// Blocks of the retained cache are served unchecked: [`crate::retained::UNCHECKED`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
 }
@@ -115,50 +110,48 @@ pub struct Status {
 /// See [the module](self).
 #[derive(Debug)]
 pub enum Command {
-    /// A front end has connected: which, and the process that it is, if the kernel tells.
-    Join(Session, Option<u32>),
-    /// It has gone.
-    Leave(Session),
-    /// Where it may be told something unasked.
-    Channel(Session, OwnedFd, Answer<()>),
-    /// Its memory.
-    Memory(Session, Arc<Memory>, Answer<()>),
-    /// The requests that are under way, as memory that QEMU holds.
-    Inflight(Session, crate::inflight::Inflight, Answer<()>),
-    /// Serve a queue. Refused while another front end's queues run.
-    Start(Session, u16, Rings, Ends, Answer<()>),
-    /// Another descriptor for notifications of a queue that runs.
-    Notify(Session, u16, Notify, Option<File>, Answer<()>),
-    /// Serve a queue no more. Answered when nothing of it is under way: where the available ring is to be gone on with.
-    Stop(Session, u16, Answer<u16>),
-    /// Other limits.
+    /// A front end has connected; with its process, if the kernel reports it.
+    Join(FrontendId, Option<u32>),
+    /// A front end has disconnected.
+    Leave(FrontendId),
+    /// A socket for notifications to the front end.
+    Channel(FrontendId, OwnedFd, Answer<()>),
+    /// The front end's memory.
+    Memory(FrontendId, Arc<Memory>, Answer<()>),
+    /// The record of requests in progress, in memory that QEMU holds.
+    Inflight(FrontendId, crate::inflight::Inflight, Answer<()>),
+    /// Start a queue. Rejected while another front end's queues run.
+    Start(FrontendId, u16, Rings, QueueDescriptors, Answer<()>),
+    /// Replace a descriptor for notifications.
+    Notification(FrontendId, u16, Notification, Option<File>, Answer<()>),
+    /// Stop a queue. Answered with the next index of the available ring, once no request of the queue is in progress.
+    Stop(FrontendId, u16, Answer<u16>),
+    /// Set the rate limits.
     Limit(Limits, Answer<()>),
-    /// The image has grown: how long it is now. Front ends are told, and their guests.
+    /// Update the length of a grown image. Notifies front ends and their guests.
     Measure(Answer<u64>),
-    /// The guest has ended: its memory becomes the attic of the next one.
+    /// The guest has ended: its memory becomes the retained cache of the next one.
     ///
-    /// With a path: servers of other disks have theirs in the same memory, and see there which frames this one needs.
+    /// With a path: other disks' servers use the same memory, and find the frames that this one needs in that file.
     Keep(Option<PathBuf>, Answer<usize>),
-    /// The guest is about to start another kernel in its memory: what it has cached is served to that one too. How many blocks it is.
+    /// The guest is about to start another kernel in its memory, which is to use what is cached. Answered with the number of blocks.
     Reuse(Answer<usize>),
-    /// Where all others that have attics in that memory say which frames they need.
+    /// The files in which the other servers show which frames they need.
     Share(Vec<PathBuf>, Answer<()>),
-    /// There is to be no attic any more, nor anything else of a guest that has gone.
+    /// Discard the retained cache, and all other state of a previous guest.
     Drop(Answer<()>),
-    /// Note which pages of the guest of this process are written, or of none any more. Whether that was done already.
+    /// Start recording the pages that are written of the guest of this process, or stop. Answers whether they were recorded already.
     Note(Option<u32>, Answer<bool>),
-    /// The pages that were written since. Refused where not all of them were noted.
+    /// Return and clear the recorded pages. Rejected if the record is incomplete.
     Collect(Answer<Vec<Span>>),
-    /// All of the guest's memory is there.
+    /// The guest's memory is filled completely.
     Filled(Answer<()>),
-    /// Something about what the guest has touched.
-    Ledger(super::ledger::Question),
-    /// It has waited for its disk: the image, and its redo log, if it has one.
-    Have(Box<(Image, Option<Logged>)>, Answer<()>),
-    /// Do something with the log.
+    Ledger(super::ledger::LedgerCommand),
+    /// The disk that the server has waited for: the image, and its redo log, if there is one.
+    Have(Box<(Image, Option<EngineLog>)>, Answer<()>),
+    /// Run a function with the log.
     Visit(Visit),
-    /// What it does.
     Status(Answer<Status>),
-    /// End when nothing is under way any more.
+    /// End when no request is in progress.
     End(Answer<()>),
 }

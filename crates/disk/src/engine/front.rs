@@ -1,15 +1,15 @@
 //! A front end: its memory and its queues.
 
-use super::command::{Broken, Ends, Notify, Refused, Rings, Session};
-use super::line::{Line, Next, RingError};
+use super::command::{Broken, FrontendId, Notification, QueueDescriptors, Refused, Rings};
+use super::line::{Line, QueueStep, RingError};
 use super::{Engine, FEED, Token};
-use crate::attic::Attic;
-use crate::beside::beside;
+use crate::background::run_in_background;
 use crate::channel;
 use crate::inflight::Inflight;
 use crate::map::BlockMap;
 use crate::memory::Memory;
 use crate::report::warn_limited;
+use crate::retained::RetainedCache;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::Wrapping;
@@ -20,63 +20,62 @@ use std::time::Instant;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory, Permissions};
 
-/// Entries of a queue at most (virtio 1.2, 2.7).
+/// Most entries of a queue (virtio 1.2, 2.7).
 pub const MOST_ENTRIES: u16 = 1024;
-/// Requests that are under way at a time, at most.
+/// Most requests in progress.
 const MOST_JOBS: usize = 1024;
-/// Nothing more is taken while those under way have as many bytes: stopping a queue waits for what was taken.
+/// No request is taken while those in progress have this many bytes: stopping a queue waits for them.
 const MOST_BYTES: u64 = 128 << 20;
-/// Requests that are taken out of a queue before something else has its turn, at most. A long one counts as several.
+/// Most requests to take from a queue in one turn. A long one counts as several.
 const TURN: u64 = 256;
-/// The guest is notified after so many answers at the latest, while the engine has more of them.
+/// Most answers before the guest is notified, while the engine has more of them.
 const MOST_UNNOTIFIED: usize = 32;
 
 /// See [the module](self).
 #[derive(Default)]
 pub(super) struct Front {
-    /// The process that it is.
     pub process: Option<u32>,
     pub memory: Option<Arc<Memory>>,
     pub lines: BTreeMap<u16, Line>,
     inflight: Option<Inflight>,
-    /// Where it may be told something unasked.
+    /// A socket for notifications.
     channel: Option<OwnedFd>,
     /// The disk may have grown while its queues did not run: QEMU does not listen then.
-    is_untold: bool,
+    is_growth_unreported: bool,
 }
 
 impl Front {
-    /// Whether it has only connected: no queue of it has run, and it has not said where its memory is. So is a QEMU that waits for its guest's state.
+    /// Whether no queue of it has run and it has passed no memory, as a QEMU that waits for its guest's state.
     pub(super) fn waits(&self) -> bool {
         self.memory.is_none() && self.lines.is_empty()
     }
 
-    fn tell_grown(&mut self) {
-        self.is_untold = self.lines.is_empty();
+    fn notify_grown(&mut self) {
+        self.is_growth_unreported = self.lines.is_empty();
         if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {
-            warn_limited!("QEMU cannot be notified that the disk has grown: {e}; the guest sees it after a reboot");
+            warn_limited!("cannot notify QEMU that the disk has grown: {e}; the guest sees it after a reboot");
         }
     }
 }
 
 impl Engine {
-    pub(super) fn join(&mut self, session: Session, process: Option<u32>) {
-        self.fronts.insert(session, Front { process, is_untold: true, ..Front::default() });
+    pub(super) fn join(&mut self, session: FrontendId, process: Option<u32>) {
+        self.fronts.insert(session, Front { process, is_growth_unreported: true, ..Front::default() });
     }
 
-    pub(super) fn set_channel(&mut self, session: Session, channel: OwnedFd) {
+    pub(super) fn set_channel(&mut self, session: FrontendId, channel: OwnedFd) {
         if let Some(front) = self.fronts.get_mut(&session) {
             front.channel = Some(channel);
         }
     }
 
-    /// The disk has become longer.
-    pub(super) fn tell_grown(&mut self) {
-        self.fronts.values_mut().for_each(Front::tell_grown);
+    /// Notifies all front ends that the disk has grown.
+    pub(super) fn notify_grown(&mut self) {
+        self.fronts.values_mut().for_each(Front::notify_grown);
     }
 
-    /// What it has under way is still done, also where it waits because the log is too long; no front end is notified of it.
-    pub(super) fn leave(&mut self, session: Session) {
+    /// Removes a front end. Its requests in progress still complete, even those that wait because the log is full, without notification.
+    pub(super) fn leave(&mut self, session: FrontendId) {
         let front = self.fronts.remove(&session);
         for number in front.iter().flat_map(|front| front.lines.keys()) {
             self.ring.cancel(Token::Kick(session, *number).pack());
@@ -89,65 +88,65 @@ impl Engine {
         self.release();
     }
 
-    fn front(&mut self, session: Session) -> Result<&mut Front, Refused> {
+    fn front(&mut self, session: FrontendId) -> Result<&mut Front, Refused> {
         self.fronts.get_mut(&session).ok_or_else(|| Refused("there is no such front end".into()))
     }
 
-    pub(super) fn set_memory(&mut self, session: Session, memory: Arc<Memory>) -> Result<(), Refused> {
+    pub(super) fn set_memory(&mut self, session: FrontendId, memory: Arc<Memory>) -> Result<(), Refused> {
         let front = self.front(session)?;
         if !front.lines.is_empty() {
-            return Err(Refused("its queues run, and would lose their memory".into()));
+            return Err(Refused("its queues run, so its memory cannot be replaced".into()));
         }
         let before = front.memory.replace(Arc::clone(&memory));
         if let Some(record) = self.record.as_mut().filter(|record| record.session == session) {
-            record.goes_on(before, &memory);
+            record.remap(before, &memory);
         }
-        // To give a frame of it back would be to take it from that guest.
-        if let Some(attic) = self.attic.take_if(|attic| attic.is_in(&memory) != attic.is_of_guest()) {
-            warn_limited!("what was to be a cache is in use again, or its guest has gone: it is none any more");
-            attic.leave();
+        // Releasing a frame would take it from that guest.
+        if let Some(retained) =
+            self.retained.take_if(|retained| retained.is_in(&memory) != retained.is_in_running_guest())
+        {
+            warn_limited!("the retained cache is dropped: its memory is in use again, or its guest has disconnected");
+            retained.detach();
         }
-        // Nobody can say any more what it would take from others.
-        if self.attic.take_if(|attic| attic.is_unshared()).is_some() {
-            warn_limited!(
-                "it was not told which frames the VM's other disks need: what this one had is no cache any more"
-            );
+        // Without the other claims, releasing a frame could take it from another disk.
+        if self.retained.take_if(|retained| retained.is_unshared()).is_some() {
+            warn_limited!("the retained cache is dropped: it is not known which frames the VM's other disks need");
         }
         Ok(())
     }
 
-    pub(super) fn set_inflight(&mut self, session: Session, inflight: Inflight) -> Result<(), Refused> {
+    pub(super) fn set_inflight(&mut self, session: FrontendId, inflight: Inflight) -> Result<(), Refused> {
         self.front(session)?.inflight = Some(inflight);
         Ok(())
     }
 
     pub(super) fn set_notify(
         &mut self,
-        session: Session,
+        session: FrontendId,
         queue: u16,
-        which: Notify,
+        which: Notification,
         descriptor: Option<File>,
     ) -> Result<(), Refused> {
         if let Some(line) = self.front(session)?.lines.get_mut(&queue) {
             match which {
-                Notify::Call => {
+                Notification::Call => {
                     line.call = descriptor;
-                    // What was answered before had nowhere to be notified.
+                    // Earlier answers could not be notified.
                     line.interrupt();
                 }
-                Notify::Error => line.error = descriptor,
+                Notification::Error => line.error = descriptor,
             }
         }
         Ok(())
     }
 
-    /// Serve a queue.
+    /// Starts a queue.
     pub(super) fn start_line(
         &mut self,
-        session: Session,
+        session: FrontendId,
         number: u16,
         rings: Rings,
-        ends: Ends,
+        ends: QueueDescriptors,
     ) -> Result<(), Refused> {
         if self.waits {
             return Err(Refused("it waits for a restore, and has no disk yet".into()));
@@ -181,11 +180,11 @@ impl Engine {
         }
         let Wrapping(used) = queue.used_idx(&memory.map, Ordering::Acquire).map_err(|e| odd(&e.to_string()))?;
         let again = match &mut front.inflight {
-            Some(inflight) => inflight.left(number, used).map_err(|e| odd(&e.to_string()))?,
+            Some(inflight) => inflight.unfinished(number, used).map_err(|e| odd(&e.to_string()))?,
             None => Vec::new(),
         };
         queue.set_next_used(used);
-        // What was taken before is done again; the ring is gone on with behind it.
+        // Requests taken before are done again; the ring continues after them.
         queue.set_next_avail(if again.is_empty() { rings.next } else { used.wrapping_add(again.len() as u16) });
         let kick = Arc::new(ends.kick);
         let line = Line {
@@ -198,11 +197,11 @@ impl Engine {
             broken: None,
             has_unnotified: false,
         };
-        // A server before may have been killed after it had answered and before it had notified the guest, which waits for that.
+        // A previous server may have been killed between an answer and its notification, for which the guest waits.
         line.interrupt();
         front.lines.insert(number, line);
-        if front.is_untold {
-            front.tell_grown();
+        if front.is_growth_unreported {
+            front.notify_grown();
         }
         let is_new = used == 0 && front.lines.len() == 1;
         self.active = Some(session);
@@ -215,28 +214,28 @@ impl Engine {
         Ok(())
     }
 
-    /// The guest's driver begins anew, with its first queue. If that was said beforehand, another kernel of the guest does, in the same memory: what
-    /// the former one had cached lies there until the new one uses the frames.
+    /// Handles the start of the guest's driver, with its first queue. If a reuse was announced, it is another kernel in the same memory. What
+    /// the previous kernel cached is there until the new one uses the frames.
     fn begin_reuse(&mut self) {
         if !std::mem::take(&mut self.reuse) {
             return;
         }
         self.note_all();
         let Some((map, memory)) = self.map.take() else { return };
-        match Attic::of_guest(&memory, map, self.digester) {
-            Ok(attic) => {
-                // Of the life before that one, less is wanted.
-                if let Some(former) = self.attic.replace(attic) {
-                    beside("attic", former, drop);
+        match RetainedCache::in_running_guest(&memory, map, self.digester) {
+            Ok(retained) => {
+                // Of two previous kernels the older one's blocks are less useful.
+                if let Some(previous) = self.retained.replace(retained) {
+                    run_in_background("retained", previous, drop);
                 }
                 (self.emptied, self.kept_at) = (None, Instant::now());
             }
-            Err(e) => warn_limited!("what the guest's former kernel had cached is not used: {e}"),
+            Err(e) => warn_limited!("cannot use what the guest's previous kernel cached: {e}"),
         }
     }
 
-    /// The map is of one guest's memory. Where it is the same memory, it is gone on with: a VMM restart, or a table of it that is cut
-    /// otherwise, as firmware and kernel do.
+    /// Prepares the block map for a guest's memory. It is kept if the memory is the same: after a VMM restart, or if the table divides the
+    /// memory differently, as firmware and kernel do.
     fn begin_map(&mut self, memory: &Arc<Memory>) {
         if !self.settings.map {
             return;
@@ -248,17 +247,19 @@ impl Engine {
             _ => {
                 self.map = BlockMap::try_new(memory.frames()).map(|map| (map, Arc::clone(memory)));
                 if self.map.is_none() {
-                    warn_limited!("the host has no room to remember where blocks are: the next reboot's cache is cold");
+                    warn_limited!(
+                        "the host has no memory for the block map: the cache will be cold after the next reboot"
+                    );
                 }
             }
         }
     }
 
-    /// Take no more out of a queue. It is answered when nothing of it is under way: [`Engine::answer_stopped`]. What a server or a front end before
-    /// had taken is done first: the next QEMU may have another memory of requests under way, in which it is not.
+    /// Stops taking requests from a queue. Answered when none of its requests is in progress: [`Engine::answer_stopped`]. Requests that a
+    /// previous server or front end had taken are done first: the next QEMU may have another record of requests in progress, without them.
     pub(super) fn stop_line(
         &mut self,
-        session: Session,
+        session: FrontendId,
         number: u16,
         answer: std::sync::mpsc::Sender<Result<u16, Refused>>,
     ) {
@@ -268,7 +269,7 @@ impl Engine {
                 line.stopping = true;
                 self.has_more |= line.has_unfinished();
                 self.stopping.push((session, number, answer));
-                // Also what waits because the log is too long: whoever stops a guest does so to make that end.
+                // Writes that wait because the log is full continue, too: they must complete before the guest stops.
                 self.release();
             }
             None => drop(answer.send(Err(Refused(format!("queue {number} does not run"))))),
@@ -276,7 +277,7 @@ impl Engine {
     }
 
     pub(super) fn answer_stopped(&mut self) {
-        let is_busy = |session: Session, number: u16| {
+        let is_busy = |session: FrontendId, number: u16| {
             let line = self.fronts.get(&session).and_then(|front| front.lines.get(&number));
             line.is_some_and(Line::has_unfinished)
                 || self.jobs.iter().any(|(_, job)| job.session == session && job.queue == number)
@@ -287,13 +288,13 @@ impl Engine {
         for (session, number, answer) in idle {
             let line = self.fronts.get_mut(&session).and_then(|front| front.lines.remove(&number));
             self.ring.cancel(Token::Kick(session, number).pack());
-            // All before it has been answered.
+            // All earlier requests have been answered.
             let next = line.map(|line| line.queue.next_avail());
             let _ = answer.send(next.ok_or_else(|| Refused(format!("queue {number} does not run"))));
         }
     }
 
-    pub(super) fn kicked(&mut self, session: Session, number: u16) {
+    pub(super) fn kicked(&mut self, session: FrontendId, number: u16) {
         let Some(line) = self.fronts.get(&session).and_then(|front| front.lines.get(&number)) else { return };
         if line.broken.is_some() {
             return;
@@ -306,7 +307,7 @@ impl Engine {
         self.take(session, number);
     }
 
-    /// Take requests out of all queues: there is room for some again.
+    /// Takes requests from all queues: there is space for some again.
     pub(super) fn take_all(&mut self) {
         let Some(session) = self.active else { return };
         let numbers: Vec<u16> =
@@ -314,9 +315,9 @@ impl Engine {
         numbers.into_iter().for_each(|number| self.take(session, number));
     }
 
-    /// Take what is in the available ring, as much as there is room for.
-    fn take(&mut self, session: Session, number: u16) {
-        // What a front end before has under way may still write the disk: nothing may overtake it.
+    /// Takes requests from the available ring, as far as there is space.
+    fn take(&mut self, session: FrontendId, number: u16) {
+        // Requests of a previous front end may still write the disk: no new request may overtake them.
         if self.ended || self.jobs.iter().any(|(_, job)| job.session != session) {
             return;
         }
@@ -328,18 +329,18 @@ impl Engine {
             let Some(front) = self.fronts.get_mut(&session) else { return };
             let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.clone()) else { return };
             match line.next(&memory) {
-                Ok(Next::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
-                Ok(Next::Again) => cost += 1,
-                Ok(Next::Wait) => return,
+                Ok(QueueStep::Request { head, is_new }) => cost += self.begin(session, number, head, &memory, is_new),
+                Ok(QueueStep::Retry) => cost += 1,
+                Ok(QueueStep::WaitForKick) => return,
                 Err(e) => return self.ring_failed(session, number, &e),
             }
         }
-        // A guest that puts requests in as fast as they are taken may keep neither other queues nor commands waiting.
+        // A guest that adds requests as fast as they are taken must not block other queues or commands.
         self.has_more = true;
     }
 
-    /// The rings of a queue are broken: nothing more is taken out of it.
-    fn ring_failed(&mut self, session: Session, number: u16, error: &RingError) {
+    /// Handles a broken queue: it takes no more requests.
+    fn ring_failed(&mut self, session: FrontendId, number: u16, error: &RingError) {
         let line = self.fronts.get_mut(&session).and_then(|front| front.lines.get_mut(&number));
         if line.is_some_and(|line| line.fail(error)) {
             warn_limited!(
@@ -349,27 +350,26 @@ impl Engine {
         }
     }
 
-    /// The queues that are broken.
     pub(super) fn broken(&self) -> Vec<Broken> {
         let lines = self.fronts.values().flat_map(|front| &front.lines);
         lines.filter_map(|(queue, line)| Some(Broken { queue: *queue, why: line.broken.clone()? })).collect()
     }
 
-    /// Where the descriptors of a queue are, and how many.
-    pub(super) fn table(&self, session: Session, number: u16) -> Option<(u64, u16)> {
+    /// Address and number of a queue's descriptors.
+    pub(super) fn table(&self, session: FrontendId, number: u16) -> Option<(u64, u16)> {
         let line = self.fronts.get(&session)?.lines.get(&number)?;
         Some((line.queue.desc_table(), line.queue.size()))
     }
 
-    pub(super) fn note_taken(&mut self, session: Session, number: u16, head: u16) {
+    pub(super) fn note_taken(&mut self, session: FrontendId, number: u16, head: u16) {
         let inflight = self.fronts.get_mut(&session).and_then(|front| front.inflight.as_mut());
         if let Some(Err(e)) = inflight.map(|inflight| inflight.taken(number, head)) {
             warn_limited!("a request is not noted as under way: {e}");
         }
     }
 
-    /// Puts a chain into the used ring. The guest is notified with the next [`Engine::notify`], at the latest before the engine waits.
-    pub(super) fn tell(&mut self, session: Session, number: u16, head: u16, written: u32) {
+    /// Puts a chain into the used ring. [`Engine::notify`] notifies the guest, before the engine waits.
+    pub(super) fn answer_chain(&mut self, session: FrontendId, number: u16, head: u16, written: u32) {
         let Some(front) = self.fronts.get_mut(&session) else { return };
         let (Some(line), Some(memory)) = (front.lines.get_mut(&number), front.memory.as_ref()) else { return };
         match line.answer(memory, front.inflight.as_mut().map(|inflight| (inflight, number)), head, written) {
@@ -383,8 +383,8 @@ impl Engine {
         }
     }
 
-    /// Notifies the guest of all that was answered. One notification serves for many answers: each wakes a processor of the guest, and costs both sides
-    /// more than a small request does.
+    /// Notifies guests of all answers. One notification is for many answers: each wakes a processor of the guest, and costs both sides more
+    /// than a small request.
     pub(super) fn notify(&mut self) {
         if std::mem::take(&mut self.unnotified) == 0 {
             return;

@@ -1,102 +1,101 @@
 //! One request, from the available to the used ring.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | `plan` | what is to be done for it; what needs no disk, the attic too, is done at once |
-//! | `carry` | its parts on their way to the disk and back, and the answer |
-//! | `note` | what was moved is noted in the block map |
+//! | `plan` | divides a request into parts; serves what needs no disk, including the retained cache |
+//! | `carry` | reads and writes the parts, and answers the request |
+//! | `note` | records moved blocks in the block map |
 
 mod carry;
 mod note;
 mod plan;
 
-pub(super) use note::Late;
+pub(super) use note::PendingRecord;
 
 use super::CHUNK;
-use super::command::Session;
+use super::command::FrontendId;
 use crate::block::{BLOCK, touched};
 use crate::map::Frame;
 use crate::memory::Memory;
-use crate::redo::log::Placed;
-use crate::request::{Kind, Range, Request, Segment, Status};
+use crate::redo::log::LogEntry;
+use crate::request::{BufferSegment, Kind, Range, Request, RequestStatus};
 use std::sync::Arc;
 
-/// What is to be done with a part of the disk.
+/// The operation on a part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     Read,
     Write,
     Sync,
-    /// Give the room back; the guest does not mind what is there then.
+    /// Release the space; the content is undefined then.
     Discard,
-    /// Zeroes, as a hole or as room that is kept.
+    /// Zeros, as a hole or as allocated space.
     Zero {
         hole: bool,
     },
-    /// Zeroes, written out: the file system knows neither.
+    /// Zeros, written: the file system supports neither.
     ZeroByWriting,
 }
 
 /// Where a part is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
-    /// In the image; a write of a disk that has a log is given a place when it begins.
+pub(super) enum PartLocation {
+    /// In the image. A write of a disk with a log gets its entry when it begins.
     Image,
-    /// In the segment of an epoch, from byte `at` on. Of a flush: so many entries of it are durable then.
-    Segment { epoch: u64, at: u64 },
-    /// Nowhere: zeroes.
+    /// In the segment of an epoch, from byte `at` on. For a flush: the number of entries that become durable.
+    Segment {
+        epoch: u64,
+        at: u64,
+    },
+    /// Zeros, stored nowhere.
     Zeroes,
-    /// An entry of the log.
-    Entry(Placed),
+    Entry(LogEntry),
 }
 
-/// A part of a request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Part {
     pub work: Work,
-    /// Byte of the disk.
+    /// First byte on the disk.
     pub at: u64,
     pub bytes: u64,
-    /// Where it begins in the request's data.
+    /// Offset in the request's data.
     pub offset: u64,
-    pub place: Place,
+    pub place: PartLocation,
 }
 
 /// See [the module](self).
 pub(super) struct Job {
-    pub session: Session,
+    pub session: FrontendId,
     pub queue: u16,
     head: u16,
     memory: Arc<Memory>,
-    /// Its number among all.
+    /// Number of the request.
     pub serial: u64,
     request: Request,
     pub parts: Vec<Part>,
-    /// Bytes that it moves or zeroes.
+    /// Bytes to move or to zero.
     bytes: u64,
     left: usize,
-    status: Status,
-    /// It has been let through by the rate.
+    status: RequestStatus,
+    /// Admitted by the rate limit.
     admitted: bool,
-    /// Another request that is under way at the same time touches the same blocks and one of them writes: what is on the disk
-    /// afterwards is not known.
+    /// Another request in progress has blocks in common, and one of them writes: the resulting content is unknown.
     stale: bool,
 }
 
 impl Job {
-    /// The parts of the disk that it is about.
+    /// The parts of the disk that it accesses.
     fn ranges(&self) -> impl Iterator<Item = Range> {
         self.wants().ok().into_iter().flat_map(Kind::ranges)
     }
 
-    /// Looks at the ranges of the request: of a long one there are many more parts.
+    /// Whether it accesses `range`. Checks the request's ranges: a long one has many more parts.
     fn touches(&self, range: Range) -> bool {
         let (mine, other) = (|range: Range| touched(range.at, range.bytes), touched(range.at, range.bytes));
         self.ranges().map(mine).any(|mine| mine.start < other.end && other.start < mine.end)
     }
 
-    /// What it wants.
-    pub fn wants(&self) -> Result<&Kind, &Status> {
+    pub fn wants(&self) -> Result<&Kind, &RequestStatus> {
         self.request.what.as_ref()
     }
 
@@ -104,7 +103,7 @@ impl Job {
         matches!(self.wants(), Ok(Kind::Write(_) | Kind::Discard(_) | Kind::Zeroes(_)))
     }
 
-    /// Move the data of part `number` between `bytes` and the guest. `None`: it leads out of the guest's memory.
+    /// Moves the data of part `number` between `bytes` and the guest. `None`: it is outside the guest's memory.
     fn copy(&self, number: u32, bytes: &mut [u8]) -> Option<()> {
         let part = self.parts.get(number as usize)?;
         let (data, len) = (&self.request.data, bytes.len());
@@ -115,7 +114,7 @@ impl Job {
         }
     }
 
-    /// The frames that its blocks are in, beginning with the one at `offset` of the data; none for a block that is not in one page.
+    /// The frames of its blocks, starting at `offset` of the data; none for a block that is not in one page.
     fn frames(&self, offset: u64) -> impl Iterator<Item = Option<Frame>> {
         let (mut at, mut segments) = (0, self.request.data.iter().peekable());
         (offset..).step_by(BLOCK).map(move |offset| {
@@ -130,9 +129,9 @@ impl Job {
     }
 }
 
-/// Move bytes between a buffer and the part of the guest's memory that begins at `offset` of what segments name.
+/// Moves bytes between a buffer and the guest's memory, starting at `offset` of the data that `segments` name.
 fn along(
-    segments: &[Segment],
+    segments: &[BufferSegment],
     offset: u64,
     bytes: usize,
     mut each: impl FnMut(u64, usize, usize) -> Option<()>,
@@ -153,14 +152,14 @@ fn along(
     (done == bytes).then_some(())
 }
 
-/// Parts that are short enough to be moved at once.
+/// Divides a range into parts of at most [`CHUNK`] bytes.
 pub(super) fn cut(work: Work, range: Range, offset: u64) -> Vec<Part> {
     let part = |done: u64| Part {
         work,
         at: range.at + done,
         bytes: (range.bytes - done).min(CHUNK as u64),
         offset: offset + done,
-        place: Place::Image,
+        place: PartLocation::Image,
     };
     (0..range.bytes).step_by(CHUNK).map(part).collect()
 }
@@ -184,7 +183,7 @@ mod tests {
 
     #[test]
     fn bytes_go_along_the_segments_and_not_beyond() {
-        let segment = |address, len| Segment { address, len, writable: true };
+        let segment = |address, len| BufferSegment { address, len, writable: true };
         let segments = [segment(100, 10), segment(500, 0), segment(200, 20)];
         let moves = |offset, bytes| {
             let mut seen = Vec::new();

@@ -1,29 +1,29 @@
-//! What the engine notes for phase-based reboots, and what it is asked about it: [`crate::ledger`].
+//! The engine's part of phase-based reboots: [`crate::ledger`].
 
 use super::Engine;
 use super::command::Refused;
 use crate::block::touched;
-use crate::ledger::{Look, Moment, Void};
+use crate::ledger::{ImageStamp, Moment, StaleReason};
 use crate::request::{Kind, Range};
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
-/// A question about it.
+/// A request about the ledger.
 #[derive(Debug)]
-pub enum Question {
-    /// A guest begins that has touched nothing.
+pub enum LedgerCommand {
+    /// A guest boots that has read and written nothing.
     Begin(Sender<Result<(), Refused>>),
     /// Mark this moment.
     Mark(Sender<Result<Moment, Refused>>),
-    /// Whether a guest of a moment may go on.
-    Check(Moment, Sender<Result<Option<Void>, Refused>>),
-    /// The next guest is one of that moment, if it may be. Its memory comes while it runs.
-    GoOn(Moment, Sender<Result<Option<Void>, Refused>>),
+    /// Whether a guest of a moment may continue.
+    Check(Moment, Sender<Result<Option<StaleReason>, Refused>>),
+    /// The next guest continues from that moment, if it may. Its memory is filled while it runs.
+    Resume(Moment, Sender<Result<Option<StaleReason>, Refused>>),
 }
 
 impl Engine {
-    /// Note what a request is going to touch, before anything of it is done.
+    /// Records the blocks of a request before any of it is done.
     pub(super) fn note_touched(&mut self, number: usize) {
         let Some(Ok(kind)) = self.jobs.get(number).map(super::Job::wants) else { return };
         let blocks = |range: &Range| touched(range.at, range.bytes);
@@ -36,27 +36,27 @@ impl Engine {
         }
     }
 
-    /// Answer a question.
-    pub(super) fn asked(&mut self, question: Question) {
-        match question {
-            Question::Begin(answer) => {
-                let begun = self.without_guest().map(|()| self.ledger.begin());
-                let _ = answer.send(begun);
+    /// Answers a request.
+    pub(super) fn serve_ledger(&mut self, command: LedgerCommand) {
+        match command {
+            LedgerCommand::Begin(answer) => {
+                let started = self.without_guest().map(|()| self.ledger.begin());
+                let _ = answer.send(started);
             }
-            Question::Mark(answer) => drop(answer.send(self.mark_moment())),
-            Question::Check(moment, answer) => {
-                let look = self.look();
-                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, look).err()));
+            LedgerCommand::Mark(answer) => drop(answer.send(self.mark_moment())),
+            LedgerCommand::Check(moment, answer) => {
+                let stamp = self.image_stamp();
+                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, stamp).err()));
             }
-            Question::GoOn(moment, answer) => {
-                let gone_on = self.without_guest().map(|()| {
-                    let void = self.ledger.go_on(moment, self.capacity, self.look()).err();
+            LedgerCommand::Resume(moment, answer) => {
+                let resumed = self.without_guest().map(|()| {
+                    let void = self.ledger.resume(moment, self.capacity, self.image_stamp()).err();
                     if void.is_none() {
                         self.settings.filling.store(true, Ordering::Relaxed);
                     }
                     void
                 });
-                let _ = answer.send(gone_on);
+                let _ = answer.send(resumed);
             }
         }
     }
@@ -68,19 +68,21 @@ impl Engine {
     fn mark_moment(&mut self) -> Result<Moment, Refused> {
         let runs = self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
         if runs || !self.jobs.is_empty() {
-            return Err(Refused("the guest runs: what it does now is not in its snapshot; stop it first".into()));
+            return Err(Refused(
+                "the guest runs, so its snapshot would miss its latest actions; stop the guest first".into(),
+            ));
         }
-        let look = self.look();
-        self.ledger.mark(self.capacity, look).ok_or_else(|| {
+        let stamp = self.image_stamp();
+        self.ledger.mark(self.capacity, stamp).ok_or_else(|| {
             Refused(
                 "its server has been started again under the guest: what that had touched before is not known".into(),
             )
         })
     }
 
-    /// What the image looks like. The times of a device, and of an image into which a log is merged, mean nothing: there it is the lock
-    /// alone that keeps others away.
-    fn look(&self) -> Option<Look> {
+    /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean nothing: only the lock
+    /// prevents changes by others.
+    fn image_stamp(&self) -> Option<ImageStamp> {
         if self.image.is_device || self.logged.is_some() {
             return Some((self.capacity, 0, 0));
         }

@@ -1,11 +1,11 @@
-//! A queue that is served: what is next in it, and what is wrong with its rings.
+//! A running queue: takes requests from its rings and checks them.
 //!
-//! The guest can write anything into its rings at any moment. What no driver does is a [`RingError`]: the queue is *broken*, nothing more is
-//! taken out of it, and its front end is notified, once. What is under way ends, the queue can be stopped as any other, and works again
-//! when it is started anew, which a driver does after a reset of its device.
+//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue is *broken*, takes
+//! no more requests, and its front end is notified once. Requests in progress complete, the queue can be stopped like any other, and
+//! works again when it is restarted, which a driver does after it resets its device.
 
 use crate::inflight::Inflight;
-use crate::memory::{Marks, Memory};
+use crate::memory::{Memory, WriteMarks};
 use rustix::io::{Errno, read, write};
 use std::collections::VecDeque;
 use std::fs::File;
@@ -29,15 +29,17 @@ pub(super) enum RingError {
     Kick(Errno),
 }
 
-/// What to do next with a queue.
+/// The next step with a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum QueueStep {
     /// Serve the request at this descriptor. `is_new`: it has not been taken before.
-    Request { head: u16, is_new: bool },
-    /// Look again: the guest has put something in just now.
-    Again,
-    /// Wait for a kick.
-    Wait,
+    Request {
+        head: u16,
+        is_new: bool,
+    },
+    /// Check again: the guest has just added a request.
+    Retry,
+    WaitForKick,
 }
 
 /// See [the module](self).
@@ -47,31 +49,31 @@ pub(super) struct Line {
     pub call: Option<File>,
     /// Written when the queue breaks.
     pub error: Option<File>,
-    /// Taken by a server before, and not done.
+    /// Taken by a previous server, and not completed.
     pub again: VecDeque<u16>,
     /// No new requests are taken.
     pub stopping: bool,
-    /// Why nothing is taken any more.
+    /// Why no request is taken any more.
     pub broken: Option<String>,
     /// The used ring has entries that the guest has not been notified of.
     pub has_unnotified: bool,
 }
 
 impl Line {
-    /// Takes the next request out of the queue.
-    pub fn next(&mut self, memory: &Memory) -> Result<Next, RingError> {
+    /// Takes the next request from the queue.
+    pub fn next(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.queue.size();
         if self.broken.is_some() {
-            return Ok(Next::Wait);
+            return Ok(QueueStep::WaitForKick);
         }
         if let Some(head) = self.again.pop_front() {
-            let found = Next::Request { head, is_new: false };
+            let found = QueueStep::Request { head, is_new: false };
             return if head < size { Ok(found) } else { Err(RingError::Inflight { head, size }) };
         }
         if self.stopping {
-            return Ok(Next::Wait);
+            return Ok(QueueStep::WaitForKick);
         }
-        let map: &GuestMemoryMmap<Marks> = &memory.map;
+        let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
         self.queue.disable_notification(map).map_err(RingError::Access)?;
         let next = self.queue.next_avail();
         let mut available = match self.queue.iter(map) {
@@ -83,29 +85,28 @@ impl Line {
             other => other.map_err(RingError::Access)?,
         };
         match available.next().map(|chain| chain.head_index()) {
-            Some(head) if head < size => Ok(Next::Request { head, is_new: true }),
+            Some(head) if head < size => Ok(QueueStep::Request { head, is_new: true }),
             Some(head) => {
                 available.go_to_previous_position();
                 Err(RingError::Head { head, size })
             }
             None => {
                 let is_more = self.queue.enable_notification(map).map_err(RingError::Access)?;
-                Ok(if is_more { Next::Again } else { Next::Wait })
+                Ok(if is_more { QueueStep::Retry } else { QueueStep::WaitForKick })
             }
         }
     }
 
-    /// Receives a kick.
     pub fn kicked(&self) -> Result<(), RingError> {
         match read(&self.kick, &mut [0; 8]) {
-            // The front end has received it itself.
+            // The front end has received it.
             Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
             Ok(_) => Err(RingError::Kick(Errno::PIPE)),
             Err(e) => Err(RingError::Kick(e)),
         }
     }
 
-    /// Puts a chain into the used ring. The guest is notified by [`Line::notify`].
+    /// Puts a chain into the used ring. [`Line::notify`] notifies the guest.
     pub fn answer(
         &mut self,
         memory: &Memory,
@@ -114,16 +115,16 @@ impl Line {
         written: u32,
     ) -> Result<std::io::Result<()>, RingError> {
         let mut inflight = inflight;
-        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.telling(*number, head));
+        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.answering(*number, head));
         self.queue.add_used(&memory.map, head, written).map_err(RingError::Access)?;
         let used = self.queue.next_used();
         let noted =
-            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.told(number, head, used)));
+            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.answered(number, head, used)));
         self.has_unnotified = true;
         Ok(noted)
     }
 
-    /// Notifies the guest of what was put into the used ring since the last time, if its driver wants that.
+    /// Notifies the guest of new entries in the used ring, if its driver requires that.
     pub fn notify(&mut self, memory: &Memory) {
         if std::mem::take(&mut self.has_unnotified) && self.queue.needs_notification(&memory.map).unwrap_or(true) {
             self.interrupt();
@@ -135,7 +136,7 @@ impl Line {
         self.call.iter().for_each(notify);
     }
 
-    /// Stops to take requests for good. Gives whether it was not broken before.
+    /// Stops taking requests permanently. Returns whether the queue was not broken before.
     pub fn fail(&mut self, error: &RingError) -> bool {
         let is_first = self.broken.is_none();
         if is_first {
@@ -145,13 +146,13 @@ impl Line {
         is_first
     }
 
-    /// Whether requests that a server before had taken are still to be done.
+    /// Whether requests of a previous server are still to be done.
     pub fn has_unfinished(&self) -> bool {
         self.broken.is_none() && !self.again.is_empty()
     }
 }
 
-/// Adds one to an eventfd. One that is full has the other side notified already.
+/// Adds one to an eventfd. If it is at its maximum, the other side has been notified already.
 fn notify(descriptor: &File) {
     let _ = write(descriptor, &1u64.to_ne_bytes());
 }

@@ -1,13 +1,13 @@
-//! Writes that go to the log, and reads of what is there.
+//! Writes into the redo log, and reads from it.
 
-use super::job::{Part, Place, Work};
+use super::job::{Part, PartLocation, Work};
 use super::{DEPTH, Engine, Token};
 use crate::redo::files::LocalFile;
-use crate::redo::format::{PAGE, What};
+use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::{Log, Placed, Wait};
+use crate::redo::log::{CannotAllocate, Log, LogEntry};
 use crate::report::warn_limited;
-use crate::request::{Range, Status};
+use crate::request::{Range, RequestStatus};
 use rekindle_kernel::uring::{Buffer, Operation};
 use serde::{Deserialize, Serialize};
 use slab::Slab;
@@ -17,108 +17,105 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// Between two tries of a write for which there is no room.
+/// Time between two attempts of a write for which there is no space.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Something that is under way for the log alone.
+/// An operation of the log that belongs to no request.
 #[derive(Debug)]
-enum Own {
+enum LogOperation {
     Sync { epoch: u64, written: u64 },
     Punch,
 }
 
-/// Room that can be given back when the requests of now have ended: some may still be about to read it.
+/// Space to reclaim once all present requests have ended: one of them may be about to read it.
 #[derive(Debug)]
-struct Grace<F> {
+struct PendingReclaim<F> {
     file: F,
     at: u64,
     bytes: u64,
-    /// The first request that does not know of it.
+    /// The first request that cannot read it.
     before: u64,
 }
 
-/// What a log is doing.
+/// The state of a redo log.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Told {
+pub struct RedoStatus {
     /// The disk's identity.
     pub disk: Uuid,
-    /// What is written now is of this epoch.
+    /// The current epoch.
     pub epoch: u64,
-    /// The newest epoch that a checkpoint can have.
+    /// The newest sealed epoch.
     pub sealed: u64,
-    /// Everything up to this epoch is in the image.
+    /// The image has all writes of epochs up to this.
     pub merged: u64,
-    /// Bytes that it takes.
+    /// Bytes in use.
     pub bytes: u64,
-    /// Bytes that it may take.
+    /// Most bytes.
     pub limit: u64,
-    /// Extents that are known.
+    /// Number of extents in memory.
     pub extents: usize,
-    /// Later epochs than the one it was opened at are given up with the first write.
+    /// The disk is open at an older epoch, and the first write discards the later ones.
     pub rewound: bool,
-    /// Why writes wait, if they do.
+    /// Why writes wait.
     pub waiting: Option<String>,
-    /// Why the last merge failed, if it did.
+    /// Why the last merge failed.
     pub failed: Option<String>,
 }
 
-/// The log, and what waits for it.
+/// A redo log in the engine, and the writes that wait for it.
 #[derive(Debug)]
-pub struct Logged<F = LocalFile> {
-    /// It.
+pub struct EngineLog<F = LocalFile> {
     pub log: Log<F>,
-    /// The image may have writes from before there was a log that are not durable.
+    /// The image may have writes from before the log that are not durable.
     pub image_dirty: bool,
-    /// No write gets a place any more: the log is about to go.
+    /// New writes wait: the log is about to end.
     pub closing: bool,
-    /// Called when a segment or room is wanted.
-    wanted: Notify,
+    /// Called when a segment or free space is needed.
+    wanted: KeeperCallback,
     held: VecDeque<(usize, u32)>,
     waiting: Option<String>,
-    /// They wait for room.
+    /// Parts that wait for space.
     is_full: bool,
-    /// When what waits is tried again.
+    /// Time of the next attempt.
     retry: Option<Instant>,
-    own: Slab<Own>,
-    grace: Vec<Grace<F>>,
+    own: Slab<LogOperation>,
+    grace: Vec<PendingReclaim<F>>,
 }
 
-/// A call that never blocks and never visits the engine.
+/// A callback that neither blocks nor visits the engine.
 #[derive(Clone)]
-pub struct Notify(Arc<dyn Fn() + Send + Sync>);
+pub struct KeeperCallback(Arc<dyn Fn() + Send + Sync>);
 
-impl Notify {
-    /// That calls `call`.
+impl KeeperCallback {
     #[must_use]
     pub fn new(call: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(call))
     }
 
-    /// Call it.
     pub fn send(&self) {
         (self.0)();
     }
 }
 
-impl std::fmt::Debug for Notify {
+impl std::fmt::Debug for KeeperCallback {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Notify")
     }
 }
 
-impl<F: Clone> Logged<F> {
-    /// `wanted` is called when a segment or room is wanted.
+impl<F: Clone> EngineLog<F> {
+    /// `wanted` is called when a segment or free space is needed.
     #[must_use]
-    pub fn new(log: Log<F>, wanted: Notify, image_dirty: bool) -> Self {
+    pub fn new(log: Log<F>, wanted: KeeperCallback, image_dirty: bool) -> Self {
         let (held, own, grace) = (VecDeque::new(), Slab::new(), Vec::new());
         Self { log, image_dirty, closing: false, wanted, held, waiting: None, is_full: false, retry: None, own, grace }
     }
 
-    /// What it is doing, as far as it is known here.
+    /// The state as far as the engine knows it.
     #[must_use]
-    pub fn told(&self) -> Told {
+    pub fn status(&self) -> RedoStatus {
         let (bytes, limit) = self.log.bytes();
-        Told {
+        RedoStatus {
             disk: self.log.disk(),
             epoch: self.log.epoch(),
             sealed: 0,
@@ -132,13 +129,13 @@ impl<F: Clone> Logged<F> {
         }
     }
 
-    /// Whether writes wait for room.
+    /// Whether writes wait for space.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.is_full
     }
 
-    /// How long to wait at most.
+    /// The longest time to wait for an event.
     pub(super) fn limit(&mut self) -> Option<Duration> {
         if self.log.sweep() {
             return Some(Duration::ZERO);
@@ -146,14 +143,14 @@ impl<F: Clone> Logged<F> {
         self.retry.map(|retry| retry.saturating_duration_since(Instant::now()))
     }
 
-    /// A write has no place yet: asks for a segment, or for room.
-    pub(crate) fn want(&mut self, wait: Wait) {
-        self.is_full |= wait == Wait::Limit;
+    /// Requests a segment or free space for a write that has no place yet.
+    pub(crate) fn want(&mut self, wait: CannotAllocate) {
+        self.is_full |= wait == CannotAllocate::Limit;
         self.wanted.send();
     }
 
-    /// A write into the log has ended well.
-    pub(crate) fn written(&mut self, placed: &Placed) {
+    /// Records that a write into the log has completed.
+    pub(crate) fn written(&mut self, placed: &LogEntry) {
         self.log.written(placed);
         if self.held.is_empty() {
             (self.waiting, self.is_full) = (None, false);
@@ -161,7 +158,7 @@ impl<F: Clone> Logged<F> {
     }
 
     fn full(&mut self, number: usize, part: u32, why: &str) {
-        self.want(Wait::Limit);
+        self.want(CannotAllocate::Limit);
         self.hold(number, part, &format!("there is no room for the redo log where it is{why}"));
     }
 
@@ -175,14 +172,14 @@ impl<F: Clone> Logged<F> {
     }
 }
 
-/// Whether an error says that there is no room.
+/// Whether an error means that there is no space.
 fn is_full(error: &io::Error) -> bool {
-    // A limit of the process or of a quota ends like a full disk, and goes away like one.
+    // A limit of the process or a quota has the effect of a full disk, and can be lifted like it.
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
 }
 
 impl Engine {
-    /// The parts of a read.
+    /// Divides a read into parts.
     pub(super) fn cut_read(&self, range: Range, offset: u64) -> Vec<Part> {
         let Some(logged) = &self.logged else { return super::job::cut(Work::Read, range, offset) };
         let pieces = logged.log.look_up(range.at, range.bytes);
@@ -190,9 +187,9 @@ impl Engine {
             let mut parts = super::job::cut(Work::Read, Range { at, bytes }, offset + (at - range.at));
             for part in &mut parts {
                 part.place = match source.map(|source| source.skip(part.at - at)) {
-                    None => Place::Image,
-                    Some(Source::Data { epoch, at }) => Place::Segment { epoch, at },
-                    Some(Source::Zeroes { .. }) => Place::Zeroes,
+                    None => PartLocation::Image,
+                    Some(Source::Data { epoch, at }) => PartLocation::Segment { epoch, at },
+                    Some(Source::Zeroes { .. }) => PartLocation::Zeroes,
                 };
             }
             parts
@@ -200,56 +197,57 @@ impl Engine {
         parts.collect()
     }
 
-    /// The parts of a flush; `None` if what was written cannot be made durable.
+    /// The parts of a flush; `None` if earlier writes cannot be made durable any more.
     pub(super) fn cut_flush(&self) -> Option<Vec<Part>> {
         let part = |place| Part { work: Work::Sync, at: 0, bytes: 0, offset: 0, place };
         let is_image_wanted = self.logged.as_ref().is_none_or(|logged| logged.image_dirty);
         if is_image_wanted && self.image.durability.is_broken() {
             return None;
         }
-        let Some(logged) = &self.logged else { return Some(vec![part(Place::Image)]) };
+        let Some(logged) = &self.logged else { return Some(vec![part(PartLocation::Image)]) };
         let unsynced = logged.log.unsynced(u64::MAX)?.into_iter();
-        let segments = unsynced.map(|segment| part(Place::Segment { epoch: segment.epoch, at: segment.written }));
-        let image = logged.image_dirty.then(|| part(Place::Image));
+        let segments =
+            unsynced.map(|segment| part(PartLocation::Segment { epoch: segment.epoch, at: segment.written }));
+        let image = logged.image_dirty.then(|| part(PartLocation::Image));
         Some(image.into_iter().chain(segments).collect())
     }
 
-    /// Begin to write a part into the log. What there is no room for waits.
+    /// Starts writing a part into the log. It waits if there is no space.
     pub(super) fn append(&mut self, number: usize, part: u32, work: Part) {
-        // A QEMU that stops its guest, or has gone, does not wait for a checkpoint; what comes after it waits for what it had under way.
+        // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later ones wait for them.
         let is_left = self.jobs.get(number).is_none_or(|job| !self.fronts.contains_key(&job.session));
         let may_wait = self.stopping.is_empty() && !is_left && !self.ended;
         let Some(logged) = &mut self.logged else { return };
         let what = match work.work {
-            Work::Discard | Work::Zero { hole: true } => What::Hole,
-            Work::Zero { hole: false } | Work::ZeroByWriting => What::Zeroes,
-            _ => What::Data,
+            Work::Discard | Work::Zero { hole: true } => EntryKind::Hole,
+            Work::Zero { hole: false } | Work::ZeroByWriting => EntryKind::Zeroes,
+            _ => EntryKind::Data,
         };
         let placed = match work.place {
             place if logged.closing => {
-                if let Place::Entry(placed) = place {
+                if let PartLocation::Entry(placed) = place {
                     logged.log.abandoned(&placed);
                 }
                 logged.hold(number, part, "the log is about to end");
                 if let Some(part) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
-                    part.place = Place::Image;
+                    part.place = PartLocation::Image;
                 }
                 return;
             }
-            // Tried before.
-            Place::Entry(placed) => placed,
-            _ => match logged.log.place(work.at, work.bytes, what, may_wait) {
+            // Not the first attempt.
+            PartLocation::Entry(placed) => placed,
+            _ => match logged.log.allocate(work.at, work.bytes, what, may_wait) {
                 Ok(placed) => placed,
-                Err(wait @ Wait::Segment(epoch)) => {
+                Err(wait @ CannotAllocate::Segment(epoch)) => {
                     logged.want(wait);
                     return logged.hold(number, part, &format!("epoch {epoch} has no segment yet"));
                 }
-                Err(Wait::Limit) => {
+                Err(CannotAllocate::Limit) => {
                     let (_, limit) = logged.log.bytes();
-                    logged.want(Wait::Limit);
+                    logged.want(CannotAllocate::Limit);
                     let why = format!(
-                        "the redo log is as long as it may be ({limit} bytes): no checkpoint is committed. Look after \
-                         rekindle protect, or give the last checkpoint's disk up: rekindle disk merge"
+                        "the redo log has reached its limit of {limit} bytes, because no checkpoint is committed. Check that \
+                         rekindle protect runs, or discard the disk of the last checkpoint: rekindle disk merge"
                     );
                     logged.hold(number, part, &why);
                     return self.sync_to_reclaim();
@@ -257,23 +255,23 @@ impl Engine {
             },
         };
         if let Some(place) = self.jobs.get_mut(number).and_then(|job| job.parts.get_mut(part as usize)) {
-            place.place = Place::Entry(placed);
+            place.place = PartLocation::Entry(placed);
         }
         let mut buffer = self.buffer(placed.length() as usize);
         let len = work.bytes as usize;
         let (head, data) = buffer.split_at_mut(PAGE as usize);
         let data = match what {
-            What::Data => {
+            EntryKind::Data => {
                 let (data, rest) = data.split_at_mut(len);
                 rest.fill(0);
                 if self.copy(number, part, data).is_none() {
                     self.abandon(&placed);
                     self.put_back(Some(buffer));
-                    return self.part_done(number, Status::Failed);
+                    return self.part_done(number, RequestStatus::Failed);
                 }
                 &*data
             }
-            What::Zeroes | What::Hole => &[],
+            EntryKind::Zeroes | EntryKind::Hole => &[],
         };
         let Some(logged) = &self.logged else { return };
         head.copy_from_slice(&logged.log.header(&placed, data));
@@ -283,23 +281,23 @@ impl Engine {
         }
         let operation = Operation::Write { at: placed.offset, len: placed.length() as usize, buffer };
         if self.ring.begin(&file.0, operation, Token::Part(number as u32, part).pack()).is_err() {
-            // There is room: it was looked for.
+            // There is space: it was checked before.
             self.abandon(&placed);
-            self.part_done(number, Status::Failed);
+            self.part_done(number, RequestStatus::Failed);
         }
     }
 
-    fn abandon(&mut self, placed: &Placed) {
+    fn abandon(&mut self, placed: &LogEntry) {
         if let Some(logged) = &mut self.logged {
             logged.log.abandoned(placed);
         }
     }
 
-    /// A write into the log has ended. Where there is no room it is tried again.
+    /// Handles the completion of a write into the log. Retries it later if there is no space.
     pub(super) fn appended(
         &mut self,
         (number, part): (usize, u32),
-        placed: &Placed,
+        placed: &LogEntry,
         result: io::Result<usize>,
         buffer: Option<Buffer>,
     ) {
@@ -309,7 +307,7 @@ impl Engine {
                 logged.written(placed);
                 return self.moved(number, part, buffer, PAGE as usize);
             }
-            // A part of it: there is no room for the rest.
+            // A short write: no space for the rest.
             Ok(_) => logged.full(number, part, ""),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
@@ -318,27 +316,27 @@ impl Engine {
             Err(e) => {
                 warn_limited!("the redo log of {}: writing {} bytes: {e}", self.image.path.display(), placed.length());
                 logged.log.abandoned(placed);
-                self.part_done(number, Status::Failed);
+                self.part_done(number, RequestStatus::Failed);
             }
         }
         self.put_back(buffer);
     }
 
-    /// A part of a flush has ended. Gives what that means to the guest: an error also where another sync of the image has got it.
-    pub(super) fn flushed(&mut self, place: Place, result: io::Result<usize>) -> io::Result<usize> {
+    /// Handles the completion of a part of a flush. Returns an error also if another sync of the image has received it.
+    pub(super) fn flushed(&mut self, place: PartLocation, result: io::Result<usize>) -> io::Result<usize> {
         if matches!(&result, Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))) {
             return result;
         }
         match (place, &mut self.logged) {
-            (Place::Segment { epoch, at: written }, Some(logged)) => {
+            (PartLocation::Segment { epoch, at: written }, Some(logged)) => {
                 let is_durable = logged.log.synced(epoch, written, result.is_ok());
                 self.reclaim();
                 if !is_durable && result.is_ok() {
                     return Err(io::Error::from_raw_os_error(libc::EIO));
                 }
             }
-            (Place::Image, _) if result.is_err() => self.image.durability.set_broken(),
-            (Place::Image, _) if self.image.durability.is_broken() => {
+            (PartLocation::Image, _) if result.is_err() => self.image.durability.set_broken(),
+            (PartLocation::Image, _) if self.image.durability.is_broken() => {
                 return Err(io::Error::from_raw_os_error(libc::EIO));
             }
             _ => {}
@@ -346,7 +344,7 @@ impl Engine {
         result
     }
 
-    /// Try again what waits.
+    /// Retries waiting parts.
     pub(super) fn release(&mut self) {
         if let Some(logged) = &mut self.logged {
             logged.retry = None;
@@ -354,51 +352,52 @@ impl Engine {
         }
     }
 
-    /// The same, if it is time to.
+    /// Retries waiting parts, if it is time.
     pub(super) fn release_if_due(&mut self) {
         if self.logged.as_ref().and_then(|logged| logged.retry).is_some_and(|retry| retry <= Instant::now()) {
             self.release();
         }
     }
 
-    /// The log has gone: what waits goes to the image.
-    pub(super) fn unlogged(&mut self, logged: &mut Logged) {
+    /// Lets waiting parts continue into the image: the log has ended.
+    pub(super) fn unlogged(&mut self, logged: &mut EngineLog) {
         self.waiting.extend(logged.held.drain(..));
     }
 
-    /// What was overwritten could be given back, were that durable which has overwritten it.
+    /// Syncs segments whose overwritten entries could then be reclaimed.
     fn sync_to_reclaim(&mut self) {
         let Some(logged) = &mut self.logged else { return };
-        let is_syncing =
-            |epoch| logged.own.iter().any(|(_, own)| matches!(own, Own::Sync { epoch: of, .. } if *of == epoch));
+        let is_syncing = |epoch| {
+            logged.own.iter().any(|(_, own)| matches!(own, LogOperation::Sync { epoch: of, .. } if *of == epoch))
+        };
         let unsynced = logged.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch));
         if let Some(segment) = unsynced {
-            self.begin_own(
+            self.begin_log_operation(
                 &segment.file,
                 Operation::Sync,
-                Own::Sync { epoch: segment.epoch, written: segment.written },
+                LogOperation::Sync { epoch: segment.epoch, written: segment.written },
             );
         } else {
             self.reclaim();
         }
     }
 
-    fn begin_own(&mut self, file: &LocalFile, operation: Operation, own: Own) {
+    fn begin_log_operation(&mut self, file: &LocalFile, operation: Operation, own: LogOperation) {
         let Some(logged) = &mut self.logged else { return };
         let number = logged.own.insert(own);
-        if self.ring.begin(&file.0, operation, Token::Own(number as u32).pack()).is_err() {
+        if self.ring.begin(&file.0, operation, Token::LogOperation(number as u32).pack()).is_err() {
             logged.own.remove(number);
         }
     }
 
-    pub(super) fn own_ended(&mut self, number: u32, result: &io::Result<usize>) {
+    pub(super) fn log_operation_ended(&mut self, number: u32, result: &io::Result<usize>) {
         let Some(logged) = &mut self.logged else { return };
         match logged.own.try_remove(number as usize) {
-            Some(Own::Sync { epoch, written }) => {
+            Some(LogOperation::Sync { epoch, written }) => {
                 logged.log.synced(epoch, written, result.is_ok());
                 self.reclaim();
             }
-            Some(Own::Punch) | None => {}
+            Some(LogOperation::Punch) | None => {}
         }
         if let Err(e) = result {
             warn_limited!("the redo log of {}: {e}", self.image.path.display());
@@ -409,24 +408,24 @@ impl Engine {
         let before = self.serial;
         let Some(logged) = &mut self.logged else { return };
         let found = logged.log.reclaim().into_iter();
-        logged.grace.extend(found.map(|(file, at, bytes)| Grace { file, at, bytes, before }));
+        logged.grace.extend(found.map(|(file, at, bytes)| PendingReclaim { file, at, bytes, before }));
     }
 
-    /// Give back what no request that is under way can be about to read.
+    /// Reclaims space that no request in progress can be about to read.
     pub(super) fn punch(&mut self) {
         let Some(logged) = self.logged.as_mut().filter(|logged| !logged.grace.is_empty()) else { return };
         let oldest = self.jobs.iter().map(|(_, job)| job.serial).min().unwrap_or(u64::MAX);
-        // Places in the ring are kept for requests, and for who waits for kicks.
+        // Space in the ring is kept for requests, and for waiting for kicks.
         let mut room = (DEPTH as usize / 2).saturating_sub(self.ring.under_way());
-        let is_free = |grace: &mut Grace<LocalFile>| {
+        let is_free = |grace: &mut PendingReclaim<LocalFile>| {
             let is_free = grace.before <= oldest && room > 0;
             room -= usize::from(is_free);
             is_free
         };
-        let free: Vec<Grace<LocalFile>> = logged.grace.extract_if(.., is_free).collect();
-        for Grace { file, at, bytes, .. } in free {
+        let free: Vec<PendingReclaim<LocalFile>> = logged.grace.extract_if(.., is_free).collect();
+        for PendingReclaim { file, at, bytes, .. } in free {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            self.begin_own(&file, Operation::Allocate { mode, at, len: bytes }, Own::Punch);
+            self.begin_log_operation(&file, Operation::Allocate { mode, at, len: bytes }, LogOperation::Punch);
         }
     }
 }

@@ -1,28 +1,28 @@
-//! The engine: one thread that has the image, the queues of the front end that is active, and everything that is under way.
+//! The engine: one thread with the image, the queues of the active front end, and all requests in progress.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
 //! | `front` | a front end: its memory and its queues |
-//! | `line` | a queue that is served: what is next in it, and what is wrong with its rings |
-//! | `record` | what is written of a guest's memory |
-//! | `job` | one request from the available to the used ring |
-//! | `hand` | what was moved in large pieces is digested beside the engine |
-//! | [`logged`] | writes that go to the redo log, and reads of what is there |
-//! | [`mod@ledger`] | what is noted for phase-based reboots |
-//! | [`command`], `asked`, [`visit`] | what others ask the engine for |
+//! | `line` | a running queue: takes requests from its rings and checks them |
+//! | `record` | pages of the guest's memory that the server writes |
+//! | `job` | one request, from the available to the used ring |
+//! | `digest_thread` | a thread that digests large pieces |
+//! | [`logged`] | writes into the redo log, and reads from it |
+//! | [`mod@ledger`] | records for phase-based reboots |
+//! | [`command`], `commands`, [`visit`] | requests to the engine from other threads |
 //!
-//! All data goes through buffers of our own. So a digest is of what was moved, whatever the guest does with its page meanwhile; a write
-//! is of one moment; and nothing that the guest does can change what a device is still reading.
+//! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest changes its page
+//! meanwhile; a write has the content of one moment; and a guest cannot change what a device is still reading.
 //!
 //! ```text
 //! read    disk ── buffer ──> digest, guest, block map          write   guest ── buffer ──> digest, disk, block map
-//!         attic ─ buffer ──> digest: the same? guest, map
+//!         cache ─ buffer ──> digest equal? guest, map
 //! ```
 
-mod asked;
 pub mod command;
+mod commands;
+mod digest_thread;
 mod front;
-mod hand;
 mod job;
 pub mod ledger;
 mod line;
@@ -30,19 +30,19 @@ pub mod logged;
 mod record;
 pub mod visit;
 
-use crate::attic::Attic;
 use crate::digest::Digester;
 use crate::image::Image;
 use crate::ledger::Ledger;
 use crate::limit::{Limits, Throttle};
 use crate::map::BlockMap;
 use crate::memory::Memory;
-use command::{Command, Refused, Session};
+use crate::retained::RetainedCache;
+use command::{Command, FrontendId, Refused};
+use digest_thread::DigestThread;
 use front::Front;
 pub use front::MOST_ENTRIES;
-use hand::Hand;
-use job::{Job, Late};
-use logged::Logged;
+use job::{Job, PendingRecord};
+use logged::EngineLog;
 use record::Record;
 use rekindle_kernel::uring::{Buffer, Done, HALF, Ring};
 use rustix::event::{EventfdFlags, eventfd};
@@ -56,45 +56,43 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Operations under way at a time.
+/// Most operations in progress.
 const DEPTH: u32 = 256;
-/// Bytes of one operation at most. A longer request is cut.
+/// Most bytes of one operation. A longer request is divided.
 pub const CHUNK: usize = 1 << 20;
-/// Bytes of buffers that are kept for the next request.
+/// Most bytes of unused buffers that are kept.
 const POOL: usize = 16 << 20;
-/// So many bytes may be moved between buffers and the guest before it is seen to that the disk is not idle.
+/// Most bytes to move between buffers and the guest before new operations are submitted, so that the disk is not idle.
 const FEED: usize = 256 << 10;
-/// How often it is looked after the attic while there is one.
-const LOOK: Duration = Duration::from_millis(100);
+/// Interval of updating the retained cache.
+const MAINTAIN_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a disk is served with.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What its guest sees as its serial number.
+    /// Serial number that the guest sees.
     pub serial: String,
-    /// The rates it is held to.
     pub limits: Limits,
-    /// Remember where its blocks are, for a warm cache.
+    /// Maintain a block map, for a warm cache.
     pub map: bool,
-    /// Queues that a guest may have.
+    /// Most queues of a guest.
     pub queues: u16,
-    /// How long an attic is kept at most.
-    pub attic_keep: Option<Duration>,
-    /// A restore still brings the guest's memory, until [`Command::Filled`].
+    /// How long to keep a retained cache.
+    pub retain_for: Option<Duration>,
+    /// A restore is still filling the guest's memory, until [`Command::Filled`].
     pub filling: Arc<AtomicBool>,
 }
 
-/// What a completion belongs to.
+/// The origin of a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Token {
-    /// Somebody wants something of the engine.
+    /// Another thread has queued a command or a result.
     Wake,
-    /// A queue has been kicked.
-    Kick(Session, u16),
-    /// A part of a job has ended: its number, and which part.
+    /// A queue was kicked.
+    Kick(FrontendId, u16),
+    /// A part of a job has completed: job number and part.
     Part(u32, u32),
-    /// Something that was for the log alone.
-    Own(u32),
+    /// An operation of the redo log itself has completed.
+    LogOperation(u32),
 }
 
 impl Token {
@@ -103,21 +101,21 @@ impl Token {
             Self::Wake => 0,
             Self::Kick(session, queue) => 1 << 62 | u64::from(session.0) << 16 | u64::from(queue),
             Self::Part(job, part) => 2 << 62 | u64::from(job) << 24 | u64::from(part),
-            Self::Own(number) => 3 << 62 | u64::from(number),
+            Self::LogOperation(number) => 3 << 62 | u64::from(number),
         }
     }
 
     fn unpack(token: u64) -> Self {
         match token >> 62 {
             0 => Self::Wake,
-            1 => Self::Kick(Session((token >> 16) as u32), token as u16),
-            3 => Self::Own(token as u32),
+            1 => Self::Kick(FrontendId((token >> 16) as u32), token as u16),
+            3 => Self::LogOperation(token as u32),
             _ => Self::Part((token >> 24) as u32, (token & 0xff_ffff) as u32),
         }
     }
 }
 
-/// How the engine is reached.
+/// Sends commands to the engine.
 #[derive(Debug, Clone)]
 pub struct Handle {
     commands: Sender<Command>,
@@ -125,10 +123,10 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Ask for something and wait for the answer.
+    /// Sends a command and waits for the answer.
     ///
     /// # Errors
-    /// [`Refused`]; also when the engine has ended.
+    /// [`Refused`], also if the engine has ended.
     pub fn ask<T>(&self, command: impl FnOnce(Sender<Result<T, Refused>>) -> Command) -> Result<T, Refused> {
         let (sender, answer) = channel();
         let gone = || Refused("the disk's engine has ended".into());
@@ -137,16 +135,16 @@ impl Handle {
         answer.recv().map_err(|_| gone())?
     }
 
-    /// Tell something that has no answer.
-    pub fn tell(&self, command: Command) {
+    /// Sends a command that has no answer.
+    pub fn send(&self, command: Command) {
         if self.commands.send(command).is_ok() {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 }
 
-/// A request that is stopped: a queue, and who waits until nothing of it is under way.
-type Stopping = (Session, u16, Sender<Result<u16, Refused>>);
+/// A queue that is being stopped, and where to send the answer once none of its requests is in progress.
+type Stopping = (FrontendId, u16, Sender<Result<u16, Refused>>);
 
 /// See [the module](self).
 struct Engine {
@@ -156,78 +154,76 @@ struct Engine {
     settings: Settings,
     commands: Receiver<Command>,
     wake: Arc<OwnedFd>,
-    fronts: BTreeMap<Session, Front>,
-    /// The one whose queues run.
-    active: Option<Session>,
-    /// What is written of a guest's memory, for a protector.
+    fronts: BTreeMap<FrontendId, Front>,
+    /// The front end whose queues run.
+    active: Option<FrontendId>,
+    /// Pages of the guest's memory that the server writes, for a protector.
     record: Option<Record>,
     stopping: Vec<Stopping>,
     jobs: Slab<Job>,
-    hand: Hand,
-    /// What it digests.
-    late: Slab<Late>,
-    /// Parts that wait for room in the ring, or for the rate.
+    digest_thread: DigestThread,
+    late: Slab<PendingRecord>,
+    /// Parts that wait for space in the ring, or for the rate limit.
     waiting: VecDeque<(usize, u32)>,
     throttle: Throttle,
-    /// When the first that waits for the rate may go on.
+    /// When the first part that waits for the rate limit may start.
     due: Option<Instant>,
     digester: Digester,
     map: Option<(BlockMap, Arc<Memory>)>,
-    attic: Option<Attic>,
-    /// When the guest's driver begins anew, what the map knows is an attic in the same memory.
+    retained: Option<RetainedCache>,
+    /// The next start of the guest's driver turns the block map into a retained cache in the same memory.
     reuse: bool,
-    /// When it was made.
+    /// When the retained cache was created.
     kept_at: Instant,
-    /// The disk is still to come.
+    /// The server has no disk yet.
     waits: bool,
-    /// The redo log, if the disk has one.
-    logged: Option<Logged>,
-    /// What the guest has touched, for phase-based reboots.
+    logged: Option<EngineLog>,
+    /// What the guest has read or written, for phase-based reboots.
     ledger: Ledger,
-    /// The number of the next request among all.
+    /// Number of the next request.
     serial: u64,
-    /// What became of the one before, which is empty.
-    emptied: Option<crate::attic::Told>,
-    /// When it was last looked after.
-    looked: Instant,
-    /// Some of it is to be given back at once, as far as requests leave time for it.
-    tending: bool,
-    /// A request has ended: there may be room for one that waits in its queue.
+    /// Final counts of the last retained cache, after it became empty.
+    emptied: Option<crate::retained::CacheCounts>,
+    /// When the retained cache was last updated.
+    updated: Instant,
+    /// Memory of the retained cache is to be released between requests.
+    maintaining: bool,
+    /// A request has completed, so that another one may be taken from its queue.
     has_room: bool,
-    /// There may be more in a queue than was taken in its turn.
+    /// A queue may have more requests than one turn takes.
     has_more: bool,
-    /// Bytes of all requests that were taken out of the queues and have not ended.
+    /// Bytes of all requests in progress.
     taken_bytes: u64,
-    /// Answers that no guest has been notified of.
+    /// Some guest has answers that it has not been notified of.
     unnotified: usize,
-    /// Bytes that are under way.
+    /// Bytes of all operations in progress.
     moving: usize,
-    /// Bytes that were moved since the disk was seen to.
+    /// Bytes moved since operations were last submitted.
     has_moved: usize,
     pool: Vec<Buffer>,
     pooled: usize,
     ended: bool,
 }
 
-/// Serve `image` in a thread of its own, until [`Command::End`]. `logged`: its redo log, if it has one already. `waits`: the image was
-/// only looked at, and no queue runs until [`Command::Have`].
+/// Serves `image` in a new thread until [`Command::End`]. `logged`: its redo log, if there is one. `waits`: the image was only
+/// inspected, and no queue runs until [`Command::Have`].
 ///
 /// # Errors
-/// The system's: no `io_uring`, no random numbers.
+/// The system's: io_uring or random numbers are unavailable.
 pub fn start(
     image: Image,
     settings: Settings,
-    logged: Option<Logged>,
+    logged: Option<EngineLog>,
     waits: bool,
 ) -> io::Result<(Handle, JoinHandle<io::Result<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
     let handle = Handle { commands: sender, wake: Arc::clone(&wake) };
     let digester = Digester::new()?;
-    let hand = Hand::begin(Arc::clone(&wake))?;
+    let digest_thread = DigestThread::begin(Arc::clone(&wake))?;
     let (ready, is_ready) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
-        // The ring is of the thread that made it.
+        // A ring belongs to the thread that created it.
         let ring = match Ring::new(DEPTH) {
             Ok(ring) => ring,
             Err(e) => {
@@ -250,14 +246,14 @@ pub fn start(
             record: None,
             stopping: Vec::new(),
             jobs: Slab::new(),
-            hand,
+            digest_thread,
             late: Slab::new(),
             waiting: VecDeque::new(),
             throttle,
             due: None,
             digester,
             map: None,
-            attic: None,
+            retained: None,
             reuse: false,
             kept_at: Instant::now(),
             waits,
@@ -265,8 +261,8 @@ pub fn start(
             ledger: Ledger::default(),
             serial: 0,
             emptied: None,
-            looked: Instant::now(),
-            tending: false,
+            updated: Instant::now(),
+            maintaining: false,
             has_room: false,
             unnotified: 0,
             has_more: false,
@@ -289,7 +285,7 @@ impl Engine {
         loop {
             self.serve_commands();
             self.note_digested();
-            // Not where a request ends: one that needs no disk ends where it begins.
+            // Not at a request's completion: a request that needs no disk completes when it begins.
             if std::mem::take(&mut self.has_room) | std::mem::take(&mut self.has_more) {
                 self.take_all();
             }
@@ -304,7 +300,7 @@ impl Engine {
             self.ring.wait(limit)?;
             for done in self.ring.ended() {
                 self.completed(done);
-                // What was moved has taken its time: meanwhile the disk is to have something to do.
+                // Moving data takes time: let the disk work meanwhile.
                 if std::mem::take(&mut self.has_moved) > FEED {
                     self.notify();
                     self.take_all();
@@ -312,23 +308,23 @@ impl Engine {
                     self.ring.submit()?;
                 }
             }
-            self.look_after_attic();
+            self.maintain_retained();
         }
     }
 
-    /// How long to wait at most.
+    /// The longest time to wait for an event.
     fn limit(&mut self) -> Option<Duration> {
         let due = self.due.map(|due| due.saturating_duration_since(Instant::now()));
-        let look = self.attic.as_ref().map(|_| if self.tending { Duration::ZERO } else { LOOK });
-        let log = self.logged.as_mut().and_then(Logged::limit);
+        let update = self.retained.as_ref().map(|_| if self.maintaining { Duration::ZERO } else { MAINTAIN_INTERVAL });
+        let log = self.logged.as_mut().and_then(EngineLog::limit);
         let more = self.has_more.then_some(Duration::ZERO);
-        due.into_iter().chain(look).chain(log).chain(more).min()
+        due.into_iter().chain(update).chain(log).chain(more).min()
     }
 
     fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
-        // There are far fewer queues than the ring has room for, and jobs leave it to them: see `begin_waiting`.
+        // There are far fewer queues than the ring has space for, and jobs leave it to them: see `begin_waiting`.
         if self.ring.when_readable(descriptor, token.pack()).is_err() {
-            tracing::error!("there is no room to wait for {token:?}");
+            tracing::error!("the io_uring ring has no space to wait for {token:?}");
         }
     }
 
@@ -339,12 +335,12 @@ impl Engine {
                 self.listen(&Arc::clone(&self.wake), Token::Wake);
             }
             Token::Kick(session, queue) => self.kicked(session, queue),
-            Token::Own(number) => self.own_ended(number, &done.result),
+            Token::LogOperation(number) => self.log_operation_ended(number, &done.result),
             Token::Part(job, part) => self.part_ended(job as usize, part, done.result, done.buffer),
         }
     }
 
-    /// A buffer of at least `bytes` bytes.
+    /// Returns a buffer of at least `bytes` bytes.
     fn buffer(&mut self, bytes: usize) -> Buffer {
         let fits = self.pool.iter().rposition(|buffer| buffer.len() >= bytes && buffer.len() <= bytes.max(1) * 4);
         match fits {
@@ -370,21 +366,21 @@ impl Engine {
         }
     }
 
-    /// The attic takes no more room than the guest has not taken yet.
-    fn look_after_attic(&mut self) {
-        let Some(attic) = &mut self.attic else { return };
-        if self.looked.elapsed() >= LOOK {
-            self.looked = Instant::now();
-            if self.settings.attic_keep.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
-                attic.give_up();
+    /// Limits the retained cache to the memory that the guest has not allocated yet.
+    fn maintain_retained(&mut self) {
+        let Some(retained) = &mut self.retained else { return };
+        if self.updated.elapsed() >= MAINTAIN_INTERVAL {
+            self.updated = Instant::now();
+            if self.settings.retain_for.is_some_and(|keep| self.kept_at.elapsed() >= keep) {
+                retained.discard();
             }
-            attic.look(self.map.as_ref().map(|(_, memory)| memory.room()));
+            retained.update(self.map.as_ref().map(|(_, memory)| memory.room()));
         }
-        self.tending = attic.tend();
-        if attic.is_done() {
-            tracing::info!("the attic is empty: {:?}", attic.told());
-            self.emptied = Some(attic.told());
-            (self.attic, self.tending) = (None, false);
+        self.maintaining = retained.maintain();
+        if retained.is_done() {
+            tracing::info!("the retained cache is empty: {:?}", retained.counts());
+            self.emptied = Some(retained.counts());
+            (self.retained, self.maintaining) = (None, false);
         }
     }
 }
@@ -397,10 +393,10 @@ mod tests {
     fn a_token_comes_back_as_it_was() {
         for token in [
             Token::Wake,
-            Token::Kick(Session(7), 3),
-            Token::Kick(Session(u32::MAX), u16::MAX),
+            Token::Kick(FrontendId(7), 3),
+            Token::Kick(FrontendId(u32::MAX), u16::MAX),
             Token::Part(u32::MAX, 0xff_ffff),
-            Token::Own(u32::MAX),
+            Token::LogOperation(u32::MAX),
         ] {
             assert_eq!(Token::unpack(token.pack()), token);
         }

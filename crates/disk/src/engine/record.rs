@@ -1,26 +1,26 @@
-//! What the server writes of a guest's memory, kept for a protector: it does not show in QEMU's page tables.
+//! The pages of a guest's memory that the server writes, recorded for a protector: QEMU's page tables do not show them.
 //!
-//! A record is of one front end, from its beginning to its end. With the front end, or this process, it is gone, and who asks is told
-//! that: everything may have been written then.
+//! A record is of one front end, from start to end. It ends with the front end or this process; a later request for it fails, since
+//! any page may have been written by then.
 
 use super::Engine;
-use super::command::{Refused, Session};
+use super::command::{FrontendId, Refused};
 use crate::memory::{Memory, Span};
 use std::sync::Arc;
 
 /// See [the module](self).
 #[derive(Debug)]
 pub(super) struct Record {
-    pub session: Session,
-    /// Written through a mapping that there is no more: QEMU has told its memory anew.
+    pub session: FrontendId,
+    /// Pages written through a previous mapping: QEMU has passed its memory table again.
     before: Vec<Span>,
 }
 
 impl Record {
-    /// The front end's memory is mapped anew. Nothing of it is under way.
-    pub fn goes_on(&mut self, before: Option<Arc<Memory>>, memory: &Memory) {
+    /// Continues the record after the memory is mapped anew. *Needs:* no request is in progress.
+    pub fn remap(&mut self, before: Option<Arc<Memory>>, memory: &Memory) {
         self.before.extend(before.iter().flat_map(|memory| memory.collect()));
-        // As often as a guest has its memory mapped anew, there is no more than its pages.
+        // However often the memory is mapped anew, the pages are no more than the guest has.
         self.before.sort_unstable_by_key(|span| span.address);
         self.before.dedup_by(|next, span| {
             let end = span.address.saturating_add(span.bytes);
@@ -35,7 +35,7 @@ impl Record {
 }
 
 impl Engine {
-    /// Note what is written of the guest of `process`; of none, if there is none given. Whether that was noted already.
+    /// Starts recording the pages of the guest of `process`, or stops. Returns whether they were recorded already.
     pub(super) fn note(&mut self, process: Option<u32>) -> Result<bool, Refused> {
         let Some(process) = process else {
             self.end_record();
@@ -50,7 +50,7 @@ impl Engine {
         self.end_record();
         if let Some(memory) = memory {
             memory.note(true);
-            // Of an earlier record.
+            // Left by an earlier record.
             drop(memory.collect());
         }
         self.record = Some(Record { session, before: Vec::new() });
@@ -64,11 +64,12 @@ impl Engine {
         }
     }
 
-    /// What was written since the last time.
+    /// Returns and clears the recorded pages.
     pub(super) fn collect(&mut self) -> Result<Vec<Span>, Refused> {
         let Some(record) = &mut self.record else {
             return Err(Refused(
-                "what it has written was not noted: another QEMU has connected, or nobody has asked".into(),
+                "the pages that it wrote were not recorded: another QEMU has connected, or recording was not started"
+                    .into(),
             ));
         };
         let mut written = std::mem::take(&mut record.before);

@@ -1,22 +1,21 @@
-//! Doing something with the log on the engine's thread, between two of its steps.
+//! Runs a function with the redo log on the engine's thread, between two of its steps.
 
 use super::command::{Command, Refused};
-use super::logged::Logged;
+use super::logged::EngineLog;
 use super::{Engine, Handle};
 use crate::redo::files::{LocalFile, LogFile};
 
-/// What a visitor finds.
-pub struct Reach<'a, F = LocalFile> {
-    /// The log, if the disk has one.
-    pub logged: &'a mut Option<Logged<F>>,
-    /// The guest may ask for something at any moment, or has done so.
+/// The part of the engine that a visitor can access.
+pub struct EngineView<'a, F = LocalFile> {
+    pub logged: &'a mut Option<EngineLog<F>>,
+    /// The guest's queues run, or requests are in progress.
     pub is_running: bool,
-    /// A log that was taken away.
-    pub ended: Option<Logged<F>>,
+    /// A log that the visitor has removed.
+    pub ended: Option<EngineLog<F>>,
 }
 
 /// See [the module](self).
-pub struct Visit(Box<dyn FnOnce(&mut Reach<'_>) + Send>);
+pub struct Visit(Box<dyn FnOnce(&mut EngineView<'_>) + Send>);
 
 impl std::fmt::Debug for Visit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -24,18 +23,17 @@ impl std::fmt::Debug for Visit {
     }
 }
 
-/// An engine that can be visited: the real one, or a model of it.
+/// An engine that can be visited: the real one, or a model.
 pub trait VisitEngine: Clone + Send + Sync + 'static {
-    /// The files of its log.
     type File: LogFile;
 
-    /// Have `visit` called on the engine's thread, and wait for what it gives.
+    /// Runs `visit` on the engine's thread and returns its result.
     ///
     /// # Errors
-    /// What it gives; also when the engine has ended.
+    /// That of `visit`, or the engine has ended.
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut Reach<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
+        visit: impl FnOnce(&mut EngineView<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused>;
 }
 
@@ -44,9 +42,9 @@ impl VisitEngine for Handle {
 
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut Reach<'_>) -> Result<T, Refused> + Send + 'static,
+        visit: impl FnOnce(&mut EngineView<'_>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused> {
-        self.ask(|answer| Command::Visit(Visit(Box::new(move |reach| drop(answer.send(visit(reach)))))))
+        self.ask(|answer| Command::Visit(Visit(Box::new(move |view| drop(answer.send(visit(view)))))))
     }
 }
 
@@ -56,13 +54,13 @@ impl Engine {
             self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
         let is_running = has_queues || !self.jobs.is_empty();
         let mut logged = self.logged.take();
-        let mut reach = Reach { logged: &mut logged, is_running, ended: None };
-        visit(&mut reach);
-        if let Some(mut ended) = reach.ended {
+        let mut view = EngineView { logged: &mut logged, is_running, ended: None };
+        visit(&mut view);
+        if let Some(mut ended) = view.ended {
             self.unlogged(&mut ended);
         }
         self.logged = logged;
-        // There may be room now.
+        // Writes that waited may have space now.
         self.release();
     }
 }

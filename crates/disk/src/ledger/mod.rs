@@ -1,13 +1,12 @@
-//! What a guest has touched of its disk until a moment, and whether any of it has been changed since.
+//! The blocks that a guest has touched, that is read or written, until a moment, and whether any of them was written since.
 //!
-//! For phase-based reboots: a snapshot of a guest may be used again while the disk is, for all that the guest can know of it, what it
-//! was at the snapshot. A guest knows of a block what it has read of it, and what it has written to it. So the ledger keeps the
-//! blocks that were *touched*, read or written, from the guest's start on; a mark keeps those of its moment, and is void from the
-//! first request on that writes any of them, whatever it writes and whatever becomes of it.
+//! For phase-based reboots: a guest's snapshot may be used again while the disk is, for all that the guest can know, as it was at the
+//! snapshot. A guest knows a block if it has read or written it. So the ledger records the *touched* blocks from the guest's boot on. A
+//! mark keeps those of its moment, and becomes stale with the first request that writes any of them, whatever the data and the result.
 //!
-//! It is in the memory of the server and nowhere else, and a mark names the server that has it. A server that was ended or killed, and
-//! a host that has died, take their marks with them: what may have been written meanwhile by anybody else is never asked. While it is there,
-//! the image is locked against others ([`crate::image`]).
+//! The ledger exists only in the server's memory, and a mark names its server. When a server ends or is killed, or its host fails, its
+//! marks are lost, so that writes by another process in between do not matter. While the server runs, the image is locked
+//! ([`crate::image`]).
 
 mod set;
 
@@ -18,58 +17,57 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use uuid::Uuid;
 
-/// Marks that are kept; for more the oldest goes.
+/// Most marks that are kept; the oldest is dropped first.
 const MARKS: usize = 32;
 
-/// The moment at which a snapshot was taken.
+/// The moment of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moment {
     /// The server that has the mark.
     pub server: Uuid,
-    /// Its number there.
+    /// Number of the mark.
     pub mark: u64,
 }
 
-/// Why a mark is none, or void.
+/// Why a moment cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "kebab-case")]
-pub enum Void {
-    /// It is of another server.
-    #[error("the disk's server is another one since, and what was written in between is not known")]
+pub enum StaleReason {
+    /// The mark belongs to another server.
+    #[error("the disk's server was restarted since, and writes in between are unknown")]
     Server,
-    /// It has been dropped.
     #[error("the disk's server has {MARKS} newer marks, and has dropped this one")]
     Dropped,
-    /// A block that the guest had touched has another content, or may have.
+    /// A block that the guest had touched was written, or a write of it was attempted.
     #[error("block {block} of 4 KiB, which the guest had read or written until then, was written since")]
     Written {
-        /// The first such block that was written.
+        /// The first such block.
         block: u64,
     },
-    /// It is longer or shorter.
-    #[error("the disk is {now} bytes long, and was {then}")]
+    /// The disk has another length.
+    #[error("the disk is {now} bytes long, but was {then} then")]
     Resized {
         /// Bytes at the mark.
         then: u64,
         /// Bytes now.
         now: u64,
     },
-    /// Somebody else has changed the image.
-    #[error("the image was changed by somebody else than the guest, or its redo log has begun or ended")]
+    /// Another process has changed the image.
+    #[error("the image was changed by another process than the guest, or its redo log was started or ended")]
     Foreign,
 }
 
-/// What an image looked like from outside: length, modification and change time in ns since 1970.
-pub type Look = (u64, i128, i128);
+/// Length of an image, and its modification and change time in ns since 1970.
+pub type ImageStamp = (u64, i128, i128);
 
 #[derive(Debug)]
-struct Mark {
+struct LedgerMark {
     number: u64,
     touched: Blocks,
     capacity: u64,
-    /// Changes that were begun until then, and what the image looked like. As long as no more were begun, it looks the same.
+    /// Number of changes until then, and the stamp of the image: it is valid until the next change.
     changes: u64,
-    look: Option<Look>,
+    stamp: Option<ImageStamp>,
     written: Option<u64>,
 }
 
@@ -77,9 +75,9 @@ struct Mark {
 #[derive(Debug)]
 pub struct Ledger {
     server: Uuid,
-    /// None: what the guest had touched before this server came is not known.
+    /// `None`: unknown, because the guest is older than this server.
     touched: Option<Blocks>,
-    marks: VecDeque<Mark>,
+    marks: VecDeque<LedgerMark>,
     next: u64,
     changes: u64,
 }
@@ -91,19 +89,19 @@ impl Default for Ledger {
 }
 
 impl Ledger {
-    /// A guest begins that has touched nothing yet.
+    /// A guest boots, and has touched nothing yet.
     pub fn begin(&mut self) {
         self.touched = Some(Blocks::default());
     }
 
-    /// The guest reads blocks.
+    /// Records that the guest reads blocks.
     pub fn reads(&mut self, blocks: Range<u64>) {
         if let Some(touched) = &mut self.touched {
             touched.insert(blocks);
         }
     }
 
-    /// The guest is about to change blocks. To be told before it is done, and also if it then fails.
+    /// Records that the guest is about to change blocks. Called before the write, which may fail.
     pub fn changes(&mut self, blocks: Range<u64>) {
         self.changes += 1;
         for mark in self.marks.iter_mut().filter(|mark| mark.written.is_none()) {
@@ -112,53 +110,55 @@ impl Ledger {
         self.reads(blocks);
     }
 
-    /// How many blocks the guest has touched; none: that is not known.
+    /// Number of touched blocks; `None` if unknown.
     #[must_use]
     pub fn touched(&self) -> Option<u64> {
         self.touched.as_ref().map(Blocks::len)
     }
 
-    /// Mark the moment; `None` if it is not known what the guest has touched. *Needs:* that nothing is under way.
-    pub fn mark(&mut self, capacity: u64, look: Option<Look>) -> Option<Moment> {
+    /// Marks the moment; `None` if the touched blocks are unknown. *Needs:* no request is in progress.
+    pub fn mark(&mut self, capacity: u64, stamp: Option<ImageStamp>) -> Option<Moment> {
         let touched = self.touched.clone()?;
         let (number, changes) = (self.next, self.changes);
         self.next += 1;
         if self.marks.len() == MARKS {
             self.marks.pop_front();
         }
-        self.marks.push_back(Mark { number, touched, capacity, changes, look, written: None });
+        self.marks.push_back(LedgerMark { number, touched, capacity, changes, stamp, written: None });
         Some(Moment { server: self.server, mark: number })
     }
 
-    fn find(&self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<&Mark, Void> {
+    fn find(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<&LedgerMark, StaleReason> {
         if moment.server != self.server {
-            return Err(Void::Server);
+            return Err(StaleReason::Server);
         }
-        let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(Void::Dropped)?;
+        let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(StaleReason::Dropped)?;
         match *mark {
-            Mark { written: Some(block), .. } => Err(Void::Written { block }),
-            Mark { capacity: then, .. } if then != capacity => Err(Void::Resized { then, now: capacity }),
-            Mark { changes, look: then, .. } if changes == self.changes && (then != look || look.is_none()) => {
-                Err(Void::Foreign)
+            LedgerMark { written: Some(block), .. } => Err(StaleReason::Written { block }),
+            LedgerMark { capacity: then, .. } if then != capacity => Err(StaleReason::Resized { then, now: capacity }),
+            LedgerMark { changes, stamp: then, .. }
+                if changes == self.changes && (then != stamp || stamp.is_none()) =>
+            {
+                Err(StaleReason::Foreign)
             }
             _ => Ok(mark),
         }
     }
 
-    /// Whether a guest of that moment may go on from here.
+    /// Checks whether a guest of that moment may continue.
     ///
     /// # Errors
-    /// [`Void`]: why not.
-    pub fn check(&self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<(), Void> {
-        self.find(moment, capacity, look).map(drop)
+    /// Why not.
+    pub fn check(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
+        self.find(moment, capacity, stamp).map(drop)
     }
 
-    /// The same, and the next guest is one of that moment: it has touched what that had.
+    /// As [`Self::check`], and the next guest continues from that moment: it has touched the same blocks.
     ///
     /// # Errors
-    /// [`Void`]; then nothing has changed.
-    pub fn go_on(&mut self, moment: Moment, capacity: u64, look: Option<Look>) -> Result<(), Void> {
-        self.touched = Some(self.find(moment, capacity, look)?.touched.clone());
+    /// Why not; nothing has changed then.
+    pub fn resume(&mut self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
+        self.touched = Some(self.find(moment, capacity, stamp)?.touched.clone());
         Ok(())
     }
 }

@@ -1,9 +1,9 @@
-//! A set of blocks, as small as what is in it: bits in pieces, of which only those are there that have a block.
+//! A sparse set of blocks: a bitmap in pieces, without empty pieces.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Blocks of a piece: 16 MiB of the disk in 512 bytes.
+/// Blocks of one piece: 16 MiB of the disk in 512 bytes.
 const PIECE: u64 = 4096;
 const WORDS: usize = (PIECE / 64) as usize;
 
@@ -11,7 +11,7 @@ const WORDS: usize = (PIECE / 64) as usize;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Blocks(BTreeMap<u64, Box<[u64; WORDS]>>);
 
-/// The words of a piece that a range has bits in, with these bits.
+/// The words of a piece that contain blocks of a range, with their bits.
 fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     let begin = range.start.max(piece * PIECE) - piece * PIECE;
     let end = range.end.min((piece + 1) * PIECE) - piece * PIECE;
@@ -23,7 +23,6 @@ fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
 }
 
 impl Blocks {
-    /// Add the blocks of a range.
     pub fn insert(&mut self, range: Range<u64>) {
         for piece in range.start / PIECE..range.end.div_ceil(PIECE) {
             let bits = self.0.entry(piece).or_insert_with(|| Box::new([0; WORDS]));
@@ -35,7 +34,7 @@ impl Blocks {
         }
     }
 
-    /// The first block of a range that is in it.
+    /// The first block of a range that is in the set.
     #[must_use]
     pub fn first_of(&self, range: &Range<u64>) -> Option<u64> {
         let pieces = self.0.range(range.start / PIECE..range.end.div_ceil(PIECE));
@@ -48,13 +47,11 @@ impl Blocks {
         })
     }
 
-    /// How many are in it.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.0.values().flat_map(|bits| bits.iter()).map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Whether none is.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -70,7 +67,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_the_set_that_a_list_of_numbers_is(
+        fn it_equals_a_set_of_numbers(
             ranges in prop::collection::vec((0u64..20_000, 0u64..5000), 0..12),
             asked in prop::collection::vec((0u64..26_000, 0u64..9000), 1..12),
         ) {

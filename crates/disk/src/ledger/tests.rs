@@ -1,4 +1,4 @@
-//! Random histories of guests that boot, read, write, are marked and set back, against a disk whose every block has a version.
+//! Random histories of guests that boot, read, write, are marked and set back, on a disk whose blocks have versions.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -8,54 +8,54 @@ use std::collections::BTreeMap;
 
 const BLOCKS: u64 = 24;
 const CAPACITY: u64 = BLOCKS * 4096;
-const LOOK: Option<Look> = Some((CAPACITY, 1, 1));
+const STAMP: Option<ImageStamp> = Some((CAPACITY, 1, 1));
 
 #[derive(Debug, Clone)]
-enum Step {
+enum LedgerAction {
     Boot,
     Read(Range<u64>),
     Write(Range<u64>),
-    Mark,
-    /// Go on from one of the marks, if it may be.
-    GoOn(prop::sample::Index),
-    /// The server is killed, and another one comes; somebody writes in between, or not.
+    LedgerMark,
+    /// Continue from one of the marks, if possible.
+    Resume(prop::sample::Index),
+    /// The server is killed and another one starts, with or without a write by another process in between.
     Server(Option<u64>),
-    /// The image becomes longer.
+    /// The image grows.
     Grow,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = LedgerAction> {
     let range = (0..BLOCKS, 1..4u64).prop_map(|(at, count)| at..(at + count).min(BLOCKS));
     prop_oneof![
-        2 => Just(Step::Boot),
-        10 => range.clone().prop_map(Step::Read),
-        6 => range.prop_map(Step::Write),
-        5 => Just(Step::Mark),
-        6 => any::<prop::sample::Index>().prop_map(Step::GoOn),
-        1 => prop::option::of(0..BLOCKS).prop_map(Step::Server),
-        1 => Just(Step::Grow),
+        2 => Just(LedgerAction::Boot),
+        10 => range.clone().prop_map(LedgerAction::Read),
+        6 => range.prop_map(LedgerAction::Write),
+        5 => Just(LedgerAction::LedgerMark),
+        6 => any::<prop::sample::Index>().prop_map(LedgerAction::Resume),
+        1 => prop::option::of(0..BLOCKS).prop_map(LedgerAction::Server),
+        1 => Just(LedgerAction::Grow),
     ]
 }
 
-/// What a guest knows of its disk: the version of each block that it has read or written.
-type Known = BTreeMap<u64, u64>;
+/// The version of each block that a guest has read or written.
+type KnownBlocks = BTreeMap<u64, u64>;
 
 #[derive(Default)]
-struct World {
+struct LedgerModel {
     disk: [u64; BLOCKS as usize],
     version: u64,
     bytes: u64,
-    /// None: it runs, and the server does not know since when.
-    guest: Option<Known>,
+    /// `None`: the guest is older than the server.
+    guest: Option<KnownBlocks>,
 }
 
-impl World {
+impl LedgerModel {
     fn write(&mut self, block: u64) {
         self.version += 1;
         self.disk[block as usize] = self.version;
     }
 
-    fn holds(&self, known: &Known) -> bool {
+    fn holds(&self, known: &KnownBlocks) -> bool {
         known.iter().all(|(block, version)| self.disk[*block as usize] == *version)
     }
 }
@@ -63,100 +63,103 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
-    /// A guest is set back to a mark only if all that it knew of its disk there is still so; and it is, if nothing of that was written.
+    /// A guest is set back to a mark only if all blocks that it had touched are unchanged, and always if none of them was written.
     #[test]
-    fn a_stale_mark_is_never_gone_on_from(steps in prop::collection::vec(step(), 1..60)) {
-        let (mut ledger, mut world) = (Ledger::default(), World { bytes: CAPACITY, ..World::default() });
-        // Moment, what its guest knew, bytes, whether anything that it knew was written since (also with the server gone).
-        let mut marks: Vec<(Moment, Known, u64, bool)> = Vec::new();
+    fn no_guest_continues_from_a_stale_mark(steps in prop::collection::vec(step(), 1..60)) {
+        let (mut ledger, mut model) = (Ledger::default(), LedgerModel { bytes: CAPACITY, ..LedgerModel::default() });
+        // Moment, the guest's blocks, bytes, whether any of the blocks was written since (also between two servers).
+        let mut marks: Vec<(Moment, KnownBlocks, u64, bool)> = Vec::new();
         for step in steps {
             match step {
-                Step::Boot => {
+                LedgerAction::Boot => {
                     ledger.begin();
-                    world.guest = Some(Known::new());
+                    model.guest = Some(KnownBlocks::new());
                 }
-                Step::Read(range) => {
+                LedgerAction::Read(range) => {
                     ledger.reads(range.clone());
-                    let disk = world.disk;
-                    world.guest.iter_mut().for_each(|guest| {
+                    let disk = model.disk;
+                    model.guest.iter_mut().for_each(|guest| {
                         guest.extend(range.clone().map(|block| (block, disk[block as usize])));
                     });
                 }
-                Step::Write(range) => {
+                LedgerAction::Write(range) => {
                     ledger.changes(range.clone());
                     for block in range.clone() {
-                        world.write(block);
+                        model.write(block);
                     }
-                    let disk = world.disk;
-                    world.guest.iter_mut().for_each(|guest| {
+                    let disk = model.disk;
+                    model.guest.iter_mut().for_each(|guest| {
                         guest.extend(range.clone().map(|block| (block, disk[block as usize])));
                     });
                     for (_, known, _, is_written) in &mut marks {
                         *is_written |= range.clone().any(|block| known.contains_key(&block));
                     }
                 }
-                Step::Mark => {
-                    let moment = ledger.mark(world.bytes, LOOK);
-                    prop_assert_eq!(moment.is_some(), world.guest.is_some());
-                    if let (Some(moment), Some(guest)) = (moment, &world.guest) {
-                        prop_assert!(world.holds(guest), "a guest knows its disk");
-                        marks.push((moment, guest.clone(), world.bytes, false));
+                LedgerAction::LedgerMark => {
+                    let moment = ledger.mark(model.bytes, STAMP);
+                    prop_assert_eq!(moment.is_some(), model.guest.is_some());
+                    if let (Some(moment), Some(guest)) = (moment, &model.guest) {
+                        prop_assert!(model.holds(guest), "a guest knows its disk");
+                        marks.push((moment, guest.clone(), model.bytes, false));
                     }
                 }
-                Step::GoOn(index) if !marks.is_empty() => {
+                LedgerAction::Resume(index) if !marks.is_empty() => {
                     let (moment, known, bytes, is_written) = index.get(&marks).clone();
-                    let went = ledger.go_on(moment, world.bytes, LOOK);
+                    let went = ledger.resume(moment, model.bytes, STAMP);
                     if went.is_ok() {
-                        prop_assert!(world.holds(&known), "a guest is set back whose disk is another one");
-                        prop_assert_eq!(bytes, world.bytes);
-                        world.guest = Some(known);
-                    } else if moment.server == ledger.server && !is_written && bytes == world.bytes {
-                        prop_assert_eq!(went, Err(Void::Dropped), "nothing that it knew was written");
+                        prop_assert!(model.holds(&known), "a guest is set back, but its disk has changed");
+                        prop_assert_eq!(bytes, model.bytes);
+                        model.guest = Some(known);
+                    } else if moment.server == ledger.server && !is_written && bytes == model.bytes {
+                        prop_assert_eq!(went, Err(StaleReason::Dropped), "none of its blocks was written");
                     }
                 }
-                Step::GoOn(_) => {}
-                Step::Server(somebody) => {
+                LedgerAction::Resume(_) => {}
+                LedgerAction::Server(other) => {
                     ledger = Ledger::default();
-                    world.guest = None;
-                    somebody.into_iter().for_each(|block| world.write(block));
+                    model.guest = None;
+                    other.into_iter().for_each(|block| model.write(block));
                 }
-                Step::Grow => world.bytes += 4096,
+                LedgerAction::Grow => model.bytes += 4096,
             }
         }
     }
 }
 
 #[test]
-fn each_reason_is_told() {
+fn each_reason_is_reported() {
     let mut ledger = Ledger::default();
-    assert_eq!(ledger.mark(CAPACITY, LOOK), None, "the guest was there before the server");
+    assert_eq!(ledger.mark(CAPACITY, STAMP), None, "the guest is older than the server");
     ledger.begin();
     ledger.reads(3..5);
-    let moment = ledger.mark(CAPACITY, LOOK).unwrap();
-    assert_eq!(ledger.check(moment, CAPACITY, LOOK), Ok(()));
-    assert_eq!(ledger.check(moment, 2 * CAPACITY, LOOK), Err(Void::Resized { then: CAPACITY, now: 2 * CAPACITY }));
-    assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Err(Void::Foreign));
-    assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, CAPACITY, LOOK), Err(Void::Server));
+    let moment = ledger.mark(CAPACITY, STAMP).unwrap();
+    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Ok(()));
+    assert_eq!(
+        ledger.check(moment, 2 * CAPACITY, STAMP),
+        Err(StaleReason::Resized { then: CAPACITY, now: 2 * CAPACITY })
+    );
+    assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Err(StaleReason::Foreign));
+    assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, CAPACITY, STAMP), Err(StaleReason::Server));
     ledger.changes(0..3);
     ledger.changes(5..9);
-    // It was changed by the guest, so what it looks like says nothing.
+    // The guest has changed it, so the stamp is no evidence.
     assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Ok(()));
     ledger.changes(4..20);
-    assert_eq!(ledger.check(moment, CAPACITY, LOOK), Err(Void::Written { block: 4 }));
-    let first = ledger.mark(CAPACITY, LOOK).unwrap();
+    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Err(StaleReason::Written { block: 4 }));
+    let first = ledger.mark(CAPACITY, STAMP).unwrap();
     for _ in 0..MARKS {
-        ledger.mark(CAPACITY, LOOK).unwrap();
+        ledger.mark(CAPACITY, STAMP).unwrap();
     }
-    assert_eq!(ledger.go_on(first, CAPACITY, LOOK), Err(Void::Dropped));
-    assert_eq!(ledger.touched(), Some(20), "a refusal has changed nothing");
+    assert_eq!(ledger.resume(first, CAPACITY, STAMP), Err(StaleReason::Dropped));
+    assert_eq!(ledger.touched(), Some(20), "a rejected moment changes nothing");
 }
 
 #[test]
-fn what_a_guest_has_written_it_knows_too() {
+fn a_guest_has_touched_what_it_has_written() {
     let mut ledger = Ledger::default();
     ledger.begin();
     ledger.changes(7..8);
-    let moment = ledger.mark(CAPACITY, LOOK).unwrap();
+    let moment = ledger.mark(CAPACITY, STAMP).unwrap();
     ledger.changes(7..8);
-    assert_eq!(ledger.check(moment, CAPACITY, LOOK), Err(Void::Written { block: 7 }));
+    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Err(StaleReason::Written { block: 7 }));
 }

@@ -1,5 +1,4 @@
-//! All that a log does with files beside the guest's requests, in one small layer, so that a test can record, lose, tear and
-//! refuse every step.
+//! All file operations of a log apart from the guest's requests, behind traits: a test can record, lose, tear or fail each one.
 
 use crate::image::Durability;
 use rekindle_kernel::file::{self, Lock};
@@ -15,37 +14,36 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long what a killed server has under way may take.
-const RELEASE: Duration = Duration::from_secs(10);
-/// How long a killed server may still own the directory: it has nothing under way into that.
-const CLAIM: Duration = Duration::from_secs(1);
-const AGAIN: Duration = Duration::from_millis(5);
+/// How long to wait for I/O of a killed server to finish.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to wait for a killed server to release the directory. It has no I/O in progress on that.
+const CLAIM_TIMEOUT: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// An open file. Offsets, lengths and memory are as `O_DIRECT` wants them.
+/// An open file. Offsets, lengths and memory are aligned for `O_DIRECT`.
 pub trait LogFile: Clone + Debug + Send + Sync + 'static {
-    /// Read from `offset` on until `into` is full or the file ends; how many bytes that are.
+    /// Reads from `offset` until `into` is full or the file ends; returns the number of bytes.
     ///
     /// # Errors
     /// The system's.
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize>;
-    /// Write all of `bytes` at `offset`.
+    /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// The system's; then any part of it may have been written.
+    /// The system's; any part of `bytes` may have been written.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Make zeroes of `len` bytes at `offset`. `hole`: no room is needed for them.
+    /// Zeroes `len` bytes at `offset`. `hole`: their space may be released.
     ///
     /// # Errors
-    /// The system's; `Unsupported` where they have to be written.
+    /// The system's; `Unsupported` if zeros have to be written instead.
     fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()>;
-    /// Keep room for the first `len` bytes. A hint.
+    /// Allocates space for the first `len` bytes. A hint.
     fn reserve(&self, len: u64);
-    /// Wait until content and length are durable.
+    /// Waits until content and length are durable.
     ///
     /// # Errors
-    /// The system's; then it is not known what is durable.
+    /// The system's; what is durable is unknown then.
     fn sync(&self) -> io::Result<()>;
-    /// Its length in bytes.
     ///
     /// # Errors
     /// The system's.
@@ -53,29 +51,27 @@ pub trait LogFile: Clone + Debug + Send + Sync + 'static {
 }
 
 /// The directory of a log.
-pub trait Files: Debug + Send + Sync + 'static {
-    /// A file in it.
+pub trait LogFiles: Debug + Send + Sync + 'static {
     type File: LogFile;
-    /// The right to change what is in it, until it is dropped.
+    /// Exclusive access to the directory, until it is dropped.
     type Claim: Debug + Send;
-    /// Where it is, for messages.
     fn path(&self) -> &Path;
-    /// Make the directory, durably. One that is there is no error.
+    /// Creates the directory, durably. An existing one is no error.
     ///
     /// # Errors
     /// The system's.
     fn make(&self) -> io::Result<()>;
-    /// Claims the directory for this log alone; `None` if there is no directory.
+    /// Locks the directory for this log; `None` if there is no directory.
     ///
     /// # Errors
-    /// `ResourceBusy` if another log of this or another process has it, and the system's.
+    /// `ResourceBusy` if another log of this or another process has locked it, and the system's.
     fn claim(&self) -> io::Result<Option<Self::Claim>>;
-    /// The names in it; none if there is no directory.
+    /// The file names; none if there is no directory.
     ///
     /// # Errors
     /// The system's.
     fn list(&self) -> io::Result<Vec<String>>;
-    /// Make a new file, for this process alone.
+    /// Creates a file and locks it for this process.
     ///
     /// # Errors
     /// `AlreadyExists`, and the system's.
@@ -84,23 +80,22 @@ pub trait Files: Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// `NotFound`, and the system's.
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>>;
-    /// Open a file, for this process alone: when nothing of another one is under way into it. Symbolic links are not followed.
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>>;
+    /// Opens a file and locks it for this process, once no other process has I/O in progress on it. Does not follow symbolic links.
     ///
     /// # Errors
-    /// `NotFound`, `ResourceBusy`, `InvalidInput` for what is not a regular file, and the system's.
+    /// `NotFound`, `ResourceBusy`, `InvalidInput` if it is not a regular file, and the system's.
     fn open(&self, name: &str) -> io::Result<Self::File>;
-    /// Remove a name.
     ///
     /// # Errors
     /// The system's.
     fn remove(&self, name: &str) -> io::Result<()>;
-    /// Wait until what came and went is durable.
+    /// Waits until created and removed names are durable.
     ///
     /// # Errors
     /// The system's.
     fn sync(&self) -> io::Result<()>;
-    /// Remove the directory, which is empty. Where a symbolic link names it, it stays.
+    /// Removes the empty directory. A symbolic link to it stays.
     ///
     /// # Errors
     /// `DirectoryNotEmpty`, and the system's.
@@ -109,14 +104,13 @@ pub trait Files: Debug + Send + Sync + 'static {
 
 /// The beginning of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Peek {
-    /// Its first bytes.
+pub struct FileStart {
     pub bytes: Vec<u8>,
-    /// How long the whole file is.
+    /// Length of the whole file.
     pub length: u64,
 }
 
-/// A file with several users, for all of which a sync that failed has failed.
+/// A file with several users: after one failed sync, every sync by any of them fails.
 #[derive(Debug, Clone)]
 pub struct Synced<F> {
     file: F,
@@ -124,21 +118,20 @@ pub struct Synced<F> {
 }
 
 impl<F: LogFile> Synced<F> {
-    /// `durability`: what all users of the open file share.
+    /// `durability` is shared by all users of the open file.
     #[must_use]
     pub fn new(file: F, durability: Arc<Durability>) -> Self {
         Self { file, durability }
     }
 
-    /// The file.
     pub fn file(&self) -> &F {
         &self.file
     }
 
-    /// Fails if a sync has failed before.
+    /// Fails if an earlier sync failed.
     ///
     /// # Errors
-    /// That.
+    /// The error of that sync.
     pub fn check(&self) -> io::Result<()> {
         if self.durability.is_broken() {
             let why = "a sync of the disk's image has failed before, so it is not known what of the image is durable. \
@@ -151,19 +144,19 @@ impl<F: LogFile> Synced<F> {
     /// Waits until content and length are durable.
     ///
     /// # Errors
-    /// The system's; from then on every sync fails.
+    /// The system's; every later sync fails, too.
     pub fn sync(&self) -> io::Result<()> {
         let synced = self.file.sync();
         if synced.is_err() {
             self.durability.set_broken();
             return synced;
         }
-        // Another user's sync may have got the error of what this one was for.
+        // The kernel may have reported the error for this data to another user's sync.
         self.check()
     }
 }
 
-/// A file of this machine.
+/// A file of this host.
 #[derive(Debug, Clone)]
 pub struct LocalFile(pub Arc<File>);
 
@@ -194,7 +187,7 @@ impl LogFile for LocalFile {
     }
 
     fn reserve(&self, len: u64) {
-        // Not every file system can; what is written takes its room then.
+        // Not every file system can; space is then allocated by the writes.
         let _ = fallocate(&self.0, FallocateFlags::empty(), 0, len);
     }
 
@@ -207,7 +200,7 @@ impl LogFile for LocalFile {
     }
 }
 
-/// A directory of this machine.
+/// A directory of this host.
 #[derive(Debug, Clone)]
 pub struct LocalFiles {
     path: PathBuf,
@@ -215,7 +208,7 @@ pub struct LocalFiles {
 }
 
 impl LocalFiles {
-    /// That at `path`, which need not exist. `direct`: its files are used past the host's page cache, where that can be.
+    /// The directory at `path`, which need not exist. `direct`: bypass the host's page cache if the file system can.
     #[must_use]
     pub fn new(path: &Path, direct: bool) -> Self {
         Self { path: path.to_owned(), direct }
@@ -230,32 +223,32 @@ impl LocalFiles {
             _ => {}
         }
         let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        // Whoever can read it can read the guest's disk.
+        // The log holds the guest's data, so only its owner may read it.
         let open = |flags| rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).map(File::from);
         let file = match self.direct.then(|| open(flags | OFlags::DIRECT)) {
             None => open(flags)?,
-            // It may have been made before that was refused.
+            // Some file systems create the file before they reject O_DIRECT.
             Some(Err(rustix::io::Errno::INVAL)) => open(flags & !OFlags::EXCL)?,
             Some(opened) => opened?,
         };
-        let deadline = Instant::now() + RELEASE;
+        let deadline = Instant::now() + RELEASE_TIMEOUT;
         while !file::lock_byte(&file, 0, Lock::Exclusive)? {
             if Instant::now() > deadline {
                 return Err(io::ErrorKind::ResourceBusy.into());
             }
-            thread::sleep(AGAIN);
+            thread::sleep(RETRY_INTERVAL);
         }
         Ok(LocalFile(Arc::new(file)))
     }
 }
 
-/// The lock of a directory (`flock`), and so of the log in it.
+/// The lock on a log's directory (`flock`).
 #[derive(Debug)]
 pub struct LocalClaim {
     _directory: File,
 }
 
-impl Files for LocalFiles {
+impl LogFiles for LocalFiles {
     type File = LocalFile;
     type Claim = LocalClaim;
 
@@ -272,7 +265,7 @@ impl Files for LocalFiles {
     }
 
     fn claim(&self) -> io::Result<Option<LocalClaim>> {
-        let deadline = Instant::now() + CLAIM;
+        let deadline = Instant::now() + CLAIM_TIMEOUT;
         loop {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let directory = match rustix::fs::open(&self.path, flags, Mode::empty()) {
@@ -282,13 +275,13 @@ impl Files for LocalFiles {
             match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                    thread::sleep(AGAIN);
+                    thread::sleep(RETRY_INTERVAL);
                     continue;
                 }
                 Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
                 Err(e) => return Err(e.into()),
             }
-            // The log before may have removed it meanwhile, and another one may have made it anew.
+            // A previous log may have removed the directory before the lock was taken, and another one created a new one.
             let ours = directory.metadata()?;
             if fs::metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
                 return Ok(Some(LocalClaim { _directory: directory }));
@@ -296,7 +289,7 @@ impl Files for LocalFiles {
         }
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
         let path = self.path.join(name);
         if !fs::symlink_metadata(&path)?.is_file() {
             return Ok(None);
@@ -309,7 +302,7 @@ impl Files for LocalFiles {
         }
         let mut bytes = Vec::new();
         file.take(most).read_to_end(&mut bytes)?;
-        Ok(Some(Peek { bytes, length: found.len() }))
+        Ok(Some(FileStart { bytes, length: found.len() }))
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
@@ -350,7 +343,7 @@ fn sync_parent(path: &Path) -> io::Result<()> {
     File::open(parent)?.sync_all()
 }
 
-/// Read all of `len` bytes at `offset`, which may begin and end anywhere, into memory that any file can be read into.
+/// Reads `len` bytes at `offset`, neither of which need be aligned, into aligned memory.
 ///
 /// # Errors
 /// The system's; `UnexpectedEof`.

@@ -1,16 +1,15 @@
-//! What is in a segment, byte by byte (`docs/disk-epochs.md`, Files).
+//! The content of a segment, byte by byte (`docs/disk-epochs.md`, Files).
 
 use crate::block::SECTOR;
 use uuid::Uuid;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes of a head, of a header, and what everything begins at multiples of.
+/// Bytes of a head and of a header. All offsets in a segment are multiples of it.
 pub const PAGE: u64 = 4096;
 const SIZE: usize = PAGE as usize;
-/// One of them.
 pub type Page = [u8; SIZE];
-/// Bytes of data of one entry at most.
-pub const MOST_DATA: u64 = 1 << 20;
+/// Most data bytes of one entry.
+pub const MAX_DATA: u64 = 1 << 20;
 
 const VERSION: u32 = 1;
 const HEAD: &[u8; 8] = b"RKREDOSG";
@@ -21,59 +20,55 @@ const OFFSET: u64 = 8;
 
 /// The head of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Head {
-    /// Its epoch.
+pub struct SegmentHead {
     pub epoch: u64,
-    /// The disk's identity.
     pub disk: Uuid,
-    /// What its entries, and no others, name.
+    /// Random number that all entries of this segment repeat: an entry with another one is stale.
     pub nonce: u128,
 }
 
-/// What an entry does.
+/// The effect of an entry on its part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum What {
-    /// The data behind it is on the disk now.
+pub enum EntryKind {
+    /// The data follows the header.
     Data,
-    /// Zeroes are, with room for them kept.
+    /// Zeros, with space allocated.
     Zeroes,
-    /// Zeroes are, and no room is needed.
+    /// Zeros, without space.
     Hole,
 }
 
 /// The header of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
-    /// What is newer has a higher one.
+pub struct EntryHeader {
+    /// Newer entries have a higher one.
     pub sequence: u64,
-    /// First byte of the disk.
+    /// First byte on the disk.
     pub at: u64,
-    /// Bytes.
     pub bytes: u64,
-    /// What it does.
-    pub what: What,
+    pub what: EntryKind,
     /// XXH3-128 of the data.
     pub data: u128,
 }
 
-impl Header {
-    /// Bytes that it takes in its segment, with its data.
+impl EntryHeader {
+    /// Bytes of header and data in the segment.
     #[must_use]
     pub fn length(&self) -> u64 {
         length(self.what, self.bytes)
     }
 }
 
-/// Bytes that an entry takes in its segment.
+/// Bytes of header and data in the segment.
 #[must_use]
-pub fn length(what: What, bytes: u64) -> u64 {
+pub fn length(what: EntryKind, bytes: u64) -> u64 {
     match what {
-        What::Data => PAGE + bytes.next_multiple_of(PAGE),
-        What::Zeroes | What::Hole => PAGE,
+        EntryKind::Data => PAGE + bytes.next_multiple_of(PAGE),
+        EntryKind::Zeroes | EntryKind::Hole => PAGE,
     }
 }
 
-/// Puts fields one behind the other, and a checksum behind them.
+/// Writes fields one after another, then a checksum of them.
 struct Writer {
     page: Page,
     at: usize,
@@ -100,7 +95,7 @@ impl Writer {
     }
 }
 
-/// Takes them out again.
+/// Reads what [`Writer`] wrote.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -126,16 +121,15 @@ impl<'a> Reader<'a> {
         self.take().map(u128::from_le_bytes)
     }
 
-    /// Whether what was taken so far is followed by its checksum.
+    /// Whether the checksum of all bytes read so far follows them.
     fn is_sealed(&mut self) -> Option<bool> {
         let sum = xxh3_128(self.bytes.get(..self.at)?);
         Some(self.u128()? == sum)
     }
 }
 
-/// A head as it is stored.
 #[must_use]
-pub fn write_head(head: &Head) -> Page {
+pub fn write_head(head: &SegmentHead) -> Page {
     let mut writer = Writer::new(HEAD);
     writer.put(&VERSION.to_le_bytes());
     writer.put(&head.epoch.to_le_bytes());
@@ -144,24 +138,24 @@ pub fn write_head(head: &Head) -> Page {
     writer.sealed()
 }
 
-/// Read a head; `None` if it is none.
+/// Reads a head; `None` if it is damaged or of another version.
 #[must_use]
-pub fn read_head(bytes: &[u8]) -> Option<Head> {
+pub fn read_head(bytes: &[u8]) -> Option<SegmentHead> {
     let mut reader = Reader::new(bytes, HEAD)?;
     let version = u32::from_le_bytes(reader.take()?);
     let (epoch, disk, nonce) = (reader.u64()?, Uuid::from_u128(reader.u128()?), reader.u128()?);
-    (reader.is_sealed()? && version == VERSION).then_some(Head { epoch, disk, nonce })
+    (reader.is_sealed()? && version == VERSION).then_some(SegmentHead { epoch, disk, nonce })
 }
 
-/// A header as it is stored at byte `offset` of the segment with `nonce`.
+/// The header to write at byte `offset` of the segment with `nonce`.
 #[must_use]
-pub fn write_header(header: &Header, nonce: u128, offset: u64) -> Page {
+pub fn write_header(header: &EntryHeader, nonce: u128, offset: u64) -> Page {
     let mut writer = Writer::new(ENTRY);
     writer.put(&nonce.to_le_bytes());
     let kind: u64 = match header.what {
-        What::Data => 0,
-        What::Zeroes => 1,
-        What::Hole => 2,
+        EntryKind::Data => 0,
+        EntryKind::Zeroes => 1,
+        EntryKind::Hole => 2,
     };
     for field in [offset, header.sequence, header.at, header.bytes, kind] {
         writer.put(&field.to_le_bytes());
@@ -170,28 +164,27 @@ pub fn write_header(header: &Header, nonce: u128, offset: u64) -> Page {
     writer.sealed()
 }
 
-/// Read the header at byte `offset` of the segment with `nonce`; `None` if there is none.
+/// Reads the header at byte `offset` of the segment with `nonce`; `None` if it is damaged or stale.
 #[must_use]
-pub fn read_header(bytes: &[u8], nonce: u128, offset: u64) -> Option<Header> {
+pub fn read_header(bytes: &[u8], nonce: u128, offset: u64) -> Option<EntryHeader> {
     let mut reader = Reader::new(bytes, ENTRY)?;
     let is_ours = reader.u128()? == nonce && reader.u64()? == offset;
     let (sequence, at, bytes) = (reader.u64()?, reader.u64()?, reader.u64()?);
     let what = match reader.u64()? {
-        0 => What::Data,
-        1 => What::Zeroes,
-        2 => What::Hole,
+        0 => EntryKind::Data,
+        1 => EntryKind::Zeroes,
+        2 => EntryKind::Hole,
         _ => return None,
     };
-    let header = Header { sequence, at, bytes, what, data: reader.u128()? };
+    let header = EntryHeader { sequence, at, bytes, what, data: reader.u128()? };
     let is_whole = at.is_multiple_of(SECTOR) && bytes.is_multiple_of(SECTOR) && bytes > 0;
-    let is_short = what != What::Data || bytes <= MOST_DATA;
+    let is_short = what != EntryKind::Data || bytes <= MAX_DATA;
     (is_ours && is_whole && is_short && at.checked_add(bytes).is_some() && reader.is_sealed()?).then_some(header)
 }
 
 /// The header of a seal record. The offsets of the entries that the sealed epoch consists of follow it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SealHeader {
-    /// Number of entries.
     pub entries: u64,
     /// XXH3-128 of the offsets.
     sum: u128,
@@ -241,9 +234,8 @@ pub fn read_seal(bytes: &[u8], nonce: u128, offset: u64) -> Option<SealHeader> {
     (is_ours && reader.is_sealed()?).then_some(header)
 }
 
-/// The checksum of an entry's data.
 #[must_use]
-pub fn sum(data: &[u8]) -> u128 {
+pub fn checksum(data: &[u8]) -> u128 {
     xxh3_128(data)
 }
 
@@ -257,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_head_comes_back_and_no_changed_one_does() {
-        let head = Head { epoch: 7, disk: Uuid::from_u128(9), nonce: NONCE };
+        let head = SegmentHead { epoch: 7, disk: Uuid::from_u128(9), nonce: NONCE };
         let page = write_head(&head);
         assert_eq!(read_head(&page), Some(head));
         for at in 0..60 {
@@ -275,8 +267,8 @@ mod tests {
             sequence in any::<u64>(), sector in 0u64..1 << 40, sectors in 1u64..=2048, kind in 0..3u8, data in any::<u128>(),
             offset in 1u64..1 << 20, at in 0usize..112, bit in 0..8u8,
         ) {
-            let what = [What::Data, What::Zeroes, What::Hole][usize::from(kind)];
-            let header = Header { sequence, at: sector * SECTOR, bytes: sectors * SECTOR, what, data };
+            let what = [EntryKind::Data, EntryKind::Zeroes, EntryKind::Hole][usize::from(kind)];
+            let header = EntryHeader { sequence, at: sector * SECTOR, bytes: sectors * SECTOR, what, data };
             let page = write_header(&header, NONCE, offset);
             prop_assert_eq!(read_header(&page, NONCE, offset), Some(header));
             prop_assert_eq!(read_header(&page, NONCE + 1, offset), None);
@@ -311,14 +303,14 @@ mod tests {
 
     #[test]
     fn a_header_that_leads_nowhere_is_none() {
-        let header = Header { sequence: 1, at: 0, bytes: 4096, what: What::Data, data: 0 };
-        let is_one = |header: Header| read_header(&write_header(&header, NONCE, PAGE), NONCE, PAGE).is_some();
+        let header = EntryHeader { sequence: 1, at: 0, bytes: 4096, what: EntryKind::Data, data: 0 };
+        let is_one = |header: EntryHeader| read_header(&write_header(&header, NONCE, PAGE), NONCE, PAGE).is_some();
         assert!(is_one(header));
-        assert!(!is_one(Header { bytes: 0, ..header }));
-        assert!(!is_one(Header { bytes: 100, ..header }));
-        assert!(!is_one(Header { at: 100, ..header }));
-        assert!(!is_one(Header { bytes: MOST_DATA + 512, ..header }));
-        assert!(is_one(Header { bytes: MOST_DATA + 512, what: What::Hole, ..header }));
-        assert!(!is_one(Header { at: u64::MAX - 511, bytes: 1024, what: What::Hole, ..header }));
+        assert!(!is_one(EntryHeader { bytes: 0, ..header }));
+        assert!(!is_one(EntryHeader { bytes: 100, ..header }));
+        assert!(!is_one(EntryHeader { at: 100, ..header }));
+        assert!(!is_one(EntryHeader { bytes: MAX_DATA + 512, ..header }));
+        assert!(is_one(EntryHeader { bytes: MAX_DATA + 512, what: EntryKind::Hole, ..header }));
+        assert!(!is_one(EntryHeader { at: u64::MAX - 511, bytes: 1024, what: EntryKind::Hole, ..header }));
     }
 }

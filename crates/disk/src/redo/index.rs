@@ -1,28 +1,16 @@
-//! Where the newest content of each sector is: in which segment, or else in the image.
+//! Where the newest content of each sector is: in which segment, or in the image.
 
 use std::collections::BTreeMap;
 
-/// Where the content of some bytes of the disk is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// In the segment of `epoch`, from byte `at` on.
-    Data {
-        /// The segment.
-        epoch: u64,
-        /// Its byte.
-        at: u64,
-    },
-    /// They are zeroes, says the segment of `epoch`. `hole`: no room is needed for them.
-    Zeroes {
-        /// The segment.
-        epoch: u64,
-        /// Whether.
-        hole: bool,
-    },
+    /// In the segment of `epoch`, starting at byte `at`.
+    Data { epoch: u64, at: u64 },
+    /// Zeros, recorded in the segment of `epoch`. `hole`: they need no space.
+    Zeroes { epoch: u64, hole: bool },
 }
 
 impl Source {
-    /// The segment's epoch.
     #[must_use]
     pub fn epoch(self) -> u64 {
         match self {
@@ -30,7 +18,7 @@ impl Source {
         }
     }
 
-    /// That of what begins `bytes` bytes further on.
+    /// The source of the content `bytes` bytes later.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         match self {
@@ -47,18 +35,16 @@ struct Extent {
     source: Source,
 }
 
-/// See [the module](self). Extents by their first byte; none lies over another.
+/// See [the module](self). Extents by their first byte; they do not overlap.
 #[derive(Debug, Clone, Default)]
 pub struct Index(BTreeMap<u64, Extent>);
 
 impl Index {
-    /// Extents.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -72,8 +58,8 @@ impl Index {
         before.into_iter().chain(self.0.range(at..end)).map(|(at, extent)| (*at, *extent)).collect()
     }
 
-    /// The entry with `sequence` says what `at..end` is. Where a newer one has said so already, that holds. `loses` is told which
-    /// entry has lost how many bytes.
+    /// Records that the entry with `sequence` has the content of `at..end`, except where a newer entry is recorded. Calls `loses` with
+    /// epoch, sequence number and byte count of each entry that is overwritten.
     pub fn insert(&mut self, at: u64, end: u64, sequence: u64, source: Source, mut loses: impl FnMut(u64, u64, u64)) {
         let mut from = at;
         let put = |map: &mut BTreeMap<u64, Extent>, from: u64, to: u64| {
@@ -100,7 +86,7 @@ impl Index {
         put(&mut self.0, from, end);
     }
 
-    /// The pieces of `at..end`, in order and without a gap: first byte, bytes, and where they are if not in the image.
+    /// The pieces of `at..end`, in order and without gaps: first byte, bytes, and the source, `None` for the image.
     #[must_use]
     pub fn look_up(&self, at: u64, end: u64) -> Vec<(u64, u64, Option<Source>)> {
         let mut pieces = Vec::new();
@@ -119,12 +105,12 @@ impl Index {
         pieces
     }
 
-    /// All extents, in the order of the disk: first byte, bytes, the sequence number of the entry that has them.
+    /// All extents, in disk order: first byte, bytes, the sequence number of their entry.
     pub fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
         self.0.iter().map(|(at, extent)| (*at, extent.end - at, extent.sequence))
     }
 
-    /// Forget what lies over `at..end` and is of an epoch up to `epoch`: it is in the image.
+    /// Removes the extents in `at..end` of epochs up to `epoch`: their content is in the image.
     pub fn forget(&mut self, at: u64, end: u64, epoch: u64) {
         for (first, extent) in self.over(at, end) {
             if extent.source.epoch() <= epoch {
@@ -147,7 +133,7 @@ mod tests {
         fn each_byte_is_where_the_newest_entry_has_it_in_whichever_order_they_end(
             entries in proptest::collection::vec((0..LEN, 1..20u64, any::<bool>(), any::<u32>()), 0..30),
         ) {
-            // By the random number: the order in which they end. By position: their sequence.
+            // The random number gives the order in which they complete, the position their sequence.
             let mut order: Vec<usize> = (0..entries.len()).collect();
             order.sort_by_key(|n| entries[*n].3);
             let mut index = Index::default();
@@ -191,7 +177,7 @@ mod tests {
                 prop_assert_eq!(*live, held as u64, "entry {}", n);
             }
             prop_assert_eq!(index.all().map(|(_, bytes, _)| bytes).sum::<u64>(), model.iter().flatten().count() as u64);
-            // What is merged is forgotten, and nothing else.
+            // Only what is merged is forgotten.
             index.forget(0, LEN, 0);
             for (first, bytes, source) in index.look_up(0, LEN) {
                 for byte in first..first + bytes {

@@ -1,37 +1,34 @@
-//! The log as its server has it in hand: where the next write goes, and where each sector is.
+//! The log in a server's memory: where the next write goes, and where each sector is.
 //!
-//! Nothing here touches a file. Who moves the data asks for a place, writes there, and says when that has ended; so the same is
-//! used by the engine (`io_uring`, many at a time) and by tests that lose, tear and reorder what was written.
+//! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the same code serves the engine
+//! (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes.
 
-use super::format::{Header, PAGE, Page, What, length, sum, write_header};
+use super::format::{EntryHeader, EntryKind, PAGE, Page, checksum, length, write_header};
 use super::index::{Index, Source};
 use std::collections::BTreeMap;
 use uuid::Uuid;
 
 pub mod seal;
 
-/// Records of segments that were merged, which are forgotten at a time.
-const SWEPT: usize = 4096;
+/// Most records of merged segments that one [`Log::sweep`] forgets.
+const SWEEP_RECORDS: usize = 4096;
 
-/// A place in the log that was given to a write.
+/// The place of a write in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placed {
-    /// The segment.
+pub struct LogEntry {
     pub epoch: u64,
-    /// Where its header begins there.
+    /// Offset of its header in the segment.
     pub offset: u64,
-    /// What is newer has a higher one.
+    /// Newer entries have a higher one.
     pub sequence: u64,
-    /// First byte of the disk.
+    /// First byte on the disk.
     pub at: u64,
-    /// Bytes of the disk.
     pub bytes: u64,
-    /// What is written.
-    pub what: What,
+    pub what: EntryKind,
 }
 
-impl Placed {
-    /// Bytes of the segment.
+impl LogEntry {
+    /// Bytes in the segment.
     #[must_use]
     pub fn length(&self) -> u64 {
         length(self.what, self.bytes)
@@ -39,56 +36,55 @@ impl Placed {
 
     fn source(&self) -> Source {
         match self.what {
-            What::Data => Source::Data { epoch: self.epoch, at: self.offset + PAGE },
-            What::Zeroes => Source::Zeroes { epoch: self.epoch, hole: false },
-            What::Hole => Source::Zeroes { epoch: self.epoch, hole: true },
+            EntryKind::Data => Source::Data { epoch: self.epoch, at: self.offset + PAGE },
+            EntryKind::Zeroes => Source::Zeroes { epoch: self.epoch, hole: false },
+            EntryKind::Hole => Source::Zeroes { epoch: self.epoch, hole: true },
         }
     }
 }
 
-/// Why a write has no place yet.
+/// Why no entry can be allocated yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
-    /// The segment of this epoch is being made.
+pub enum CannotAllocate {
+    /// The segment of this epoch does not exist yet.
     Segment(u64),
-    /// The log is as long as it may be.
+    /// The log has reached its size limit.
     Limit,
 }
 
 /// An entry that was written.
 #[derive(Debug, Clone, Copy)]
-struct Record {
-    placed: Placed,
+struct WrittenEntry {
+    placed: LogEntry,
     /// Bytes that no newer entry has overwritten.
     live: u64,
 }
 
-/// The segment of an epoch.
 #[derive(Debug)]
 pub struct Segment<F> {
     epoch: u64,
     nonce: u128,
     file: F,
     tail: u64,
-    /// By sequence.
-    records: BTreeMap<u64, Record>,
-    /// Bytes that it takes.
+    /// By sequence number.
+    records: BTreeMap<u64, WrittenEntry>,
+    /// Bytes in use.
     bytes: u64,
-    /// Entries that were written, and those of them that are durable.
+    /// Completed entries, and how many of them are durable.
     written: u64,
     synced: u64,
-    /// Places that were given and not written yet.
+    /// Allocated entries whose write has not completed.
     open: u64,
-    /// A sync has failed: what is durable is not known any more.
+    /// A sync has failed: what is durable is unknown.
     broken: bool,
-    /// Overwritten in the same epoch, and how many entries had been written then.
+    /// Entries overwritten in the same epoch, each with the value of `written` at that time.
     dead: Vec<(u64, u64)>,
-    /// It has a seal record, and the state names its epoch.
+    /// It has a seal record, and the state lists its epoch.
     is_sealed: bool,
 }
 
 impl<F> Segment<F> {
-    /// An empty one.
+    /// An empty segment.
     #[must_use]
     pub fn new(epoch: u64, nonce: u128, file: F) -> Self {
         let (records, dead) = (BTreeMap::new(), Vec::new());
@@ -97,49 +93,46 @@ impl<F> Segment<F> {
         Self { epoch, nonce, file, tail, records, bytes, written: 0, synced: 0, open: 0, broken, dead, is_sealed }
     }
 
-    /// Of which epoch it is.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 }
 
-/// A segment that is to be synced.
+/// A segment with entries that are not known to be durable.
 #[derive(Debug, Clone)]
 pub struct Unsynced<F> {
-    /// Its epoch.
     pub epoch: u64,
-    /// Its file.
     pub file: F,
-    /// Entries that were written, and will be durable.
+    /// Number of entries that a sync makes durable.
     pub written: u64,
 }
 
-/// What is to be merged.
+/// The entries to merge into the image.
 #[derive(Debug)]
 pub struct Batch<F> {
-    /// Up to this epoch.
+    /// The last epoch.
     pub upto: u64,
-    /// Segments by epoch: the file, and the nonce that its entries have.
+    /// By epoch: the file, and the nonce of its entries.
     pub segments: BTreeMap<u64, (F, u128)>,
-    entries: Vec<Placed>,
+    entries: Vec<LogEntry>,
 }
 
 impl<F> Batch<F> {
-    /// The last content of each sector, in the order of the disk: first byte, bytes, the entry that has it.
+    /// The newest content of each sector, in disk order: first byte, bytes, the entry that has it.
     #[must_use]
-    pub fn resolve(&self) -> Vec<(u64, u64, Placed)> {
+    pub fn resolve(&self) -> Vec<(u64, u64, LogEntry)> {
         let mut index = Index::default();
         for entry in &self.entries {
             index.insert(entry.at, entry.at + entry.bytes, entry.sequence, entry.source(), |_, _, _| ());
         }
-        let entries: BTreeMap<u64, &Placed> = self.entries.iter().map(|entry| (entry.sequence, entry)).collect();
+        let entries: BTreeMap<u64, &LogEntry> = self.entries.iter().map(|entry| (entry.sequence, entry)).collect();
         let pieces = index.all();
         pieces.filter_map(|(at, bytes, sequence)| Some((at, bytes, **entries.get(&sequence)?))).collect()
     }
 }
 
-/// Called when no write is under way any more.
+/// Called when no write is in progress.
 struct WhenIdle(Box<dyn FnOnce() + Send>);
 
 impl std::fmt::Debug for WhenIdle {
@@ -152,22 +145,22 @@ impl std::fmt::Debug for WhenIdle {
 #[derive(Debug)]
 pub struct Log<F> {
     disk: Uuid,
-    /// What is written now is of this.
+    /// The epoch of new writes.
     epoch: u64,
-    /// The last one that nothing is written to any more.
+    /// The last ended epoch: nothing is written to it any more.
     closed: u64,
-    /// Up to here everything is in the image.
+    /// The image has all writes of epochs up to this.
     merged: u64,
     sequence: u64,
     segments: BTreeMap<u64, Segment<F>>,
-    /// Segments of epochs in which nothing was written yet.
+    /// Segments of epochs without writes.
     ready: BTreeMap<u64, Segment<F>>,
     index: Index,
     bytes: u64,
     limit: u64,
-    /// Parts of the disk whose entries are in the image, still to be forgotten.
+    /// Parts of the disk whose extents are still to be forgotten: their entries are in the image.
     retired: Vec<(u64, u64)>,
-    /// Called when nothing is under way into epochs up to this one.
+    /// Called when no write into epochs up to this one is in progress.
     when_idle: Option<(u64, WhenIdle)>,
 }
 
@@ -176,7 +169,7 @@ fn is_busy<F>(segments: &BTreeMap<u64, Segment<F>>, upto: u64) -> bool {
 }
 
 impl<F: Clone> Log<F> {
-    /// A log without segments: epochs up to `closed` are what they are, `epoch` is the next one.
+    /// A log without segments.
     #[must_use]
     pub fn new(disk: Uuid, epoch: u64, closed: u64, merged: u64, limit: u64) -> Self {
         let (segments, ready, index) = (BTreeMap::new(), BTreeMap::new(), Index::default());
@@ -184,51 +177,50 @@ impl<F: Clone> Log<F> {
         Self { disk, epoch, closed, merged, sequence: 1, segments, ready, index, bytes: 0, limit, retired, when_idle }
     }
 
-    /// The disk's identity.
     #[must_use]
     pub fn disk(&self) -> Uuid {
         self.disk
     }
 
-    /// The epoch of what is written now.
+    /// The epoch of new writes.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// Up to here everything is in the image.
+    /// The image has all writes of epochs up to this.
     #[must_use]
     pub fn merged(&self) -> u64 {
         self.merged
     }
 
-    /// Bytes that its segments take, and may take.
+    /// Bytes in use, and the limit.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes, self.limit)
     }
 
-    /// Extents in memory.
+    /// Number of extents in memory.
     #[must_use]
     pub fn extents(&self) -> usize {
         self.index.len()
     }
 
-    /// Whether no write is in it that is not in the image.
+    /// Whether all its writes are in the image.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.segments.is_empty()
     }
 
-    /// A segment that was found, with its entries. `is_sealed`: its epoch is sealed, and it has a seal record.
-    pub(crate) fn found(&mut self, segment: Segment<F>, end: u64, entries: Vec<Placed>, is_sealed: bool) {
+    /// Adds a segment from the directory, with its entries. `is_sealed`: the epoch is sealed, and the segment has a seal record.
+    pub(crate) fn add_segment(&mut self, segment: Segment<F>, end: u64, entries: Vec<LogEntry>, is_sealed: bool) {
         let epoch = segment.epoch;
         self.segments.insert(epoch, Segment { tail: end, ..segment });
         self.bytes += PAGE;
         for placed in entries {
             self.sequence = self.sequence.max(placed.sequence + 1);
             self.account(&placed);
-            self.hold(&placed);
+            self.record_written(&placed);
         }
         if let Some(segment) = self.segments.get_mut(&epoch) {
             segment.synced = segment.written;
@@ -238,41 +230,47 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    fn account(&mut self, placed: &Placed) {
+    fn account(&mut self, placed: &LogEntry) {
         self.bytes += placed.length();
         if let Some(segment) = self.segments.get_mut(&placed.epoch) {
             segment.bytes += placed.length();
         }
     }
 
-    /// Epochs whose segments should be made: the current one, and the next, so that a mark need not wait.
+    /// Epochs that need a segment: the current one, and the next, so that a mark need not wait.
     #[must_use]
-    pub fn wanted(&self) -> Vec<u64> {
+    pub fn missing_segments(&self) -> Vec<u64> {
         let next = [self.epoch, self.epoch + 1].into_iter();
         next.filter(|epoch| !self.segments.contains_key(epoch) && !self.ready.contains_key(epoch)).collect()
     }
 
-    /// A segment has been made.
-    pub fn provide(&mut self, segment: Segment<F>) {
+    /// Adds a new segment.
+    pub fn add_ready(&mut self, segment: Segment<F>) {
         self.ready.insert(segment.epoch, segment);
     }
 
-    /// A place for a write of whole sectors. `limited`: none if the log gets longer than it may be.
+    /// Allocates an entry for a write of whole sectors. `limited`: fails if the log would exceed its limit.
     ///
     /// # Errors
-    /// [`Wait`].
-    pub fn place(&mut self, at: u64, bytes: u64, what: What, limited: bool) -> Result<Placed, Wait> {
+    /// [`CannotAllocate`].
+    pub fn allocate(
+        &mut self,
+        at: u64,
+        bytes: u64,
+        what: EntryKind,
+        limited: bool,
+    ) -> Result<LogEntry, CannotAllocate> {
         let epoch = self.epoch;
         if limited && self.bytes + length(what, bytes) > self.limit {
-            return Err(Wait::Limit);
+            return Err(CannotAllocate::Limit);
         }
         if !self.segments.contains_key(&epoch) {
-            let segment = self.ready.remove(&epoch).ok_or(Wait::Segment(epoch))?;
+            let segment = self.ready.remove(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
             self.bytes += segment.bytes;
             self.segments.insert(epoch, segment);
         }
-        let segment = self.segments.get_mut(&epoch).ok_or(Wait::Segment(epoch))?;
-        let placed = Placed { epoch, offset: segment.tail, sequence: self.sequence, at, bytes, what };
+        let segment = self.segments.get_mut(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
+        let placed = LogEntry { epoch, offset: segment.tail, sequence: self.sequence, at, bytes, what };
         segment.tail += placed.length();
         segment.open += 1;
         self.sequence += 1;
@@ -280,28 +278,27 @@ impl<F: Clone> Log<F> {
         Ok(placed)
     }
 
-    /// The header of a write that has a place.
+    /// The header of an allocated entry.
     #[must_use]
-    pub fn header(&self, placed: &Placed, data: &[u8]) -> Page {
-        let Placed { sequence, at, bytes, what, .. } = *placed;
+    pub fn header(&self, placed: &LogEntry, data: &[u8]) -> Page {
+        let LogEntry { sequence, at, bytes, what, .. } = *placed;
         let nonce = self.segments.get(&placed.epoch).map_or(0, |segment| segment.nonce);
-        write_header(&Header { sequence, at, bytes, what, data: sum(data) }, nonce, placed.offset)
+        write_header(&EntryHeader { sequence, at, bytes, what, data: checksum(data) }, nonce, placed.offset)
     }
 
-    /// The file of an epoch's segment.
     #[must_use]
     pub fn file(&self, epoch: u64) -> Option<F> {
         self.segments.get(&epoch).map(|segment| segment.file.clone())
     }
 
-    /// A write has ended well: from here on it is what is read.
-    pub fn written(&mut self, placed: &Placed) {
+    /// Records that a write has completed: later reads return its data.
+    pub fn written(&mut self, placed: &LogEntry) {
         self.abandoned(placed);
-        self.hold(placed);
+        self.record_written(placed);
     }
 
-    /// A write has failed, and will not be tried again: nobody reads its place.
-    pub fn abandoned(&mut self, placed: &Placed) {
+    /// Records that a write has failed and is not repeated: its entry is never read.
+    pub fn abandoned(&mut self, placed: &LogEntry) {
         if let Some(segment) = self.segments.get_mut(&placed.epoch) {
             segment.open = segment.open.saturating_sub(1);
         }
@@ -310,16 +307,16 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    fn hold(&mut self, placed: &Placed) {
+    fn record_written(&mut self, placed: &LogEntry) {
         let Some(segment) = self.segments.get_mut(&placed.epoch) else { return };
         segment.written += 1;
-        segment.records.insert(placed.sequence, Record { placed: *placed, live: placed.bytes });
+        segment.records.insert(placed.sequence, WrittenEntry { placed: *placed, live: placed.bytes });
         let segments = &mut self.segments;
         let loses = |epoch: u64, sequence: u64, bytes: u64| {
             let Some(segment) = segments.get_mut(&epoch) else { return };
             let Some(record) = segment.records.get_mut(&sequence) else { return };
             record.live = record.live.saturating_sub(bytes);
-            // An older epoch's disk needs its own.
+            // A newer epoch does not overwrite the disk of an older one.
             if record.live == 0 && epoch == placed.epoch {
                 segment.dead.push((sequence, segment.written));
             }
@@ -327,7 +324,7 @@ impl<F: Clone> Log<F> {
         self.index.insert(placed.at, placed.at + placed.bytes, placed.sequence, placed.source(), loses);
     }
 
-    /// The pieces of a part of the disk: first byte, bytes, and where they are if not in the image.
+    /// The pieces of a part of the disk: first byte, bytes, and the source, `None` for the image.
     #[must_use]
     pub fn look_up(&self, at: u64, bytes: u64) -> Vec<(u64, u64, Option<Source>)> {
         let mut pieces = self.index.look_up(at, at + bytes);
@@ -337,8 +334,8 @@ impl<F: Clone> Log<F> {
         pieces
     }
 
-    /// What gets a place from here on is of the next epoch. Gives the one that the disk is as of now, if nothing is under way; `None`
-    /// if the next segment is missing. An epoch without writes is not ended.
+    /// Ends the current epoch: later writes are of the next one. Returns the epoch that the disk is now as of, provided that no write is
+    /// in progress; `None` if the next segment is missing. An epoch without writes is not ended.
     pub fn mark(&mut self) -> Option<u64> {
         if self.segments.contains_key(&self.epoch) {
             if !self.ready.contains_key(&(self.epoch + 1)) {
@@ -350,13 +347,13 @@ impl<F: Clone> Log<F> {
         Some(self.closed)
     }
 
-    /// The last epoch that nothing is written to any more.
+    /// The last ended epoch.
     #[must_use]
     pub fn closed(&self) -> u64 {
         self.closed
     }
 
-    /// The segments up to `upto` that hold what is not known to be durable; `None` if one cannot be made so.
+    /// Segments up to `upto` with entries that are not known to be durable; `None` if a sync of one has failed.
     #[must_use]
     pub fn unsynced(&self, upto: u64) -> Option<Vec<Unsynced<F>>> {
         let segments = || self.segments.range(..=upto).map(|(_, segment)| segment);
@@ -372,10 +369,10 @@ impl<F: Clone> Log<F> {
         Some(dirty.map(unsynced).collect())
     }
 
-    /// A sync has ended. Gives whether so many entries are durable: they are not where another sync of the segment has failed, since
-    /// the kernel reports that to one of them only.
+    /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not if another sync of the segment
+    /// failed: the kernel reports an error to one of them only.
     pub fn synced(&mut self, epoch: u64, written: u64, is_good: bool) -> bool {
-        // One that was merged is in the image, which was synced.
+        // A merged segment is in the image, which was synced.
         let Some(segment) = self.segments.get_mut(&epoch) else { return is_good };
         segment.broken |= !is_good;
         if !segment.broken {
@@ -384,7 +381,7 @@ impl<F: Clone> Log<F> {
         !segment.broken
     }
 
-    /// Segments with room that could be reclaimed if they were durable.
+    /// Segments with space that could be reclaimed if they were durable.
     #[must_use]
     pub fn reclaimable(&self) -> Vec<Unsynced<F>> {
         let has = |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.dead.is_empty());
@@ -392,8 +389,8 @@ impl<F: Clone> Log<F> {
         all.into_iter().filter(|unsynced| has(unsynced.epoch)).collect()
     }
 
-    /// Room of entries that nobody needs any more: they were overwritten in their own epoch, by what is durable. Only when the log is
-    /// more than half as long as it may be. File, first byte, bytes.
+    /// Returns the space of entries that durable entries of the same epoch have overwritten: file, first byte, bytes. Only when the log
+    /// is over half its limit.
     pub fn reclaim(&mut self) -> Vec<(F, u64, u64)> {
         let mut found = Vec::new();
         if self.bytes * 2 <= self.limit {
@@ -402,7 +399,7 @@ impl<F: Clone> Log<F> {
         for segment in self.segments.values_mut().filter(|segment| !segment.broken) {
             let synced = segment.synced;
             for (sequence, _) in segment.dead.extract_if(.., |(_, written)| *written <= synced) {
-                if let Some(Record { placed, .. }) = segment.records.remove(&sequence) {
+                if let Some(WrittenEntry { placed, .. }) = segment.records.remove(&sequence) {
                     segment.bytes -= placed.length();
                     self.bytes -= placed.length();
                     found.push((segment.file.clone(), placed.offset, placed.length()));
@@ -412,18 +409,18 @@ impl<F: Clone> Log<F> {
         found
     }
 
-    /// Bytes of the epoch that is written now.
+    /// Bytes of the current epoch.
     #[must_use]
     pub fn current_bytes(&self) -> u64 {
         self.segments.get(&self.epoch).map_or(0, |segment| segment.bytes)
     }
 
-    /// End the current epoch, and write nothing more.
+    /// Ends the current epoch, and accepts no more writes.
     pub fn close(&mut self) {
         (self.closed, self.epoch) = (self.epoch, self.epoch + 1);
     }
 
-    /// Calls `call` once no write is under way into an epoch up to `upto`: now, or when the last of them ends. `call` must not block.
+    /// Calls `call` once no write into an epoch up to `upto` is in progress, possibly immediately. `call` must not block.
     pub fn when_idle(&mut self, upto: u64, call: impl FnOnce() + Send + 'static) {
         if is_busy(&self.segments, upto) {
             self.when_idle = Some((upto, WhenIdle(Box::new(call))));
@@ -432,7 +429,7 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    /// What is to be merged up to an epoch; `None` if nothing is. No epoch that may still be written to is merged.
+    /// The entries to merge up to an epoch; `None` if there are none. Only ended epochs are merged.
     #[must_use]
     pub fn batch(&self, upto: u64) -> Option<Batch<F>> {
         let busy = self.segments.values().find(|segment| segment.open > 0).map(|segment| segment.epoch - 1);
@@ -446,20 +443,21 @@ impl<F: Clone> Log<F> {
         Some(Batch { upto, segments: files, entries: records.map(|record| record.placed).collect() })
     }
 
-    /// Everything up to an epoch is in the image.
+    /// Records that everything up to an epoch is in the image.
     pub fn merged_to(&mut self, upto: u64) {
         self.merged = self.merged.max(upto);
         let later = self.segments.split_off(&(upto + 1));
         for segment in std::mem::replace(&mut self.segments, later).into_values() {
             self.bytes -= segment.bytes;
-            let ranges = segment.records.values().map(|Record { placed, .. }| (placed.at, placed.at + placed.bytes));
+            let ranges =
+                segment.records.values().map(|WrittenEntry { placed, .. }| (placed.at, placed.at + placed.bytes));
             self.retired.extend(ranges);
         }
     }
 
-    /// Forget some of what is in the image; whether there is more. Not all at once: a guest may be waiting.
+    /// Forgets some of the merged records; returns whether there are more. Not all in one call: a guest may be waiting.
     pub fn sweep(&mut self) -> bool {
-        let from = self.retired.len().saturating_sub(SWEPT);
+        let from = self.retired.len().saturating_sub(SWEEP_RECORDS);
         for (at, end) in self.retired.drain(from..) {
             self.index.forget(at, end, self.merged);
         }

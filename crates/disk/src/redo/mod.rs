@@ -1,26 +1,26 @@
-//! The redo log of a protected VM's disk: epochs that can be gone back to (`docs/disk-epochs.md`).
+//! The redo log of a protected VM's disk, which can be opened as of an earlier epoch (`docs/disk-epochs.md`).
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`format`] | heads, headers, checksums |
+//! | [`format`] | segment heads, entry headers, checksums |
 //! | [`files`] | the directory and its files |
-//! | [`slot`] | what is durable about the epochs |
-//! | [`state`] | the directory's files: recording that state, making and removing segments |
+//! | [`slot`] | the durable state of the epochs |
+//! | [`state`] | the log's directory: records that state, creates and removes segments |
 //! | [`index`] | where each sector is |
-//! | [`log`] | places for writes, marks, what is durable, what is to be merged |
-//! | [`recover`] | opening a log |
-//! | [`merge`] | epochs into the image |
-//! | [`keeper`] | what a server is asked about epochs |
-//! | [`left`] | the log of a disk that nobody serves |
+//! | [`log`] | allocates entries, ends epochs, tracks what is durable and what is to be merged |
+//! | [`recover`] | opens a log |
+//! | [`merge`] | copies epochs into the image |
+//! | [`keeper`] | a server's requests about epochs, and its background work |
+//! | [`offline`] | inspects and merges the log of a disk that has no server |
 
 pub mod error;
 pub mod files;
 pub mod format;
 pub mod index;
 pub mod keeper;
-pub mod left;
 pub mod log;
 pub mod merge;
+pub mod offline;
 pub mod recover;
 pub mod slot;
 pub mod state;

@@ -1,84 +1,76 @@
-//! Opening a log: after a crash, after a server that was killed, or to go back to a checkpoint.
+//! Opens a log after a crash, after a server was killed, or to return to a checkpoint.
 
 use super::error::RedoError;
-use super::files::{Files, LogFile};
-use super::format::{PAGE, What, read_head, read_header, read_seal, seal_length, sum};
-use super::log::{Log, Placed, Segment};
-use super::state::{Home, epoch_of, name_of};
+use super::files::{LogFile, LogFiles};
+use super::format::{EntryKind, PAGE, checksum, read_head, read_header, read_seal, seal_length};
+use super::log::{Log, LogEntry, Segment};
+use super::state::{LogDirectory, segment_epoch, segment_name};
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
 use std::io;
 use uuid::Uuid;
 
-/// Bytes that are read at a time.
 const WINDOW: u64 = 4 << 20;
 
-/// Which disk is wanted.
+/// Which version of the disk to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Wanted {
-    /// With all that was written.
+pub enum DiskVersion {
+    /// The newest, with all writes.
     #[default]
     Newest,
-    /// That of a checkpoint.
-    Epoch {
-        /// Its epoch.
-        epoch: u64,
-        /// Of which disk.
-        disk: Uuid,
-    },
-    /// That of a guest which has gone on from a checkpoint, and may not have written since: what it has not given up by writing is
-    /// not its own. The newest, if there is nothing of that left.
+    /// The disk of a checkpoint.
+    Epoch { epoch: u64, disk: Uuid },
+    /// The disk of a guest that resumed from a checkpoint and may not have written since. Epochs that it has not discarded by a write are
+    /// not its own. The newest disk, if none of them is left.
     Since {
-        /// The checkpoint's epoch.
         epoch: u64,
-        /// Of which disk.
         disk: Uuid,
-        /// The first epoch of the guest that went on.
+        /// The first epoch of the resumed guest.
         first: u64,
     },
 }
 
-/// Open the log in `files` of a disk of `bytes` bytes; `None` if there is none.
+/// Opens the log in `files` of a disk of `bytes` bytes; `None` if there is none.
 ///
-/// *On success:* all that was found is durable, and belongs to epochs that have ended. Nothing was given up yet.
+/// *On success:* all that was found is durable, in ended epochs. Nothing is discarded yet.
 ///
 /// # Errors
 /// [`RedoError`]; nothing has changed.
 #[allow(clippy::type_complexity, reason = "a log and where it is, or none")]
-pub fn open<D: Files>(
+pub fn open<D: LogFiles>(
     files: D,
     bytes: u64,
-    wanted: Wanted,
+    version: DiskVersion,
     limit: u64,
-) -> Result<Option<(Home<D>, Log<D::File>)>, RedoError> {
+) -> Result<Option<(LogDirectory<D>, Log<D::File>)>, RedoError> {
     let path = files.path().to_owned();
     let failed = |doing| RedoError::io(&path, doing);
-    let Some(mut home) = Home::open(files)? else {
-        return match wanted {
-            Wanted::Newest | Wanted::Since { .. } => Ok(None),
-            Wanted::Epoch { epoch, disk } => Err(RedoError::NoLog { path, epoch, disk }),
+    let Some(mut log_dir) = LogDirectory::open(files)? else {
+        return match version {
+            DiskVersion::Newest | DiskVersion::Since { .. } => Ok(None),
+            DiskVersion::Epoch { epoch, disk } => Err(RedoError::NoLog { path, epoch, disk }),
         };
     };
-    let state = home.state().clone();
-    let names = home.files().list().map_err(failed("reading the directory"))?;
-    let mut epochs: Vec<u64> = names.iter().filter_map(|name| epoch_of(name)).collect();
+    let state = log_dir.state().clone();
+    let names = log_dir.files().list().map_err(failed("reading the directory"))?;
+    let mut epochs: Vec<u64> = names.iter().filter_map(|name| segment_epoch(name)).collect();
     epochs.sort_unstable();
-    let wanted = match wanted {
-        Wanted::Since { epoch, disk, first } => {
+    let version = match version {
+        DiskVersion::Since { epoch, disk, first } => {
             let is_there = |of: &u64| (epoch + 1..first).contains(of) && *of > state.merged && !state.is_dead(*of);
             let is_left = disk == state.disk && epochs.iter().any(is_there);
-            if is_left { Wanted::Epoch { epoch, disk } } else { Wanted::Newest }
+            if is_left { DiskVersion::Epoch { epoch, disk } } else { DiskVersion::Newest }
         }
         other => other,
     };
-    if let Wanted::Epoch { epoch, disk } = wanted {
+    if let DiskVersion::Epoch { epoch, disk } = version {
         let path = path.clone();
         if disk != state.disk {
             return Err(RedoError::OtherDisk { path, found: state.disk, wanted: disk });
         } else if state.floor > epoch {
             return Err(RedoError::NewerDisk { path, epoch, floor: state.floor });
         } else if state.is_dead(epoch) {
-            return Err(RedoError::GivenUp { path, epoch });
+            return Err(RedoError::Discarded { path, epoch });
         } else if epoch > state.sealed {
             return Err(RedoError::NotSealed { path, epoch, sealed: state.sealed });
         }
@@ -86,43 +78,45 @@ pub fn open<D: Files>(
     let given = [state.sealed, state.floor, state.merged].into_iter();
     let given = given.chain(state.dead.iter().map(|(_, last)| *last)).chain(epochs.iter().copied());
     let newest = given.max().unwrap_or(0);
-    let closed = match wanted {
-        Wanted::Epoch { epoch, .. } => epoch,
-        Wanted::Newest | Wanted::Since { .. } => (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0),
+    let closed = match version {
+        DiskVersion::Epoch { epoch, .. } => epoch,
+        DiskVersion::Newest | DiskVersion::Since { .. } => {
+            (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0)
+        }
     };
     let mut log = Log::new(state.disk, newest + 1, closed, state.merged, limit);
     let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= closed).collect();
-    let lost = |epoch, what| RedoError::Lost { path: path.clone(), name: name_of(epoch), epoch, what };
+    let lost = |epoch, what| RedoError::DamagedSegment { path: path.clone(), name: segment_name(epoch), epoch, what };
     if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
         return Err(lost(*epoch, "the file is missing".into()));
     }
     for epoch in epochs.into_iter().filter(|epoch| *epoch <= closed && *epoch > state.merged && !state.is_dead(*epoch))
     {
-        let file = home.files().open(&name_of(epoch)).map_err(failed("opening a segment"))?;
+        let file = log_dir.files().open(&segment_name(epoch)).map_err(failed("opening a segment"))?;
         let is_sealed = must_be_whole.contains(&epoch);
         let found = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
-        let found = if is_sealed { Some(whole(found).map_err(|what| lost(epoch, what))?) } else { found };
-        let Some(Found { nonce, end, entries, .. }) = found else { continue };
+        let found = if is_sealed { Some(sealed_content(found).map_err(|what| lost(epoch, what))?) } else { found };
+        let Some(SegmentContent { nonce, end, entries, .. }) = found else { continue };
         if let Some(end) = entries.iter().map(|entry| entry.at + entry.bytes).find(|end| *end > bytes) {
-            return Err(RedoError::Shorter { path, end, bytes });
+            return Err(RedoError::ImageTooShort { path, end, bytes });
         }
-        // A server that was killed has left it to the system.
+        // A killed server may not have synced it.
         file.sync().map_err(failed("making a segment durable"))?;
         if !entries.is_empty() {
-            log.found(Segment::new(epoch, nonce, file), end, entries, is_sealed);
+            log.add_segment(Segment::new(epoch, nonce, file), end, entries, is_sealed);
         }
     }
     if (closed + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
-        home.rewind(closed + 1, newest);
+        log_dir.rewind(closed + 1, newest);
     }
-    // Left by one that was killed meanwhile; they are not read, so they may stay.
-    if let Err(e) = home.remove_done() {
+    // A server was killed while it removed these. They are not read.
+    if let Err(e) = log_dir.remove_done() {
         tracing::warn!("{e}");
     }
-    Ok(Some((home, log)))
+    Ok(Some((log_dir, log)))
 }
 
-/// Reads a file in pieces that are longer than what is asked for.
+/// Reads a file in pieces that are longer than requested, and keeps the last one.
 struct Window<'a, F> {
     file: &'a F,
     buffer: Buffer,
@@ -142,24 +136,24 @@ impl<F: LogFile> Window<'_, F> {
     }
 }
 
-/// What is valid in a segment.
+/// The valid content of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// The segment's.
+pub struct SegmentContent {
+    /// The nonce of the segment.
     pub nonce: u128,
-    /// Nothing that is valid lies at this offset or behind it.
+    /// There is no valid entry at or after this offset.
     pub end: u64,
-    /// The entries, in the order of their sequence.
-    pub entries: Vec<Placed>,
-    /// Offsets of the entries that its last seal record lists.
+    /// The entries, by sequence number.
+    pub entries: Vec<LogEntry>,
+    /// The entries' offsets in the last seal record.
     pub seal: Option<Vec<u64>>,
 }
 
-/// The content of a segment whose epoch is sealed: the entries that its seal record lists, all of them.
+/// Returns the entries that the seal record of a sealed epoch lists, all of them.
 ///
 /// # Errors
-/// What is missing.
-pub fn whole(found: Option<Found>) -> Result<Found, String> {
+/// What is damaged or missing.
+pub fn sealed_content(found: Option<SegmentContent>) -> Result<SegmentContent, String> {
     let mut found = found.ok_or("its head, at byte 0, is damaged or missing")?;
     let Some(seal) = &found.seal else {
         return Err(format!("its seal record is damaged or missing; entries end at byte {}", found.end));
@@ -170,17 +164,17 @@ pub fn whole(found: Option<Found>) -> Result<Found, String> {
         let (count, all) = (missing.by_ref().count(), seal.len());
         return Err(format!("the entry at byte {first} is damaged or missing ({count} of {all} entries are)"));
     }
-    // An entry that is not in the list has been overwritten within its epoch, or its write failed.
+    // Other entries were overwritten within the epoch, or their write failed.
     let listed: BTreeSet<u64> = seal.iter().copied().collect();
     found.entries.retain(|entry| listed.contains(&entry.offset));
     Ok(found)
 }
 
-/// Reads a segment. `None` if it has no valid head: nothing in an unsealed one was ever durable then.
+/// Reads a segment. `None` if the head is invalid: then no entry of an unsealed segment was ever durable.
 ///
 /// # Errors
 /// The system's.
-pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<Found>> {
+pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<SegmentContent>> {
     let length = file.length()?;
     let buffer = Buffer::new(WINDOW.min(length).max(PAGE) as usize);
     let mut window = Window { file, buffer, at: 0, held: 0 };
@@ -203,21 +197,21 @@ pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<Fo
             continue;
         };
         let is_whole = match header.what {
-            What::Data => {
-                // The last one's padding may be missing.
+            EntryKind::Data => {
+                // The padding of the last entry may be missing.
                 let len = header.bytes.min(length.saturating_sub(offset + PAGE));
-                window.get(offset + PAGE, len)?.is_some_and(|data| len == header.bytes && sum(data) == header.data)
+                window.get(offset + PAGE, len)?.is_some_and(|data| len == header.bytes && checksum(data) == header.data)
             }
-            What::Zeroes | What::Hole => true,
+            EntryKind::Zeroes | EntryKind::Hole => true,
         };
         if is_whole {
-            let super::format::Header { sequence, at, bytes, what, .. } = header;
-            entries.push(Placed { epoch, offset, sequence, at, bytes, what });
+            let super::format::EntryHeader { sequence, at, bytes, what, .. } = header;
+            entries.push(LogEntry { epoch, offset, sequence, at, bytes, what });
         }
         offset += header.length();
     }
     entries.sort_unstable_by_key(|entry| entry.sequence);
-    Ok(Some(Found { nonce: head.nonce, end: offset, entries, seal }))
+    Ok(Some(SegmentContent { nonce: head.nonce, end: offset, entries, seal }))
 }
 
 fn read_list(file: &impl LogFile, offset: u64, bytes: u64) -> io::Result<Buffer> {

@@ -1,4 +1,4 @@
-//! What is durable about a disk's epochs, in one of two slots (`docs/disk-epochs.md`, Files).
+//! The durable state of a disk's epochs, in one of two slots (`docs/disk-epochs.md`, Files).
 
 use super::format::PAGE;
 use rekindle_kernel::uring::Buffer;
@@ -7,52 +7,52 @@ use std::io;
 use uuid::Uuid;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Of the state. Format 1 has neither `image` nor `segments`, and is still read.
+/// Version of the state. Format 1 has neither `image` nor `segments`, and is still read.
 pub const FORMAT: u32 = 2;
 pub(super) const MAGIC: &[u8; 8] = b"RKREDOST";
-/// Bytes of a slot that are not JSON.
+/// Bytes of a slot around the JSON text.
 const AROUND: usize = 8 + 8 + 4 + 16;
 
-/// What is durable about a disk's epochs.
+/// The durable state of a disk's epochs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct State {
-    /// Of this.
+pub struct EpochState {
+    /// [`FORMAT`] of this state.
     pub format: u32,
-    /// The disk's identity, for its log's life.
+    /// The disk's identity as long as the log exists.
     pub disk: Uuid,
-    /// The disk's length when the log was begun.
+    /// Length of the disk when the log was created.
     pub bytes: u64,
-    /// The newest epoch that is durable as a whole.
+    /// The newest durable epoch.
     pub sealed: u64,
-    /// The image may hold writes of epochs up to this.
+    /// The image may have writes of epochs up to this.
     pub floor: u64,
-    /// The image holds all writes of epochs up to this.
+    /// The image has all writes of epochs up to this.
     pub merged: u64,
-    /// Epochs that were given up: first and last.
+    /// Discarded epochs: first and last of each range.
     pub dead: Vec<(u64, u64)>,
-    /// File name of the image; none in the log of an earlier version.
+    /// File name of the image; none if an earlier version created the log.
     #[serde(default)]
     pub image: Option<String>,
-    /// Sealed epochs whose segments have a seal record: first and last. What was merged or given up may be among them.
+    /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or discarded.
     #[serde(default)]
     pub segments: Vec<(u64, u64)>,
 }
 
-/// To read the format of a state that this version does not know.
+/// The format alone, to report that of a newer version.
 #[derive(Deserialize)]
 struct Format {
     format: u32,
 }
 
-impl State {
-    /// Whether an epoch was given up.
+impl EpochState {
+    /// Whether an epoch is discarded.
     #[must_use]
     pub fn is_dead(&self, epoch: u64) -> bool {
         self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
     }
 
-    /// Sealed epochs that are neither merged nor given up, and whose segments must have a seal record.
+    /// Sealed epochs that are neither merged nor discarded. Their segments must have a seal record.
     pub fn sealed_segments(&self) -> impl Iterator<Item = u64> {
         let needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
         self.segments
@@ -61,7 +61,7 @@ impl State {
             .filter(needed)
     }
 
-    /// Notes that all epochs up to `epoch` are durable, and that the segments of `sealed` have seal records.
+    /// Records that all epochs up to `epoch` are durable, and that the segments of `sealed` have seal records.
     pub fn seal(&mut self, epoch: u64, sealed: &[u64]) {
         self.sealed = self.sealed.max(epoch);
         for epoch in sealed {
@@ -73,7 +73,7 @@ impl State {
     }
 }
 
-pub(super) fn write_slot(state: &State, count: u64) -> io::Result<Buffer> {
+pub(super) fn write_slot(state: &EpochState, count: u64) -> io::Result<Buffer> {
     let json = serde_json::to_vec(state)?;
     let mut page = Buffer::new(PAGE as usize);
     if json.len() + AROUND > page.len() {
@@ -87,8 +87,8 @@ pub(super) fn write_slot(state: &State, count: u64) -> io::Result<Buffer> {
     Ok(page)
 }
 
-/// The state in a slot and its count, if the slot is whole.
-fn read_slot(page: &[u8]) -> Option<(u64, State)> {
+/// The state in a slot and its count, if the slot is valid.
+fn read_slot(page: &[u8]) -> Option<(u64, EpochState)> {
     let (count, json) = read_json(page)?;
     Some((count, serde_json::from_slice(json).ok()?))
 }
@@ -105,11 +105,11 @@ fn read_json(page: &[u8]) -> Option<(u64, &[u8])> {
     Some((u64::from_le_bytes(*count), json))
 }
 
-/// The newest state in the file of a state, if one is whole.
+/// The newest valid state in a state file.
 ///
 /// # Errors
-/// The format of one that this version does not know: an older state must not be used then.
-pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, State)>, u32> {
+/// The format, if a newer version wrote the newest slot: the older state must not be used then.
+pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, EpochState)>, u32> {
     let slots = || bytes.chunks(PAGE as usize);
     let formats = slots().filter_map(read_json).filter_map(|(_, json)| serde_json::from_slice::<Format>(json).ok());
     match formats.map(|Format { format }| format).max() {
@@ -128,7 +128,7 @@ pub(super) mod tests {
         let dead = vec![(3, 4)];
         let (disk, image) = (Uuid::new_v4(), Some("disk.raw".to_owned()));
         let (sealed, floor, merged, segments) = (7, 6, 5, vec![(1, 2), (6, 7)]);
-        let state = State { format: FORMAT, disk, bytes: 4096, sealed, floor, merged, dead, image, segments };
+        let state = EpochState { format: FORMAT, disk, bytes: 4096, sealed, floor, merged, dead, image, segments };
         assert!(state.is_dead(3) && state.is_dead(4) && !state.is_dead(5));
         let page = write_slot(&state, 9).unwrap();
         assert_eq!(read_slot(&page), Some((9, state)));
@@ -140,7 +140,7 @@ pub(super) mod tests {
         assert_eq!(read_slot(&page[..4095]), None);
     }
 
-    /// A slot as an earlier, or a later, version has written it.
+    /// A slot with JSON text of an earlier or later version.
     pub(in crate::redo) fn slot(json: &str, count: u64) -> Vec<u8> {
         let mut page = vec![0; PAGE as usize];
         let content = [&MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()].concat();
@@ -158,15 +158,15 @@ pub(super) mod tests {
         let (count, state) = newest_slot(&slot(&old, 4)).unwrap().unwrap();
         assert_eq!((count, state.format, state.sealed, state.image.as_deref()), (4, 1, 3, None));
         assert_eq!(state.sealed_segments().count(), 0);
-        // Also where the other slot has one that could be read: it is older.
+        // Also where the other slot has a readable state: that one is older.
         let later = slot(r#"{"format":3,"more":true}"#, 5);
         assert_eq!(newest_slot(&[slot(&old, 4), later].concat()), Err(3));
     }
 
     #[test]
-    fn sealed_segments_are_those_that_are_neither_merged_nor_given_up() {
+    fn sealed_segments_are_those_that_are_neither_merged_nor_discarded() {
         let (disk, dead) = (Uuid::nil(), vec![(5, 6)]);
-        let mut state = State {
+        let mut state = EpochState {
             format: FORMAT,
             disk,
             bytes: 1,

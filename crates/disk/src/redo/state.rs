@@ -1,87 +1,87 @@
-//! The directory of a log: what is durable about its epochs, and its segments' files.
+//! The directory of a log: the state file and the segments.
 
 use super::error::RedoError;
-use super::files::{Files, LogFile, Peek};
-use super::format::{Head, PAGE, read_head, write_head};
+use super::files::{FileStart, LogFile, LogFiles};
+use super::format::{PAGE, SegmentHead, read_head, write_head};
 use super::log::Segment;
-use super::slot::{FORMAT, MAGIC, State, newest_slot, write_slot};
+use super::slot::{EpochState, FORMAT, MAGIC, newest_slot, write_slot};
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use uuid::Uuid;
 
-/// Its file.
+/// File name of the state.
 const NAME: &str = "state";
-/// Room that a segment is made with.
+/// Bytes that a new segment reserves.
 const RESERVED: u64 = 4 << 20;
 
-/// The epoch of the segment with this name.
+/// The epoch in the file name of a segment.
 #[must_use]
-pub fn epoch_of(name: &str) -> Option<u64> {
+pub fn segment_epoch(name: &str) -> Option<u64> {
     let epoch = name.strip_suffix(".log")?.parse().ok()?;
-    (name_of(epoch) == name).then_some(epoch)
+    (segment_name(epoch) == name).then_some(epoch)
 }
 
-/// The name of an epoch's segment.
+/// The file name of an epoch's segment.
 #[must_use]
-pub fn name_of(epoch: u64) -> String {
+pub fn segment_name(epoch: u64) -> String {
     format!("{epoch}.log")
 }
 
-/// Whether a file is one that a log made, also one that a crash has left incomplete: by its name and by what is in it.
-fn is_ours(name: &str, Peek { bytes, length }: &Peek) -> bool {
+/// Whether name and content are those of a file that a log created, possibly incomplete after a crash.
+fn is_ours(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
-    // Nothing was written to it, apart from zeroes.
+    // Nothing but zeros has been written to it.
     let is_empty = *length == bytes.len() as u64 && is_zero(bytes);
     if name == NAME {
         let is_slot = |slot: &[u8]| slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE as usize - 16).unwrap_or(slot));
         return *length <= 2 * PAGE && bytes.chunks(PAGE as usize).all(is_slot);
     }
-    epoch_of(name).is_some() && (is_empty || bytes.get(..PAGE as usize).and_then(read_head).is_some())
+    segment_epoch(name).is_some() && (is_empty || bytes.get(..PAGE as usize).and_then(read_head).is_some())
 }
 
-/// Whether what has this name in the directory is a file that a log made.
-fn recognise(files: &impl Files, name: &str) -> io::Result<bool> {
+/// Whether a log created the file with this name.
+fn recognise(files: &impl LogFiles, name: &str) -> io::Result<bool> {
     let Some(first) = files.peek(name, 2 * PAGE)? else { return Ok(false) };
     if is_ours(name, &first) {
         return Ok(true);
     }
-    // Room that was reserved for a segment, before its head was durable.
+    // Space was reserved for a segment, and its head is not durable yet.
     let whole = if first.length <= RESERVED { files.peek(name, RESERVED)? } else { None };
     Ok(whole.is_some_and(|whole| is_ours(name, &whole)))
 }
 
-/// Why a name in the directory of a log is not removed.
-fn foreign(files: &impl Files, name: &str) -> RedoError {
+/// The error for a file that no log created.
+fn foreign(files: &impl LogFiles, name: &str) -> RedoError {
     let path = files.path().to_owned();
     let target = std::fs::read_link(&path).ok();
-    RedoError::Foreign { path, target, name: name.into() }
+    RedoError::ForeignFile { path, target, name: name.into() }
 }
 
-/// See [the module](self).
+/// The directory of an open log: its state, its segment files and the lock.
 #[derive(Debug)]
-pub struct Home<D: Files> {
+pub struct LogDirectory<D: LogFiles> {
     files: D,
     file: D::File,
-    state: State,
+    state: EpochState,
     count: u64,
-    /// To be given up before anything is written: the disk was opened at an older epoch.
+    /// Epochs to discard before the first write: the disk was opened at an older epoch.
     rewound: Option<(u64, u64)>,
-    /// Held so that no other process changes the directory.
+    /// Prevents changes by other processes.
     _claim: D::Claim,
 }
 
-fn claim<D: Files>(files: &D) -> Result<Option<D::Claim>, RedoError> {
+fn claim<D: LogFiles>(files: &D) -> Result<Option<D::Claim>, RedoError> {
     files.claim().map_err(|e| match e.kind() {
         io::ErrorKind::ResourceBusy => RedoError::InUse { path: files.path().to_owned() },
         _ => RedoError::io(files.path(), "locking the directory")(e),
     })
 }
 
-impl<D: Files> Home<D> {
-    /// Begin a log for a disk of `bytes` bytes that has none. `image`: the file name of its image.
+impl<D: LogFiles> LogDirectory<D> {
+    /// Creates the log of a disk of `bytes` bytes that has none. `image`: the file name of its image.
     ///
-    /// *On failure:* what there is then is no log. Files that no log made are as they were, and keep this from beginning.
+    /// *On failure:* there is no log. Files that no log created are unchanged; they may be the reason.
     ///
     /// # Errors
     /// [`RedoError`].
@@ -93,16 +93,16 @@ impl<D: Files> Home<D> {
         let file = files.create(NAME).map_err(failed("making its state"))?;
         let (format, disk) = (FORMAT, Uuid::new_v4());
         let (dead, segments) = (Vec::new(), Vec::new());
-        let state = State { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead, image, segments };
+        let state = EpochState { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead, image, segments };
         let empty = Buffer::new(2 * PAGE as usize);
         file.write_at(&empty, 0).map_err(failed("making its state"))?;
-        let mut home = Self { files, file, state, count: 0, rewound: None, _claim: claim };
-        home.record(|_| ())?;
-        home.files.sync().map_err(RedoError::io(home.files.path(), "making its directory durable"))?;
-        Ok(home)
+        let mut log_dir = Self { files, file, state, count: 0, rewound: None, _claim: claim };
+        log_dir.record(|_| ())?;
+        log_dir.files.sync().map_err(RedoError::io(log_dir.files.path(), "making its directory durable"))?;
+        Ok(log_dir)
     }
 
-    /// Removes what a `begin` or `end` that was interrupted has left. Nothing is removed unless all of it is that.
+    /// Removes the files of an interrupted `begin` or `end`. Removes nothing if there is any other file.
     fn clear(files: &D) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         let mut names = files.list().map_err(failed("reading the directory"))?;
@@ -112,31 +112,31 @@ impl<D: Files> Home<D> {
                 return Err(foreign(files, name));
             }
         }
-        let has_segments = names.iter().any(|name| epoch_of(name).is_some());
+        let has_segments = names.iter().any(|name| segment_epoch(name).is_some());
         let state = match files.peek(NAME, 2 * PAGE) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             found => found.map_err(failed("reading its state"))?,
         };
         let state = match state.as_ref().map_or(Ok(None), |found| newest_slot(&found.bytes)) {
-            Err(found) => return Err(RedoError::Newer { path: files.path().to_owned(), found }),
+            Err(found) => return Err(RedoError::NewerFormat { path: files.path().to_owned(), found }),
             Ok(state) => state,
         };
         match state {
-            None if has_segments => return Err(RedoError::Damaged { path: files.path().to_owned() }),
+            None if has_segments => return Err(RedoError::DamagedState { path: files.path().to_owned() }),
             Some((_, state)) => {
                 let is_done = |epoch| epoch <= state.merged || state.is_dead(epoch);
-                if !names.iter().filter_map(|name| epoch_of(name)).all(is_done) {
+                if !names.iter().filter_map(|name| segment_epoch(name)).all(is_done) {
                     return Err(RedoError::Occupied { path: files.path().to_owned(), found: state.disk });
                 }
             }
             None => {}
         }
-        // The state last: segments without one are a damaged log.
+        // The state last: segments without a state are a damaged log.
         names.sort_unstable_by_key(|name| name == NAME);
         names.iter().try_for_each(|name| files.remove(name)).map_err(failed("removing what was left there"))
     }
 
-    /// The log in `files`, if there is one.
+    /// Opens the log in `files`, if there is one.
     ///
     /// # Errors
     /// [`RedoError`].
@@ -144,8 +144,8 @@ impl<D: Files> Home<D> {
         let failed = |doing| RedoError::io(files.path(), doing);
         let Some(claim) = claim(&files)? else { return Ok(None) };
         let names = files.list().map_err(failed("reading the directory"))?;
-        let has_segments = names.iter().any(|name| epoch_of(name).is_some());
-        let damaged = || RedoError::Damaged { path: files.path().to_owned() };
+        let has_segments = names.iter().any(|name| segment_epoch(name).is_some());
+        let damaged = || RedoError::DamagedState { path: files.path().to_owned() };
         let file = match files.open(NAME) {
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
                 return if has_segments { Err(damaged()) } else { Ok(None) };
@@ -154,44 +154,42 @@ impl<D: Files> Home<D> {
         };
         let mut slots = Buffer::new(2 * PAGE as usize);
         file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
-        match newest_slot(&slots).map_err(|found| RedoError::Newer { path: files.path().to_owned(), found })? {
+        match newest_slot(&slots).map_err(|found| RedoError::NewerFormat { path: files.path().to_owned(), found })? {
             None if has_segments => Err(damaged()),
             None => Ok(None),
             Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None, _claim: claim })),
         }
     }
 
-    /// What is durable.
     #[must_use]
-    pub fn state(&self) -> &State {
+    pub fn state(&self) -> &EpochState {
         &self.state
     }
 
-    /// Its files.
     #[must_use]
     pub fn files(&self) -> &D {
         &self.files
     }
 
-    /// Change the state, durably.
+    /// Changes the state, durably.
     ///
     /// # Errors
-    /// [`RedoError::Io`]; it may have been changed on the disk, so what is to be changed must be true already.
-    pub fn record(&mut self, change: impl FnOnce(&mut State)) -> Result<(), RedoError> {
+    /// [`RedoError::Io`]; the change may be on the disk all the same, so it must describe what is already true.
+    pub fn record(&mut self, change: impl FnOnce(&mut EpochState)) -> Result<(), RedoError> {
         let mut state = self.state.clone();
         change(&mut state);
         let floor = state.merged;
         state.dead.retain(|(_, last)| *last > floor);
         state.segments.retain(|(_, last)| *last > floor);
         if self.state.format < FORMAT {
-            // An earlier version must not find the state before the change in the other slot.
+            // An earlier version must not find the old state in the other slot.
             self.state.format = FORMAT;
             self.write(self.state.clone())?;
         }
-        self.write(State { format: FORMAT, ..state })
+        self.write(EpochState { format: FORMAT, ..state })
     }
 
-    fn write(&mut self, state: State) -> Result<(), RedoError> {
+    fn write(&mut self, state: EpochState) -> Result<(), RedoError> {
         let count = self.count + 1;
         let written = write_slot(&state, count).and_then(|page| {
             self.file.write_at(page.get(..PAGE as usize).unwrap_or_default(), count % 2 * PAGE)?;
@@ -202,8 +200,8 @@ impl<D: Files> Home<D> {
         Ok(())
     }
 
-    /// Checks that the log is that of the image with this file name, and notes the name in the log of an earlier version.
-    /// `renamed_from`: the name that the image had before it was renamed.
+    /// Checks that the log belongs to the image with this file name, and adds the name to the log of an earlier version.
+    /// `renamed_from`: the previous name of a renamed image.
     ///
     /// # Errors
     /// [`RedoError::OtherImage`]; [`RedoError::Io`].
@@ -216,38 +214,38 @@ impl<D: Files> Home<D> {
                 Err(RedoError::OtherImage { path, found, image: image.into() })
             }
             None => {
-                // Durable with the next change of the state.
+                // Becomes durable with the next change of the state.
                 self.state.image = Some(image.into());
                 Ok(())
             }
         }
     }
 
-    /// Epochs `first..=last` are to be given up as soon as anything is written.
+    /// Discards epochs `first..=last` before the next segment is created.
     pub fn rewind(&mut self, first: u64, last: u64) {
         self.rewound = Some((first, last));
     }
 
-    /// Whether there are epochs that are to be given up.
+    /// Whether there are epochs that the next segment discards.
     #[must_use]
     pub fn is_rewound(&self) -> bool {
         self.rewound.is_some()
     }
 
-    /// Make the segment of a new epoch, durably. What is to be given up is so from here on.
+    /// Creates the segment of a new epoch, durably, after discarding the epochs of [`Self::rewind`].
     ///
     /// # Errors
     /// [`RedoError::Io`].
     pub fn prepare(&mut self, epoch: u64) -> Result<Segment<D::File>, RedoError> {
         if let Some((first, last)) = self.rewound {
             self.record(|state| {
-                // Those that were given up before within them are so still.
+                // Earlier ranges within this one stay discarded.
                 state.dead.retain(|(from, to)| *from < first || *to > last);
                 state.dead.push((first, last));
             })?;
             self.rewound = None;
             if let Err(e) = self.remove_done() {
-                tracing::warn!("epochs that were given up are not removed yet: {e}");
+                tracing::warn!("cannot remove discarded epochs; trying again later: {e}");
             }
         }
         let made = self.make(epoch);
@@ -255,9 +253,9 @@ impl<D: Files> Home<D> {
     }
 
     fn make(&self, epoch: u64) -> io::Result<Segment<D::File>> {
-        let name = name_of(epoch);
+        let name = segment_name(epoch);
         let file = match self.files.create(&name) {
-            // It could not be made durable before, so nothing has used it.
+            // Left by a failed attempt that made nothing durable: unused.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 self.remove_ours(&name)?;
                 self.files.create(&name)?
@@ -266,7 +264,7 @@ impl<D: Files> Home<D> {
         };
         let mut nonce = [0; 16];
         getrandom(&mut nonce, GetRandomFlags::empty())?;
-        let head = Head { epoch, disk: self.state.disk, nonce: u128::from_ne_bytes(nonce) };
+        let head = SegmentHead { epoch, disk: self.state.disk, nonce: u128::from_ne_bytes(nonce) };
         let mut page = Buffer::new(PAGE as usize);
         page.copy_from_slice(&write_head(&head));
         file.reserve(RESERVED);
@@ -278,34 +276,32 @@ impl<D: Files> Home<D> {
         Ok(Segment::new(epoch, head.nonce, file))
     }
 
-    /// Removes a segment, if it is one.
+    /// Removes a segment, if the file is one.
     fn remove_ours(&self, name: &str) -> io::Result<()> {
         if recognise(&self.files, name)? {
             return self.files.remove(name);
         }
-        let why = format!("{name} is not a file of a redo log; move it away");
+        let why = format!("{name} is not a file of a redo log; move it elsewhere");
         Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
     }
 
-    /// Remove the segments that the image has, and those that were given up.
+    /// Removes merged and discarded segments.
     ///
     /// # Errors
-    /// [`RedoError::Io`]; what is left is removed the next time.
+    /// [`RedoError::Io`]; the remaining ones are removed by the next call.
     pub fn remove_done(&self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         for name in self.files.list().map_err(failed("reading the directory"))? {
-            if epoch_of(&name).is_some_and(|epoch| epoch <= self.state.merged || self.state.is_dead(epoch)) {
+            if segment_epoch(&name).is_some_and(|epoch| epoch <= self.state.merged || self.state.is_dead(epoch)) {
                 self.remove_ours(&name).map_err(failed("removing a segment"))?;
             }
         }
         Ok(())
     }
 
-    /// Notes that the log is about to end: the image has all of it, and may be newer than each of its epochs from here on. `next`: the
-    /// epoch of what would be written now; it and the one after it may have segments, which are empty.
+    /// Records that the log is about to end: the image has all its writes, and may become newer than each of its epochs. `next`: the
+    /// current epoch; it and the one after it may have segments, which are empty.
     ///
-    /// *On success:* the image may be written without the log.
-    /// *On failure:* the log is as it was.
     ///
     /// # Errors
     /// [`RedoError::Io`].
@@ -314,17 +310,17 @@ impl<D: Files> Home<D> {
         self.record(|state| (state.floor, state.merged) = (state.floor.max(done), state.merged.max(done)))
     }
 
-    /// Remove the log. All that is in it must have been merged, and [`Self::close`] have succeeded. Files that no log made stay, and
-    /// the directory with them.
+    /// Removes the log. All of it must be merged, and [`Self::close`] must have succeeded. Files that no log created stay, and so does
+    /// the directory then.
     ///
     /// # Errors
-    /// [`RedoError`]; what is left then is a log without writes, or none.
+    /// [`RedoError`]; a log without writes, or none, remains.
     pub fn destroy(self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         let names = self.files.list().map_err(failed("reading the directory"))?;
         let mut others = Vec::new();
         for name in names.into_iter().filter(|name| *name != NAME) {
-            match epoch_of(&name).map(|_| self.remove_ours(&name)) {
+            match segment_epoch(&name).map(|_| self.remove_ours(&name)) {
                 Some(Ok(())) => {}
                 Some(Err(e)) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(failed("removing a segment")(e));
@@ -333,8 +329,8 @@ impl<D: Files> Home<D> {
             }
         }
         self.files.sync().map_err(failed("making its directory durable"))?;
-        // What has the name of a segment would make a damaged log of a directory without a state.
-        if !others.iter().any(|name| epoch_of(name).is_some()) {
+        // Without a state, a file with the name of a segment would be taken for a damaged log.
+        if !others.iter().any(|name| segment_epoch(name).is_some()) {
             self.files.remove(NAME).map_err(failed("removing its state"))?;
         }
         match others.first() {

@@ -1,13 +1,13 @@
-//! A guest without a processor: memory, one or more queues, and a front end that speaks vhost-user.
+//! A guest without a processor: memory, queues, and a vhost-user front end.
 
 #![allow(dead_code, reason = "each test uses what it needs")]
 
 use rekindle_disk::control::Control;
 use rekindle_disk::engine::Settings;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::redo::keeper::LogOptions;
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, Service, serve};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -27,24 +27,24 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const PAGE: u64 = 4096;
-/// Where the guest's memory is in the front end.
+/// Address of the guest's memory in the front end.
 pub const FRONT: u64 = 0x7f00_0000_0000;
-/// Requests of a queue.
+/// Requests per queue.
 pub const ENTRIES: u16 = 64;
 /// Frames of a guest.
 pub const FRAMES: u64 = 4096;
-/// The first frame that is not used for rings and headers.
+/// The first frame after rings and headers.
 pub const FIRST: u64 = 256;
 
-/// A disk that is served by a thread of this process.
+/// A disk that a thread of this process serves.
 pub struct Disk {
     pub directory: tempfile::TempDir,
     pub image: PathBuf,
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
-pub fn redo(wanted: Wanted) -> Place {
-    Place { wanted, ..Place::default() }
+pub fn redo(version: DiskVersion) -> LogOptions {
+    LogOptions { version, ..LogOptions::default() }
 }
 
 pub fn service(directory: &Path, image: &Path) -> Service {
@@ -53,29 +53,29 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         limits: Limits::default(),
         map: true,
         queues: 4,
-        attic_keep: None,
+        retain_for: None,
         filling: Arc::default(),
     };
-    let how = How { readonly: false, direct: true };
+    let mode = OpenMode { readonly: false, direct: true };
     Service {
         image: image.to_owned(),
-        how,
+        mode,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
-        redo: redo(Wanted::Newest),
+        redo: redo(DiskVersion::Newest),
         settings,
         waits: false,
     }
 }
 
 impl Disk {
-    /// One of so many blocks, each with its number in it.
+    /// A disk of so many blocks, each with its number as content.
     pub fn new(blocks: u64) -> Self {
         Self::with(blocks, |_| {})
     }
 
     pub fn with(blocks: u64, change: impl FnOnce(&mut Service)) -> Self {
-        // Not in /tmp, which may be a tmpfs: the disk is read and written directly.
+        // Not in /tmp, which may be a tmpfs: the disk is used with O_DIRECT.
         let directory = tempfile::Builder::new().prefix("disk-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = directory.path().join("disk.raw");
         let file = File::create(&image).unwrap();
@@ -108,7 +108,7 @@ impl Disk {
         Control::connect(&self.service().control).unwrap()
     }
 
-    /// A block as it is on the disk.
+    /// Content of a block on the disk.
     pub fn block(&self, block: u64) -> Vec<u8> {
         let mut bytes = vec![0; PAGE as usize];
         File::open(&self.image).unwrap().read_exact_at(&mut bytes, block * PAGE).unwrap();
@@ -131,7 +131,7 @@ impl Drop for Disk {
     }
 }
 
-/// What a block holds after it was written `version` times.
+/// Content of a block after `version` writes.
 pub fn content(block: u64, version: u64) -> Vec<u8> {
     let words = (0..PAGE / 8).map(|n| (block << 32 | version << 16 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     words.flat_map(u64::to_le_bytes).collect()
@@ -163,11 +163,11 @@ pub struct Guest {
     pub front: Frontend,
     queues: Vec<Queue>,
     pub inflight: Option<(VhostUserInflight, File)>,
-    /// By queue and head: where the status is.
+    /// Address of the status, by queue and head.
     under_way: BTreeMap<(u16, u16), u64>,
 }
 
-/// A request as the driver puts it: type, sector, data in pieces (address, bytes, written by the device).
+/// A request as the driver makes it: type, sector, data in pieces (address, bytes, written by the device).
 pub struct Ask {
     pub kind: u32,
     pub sector: u64,
@@ -189,14 +189,14 @@ impl Ask {
 }
 
 impl Guest {
-    /// One that has just been started: fresh memory, connected, its queues run.
+    /// A guest that has just started: fresh memory, connected, running queues.
     pub fn start(socket: &Path) -> Self {
         let mut guest = Self::connect(socket, memory(), 1);
         guest.run(0, true);
         guest
     }
 
-    /// Connected, with nothing set up but features and memory.
+    /// Connected, with only features and memory set up.
     pub fn connect(socket: &Path, memory: File, queues: u16) -> Self {
         let front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
         let queue = || Queue {
@@ -226,7 +226,7 @@ impl Guest {
         assert_eq!(protocol & wanted, wanted);
         self.front.set_protocol_features(wanted).unwrap();
         self.front.set_hdr_flags(vhost::vhost_user::message::VhostUserHeaderFlag::NEED_REPLY);
-        // All but the log of writes, and notifications that may be left out.
+        // All but the log of writes, and notification suppression.
         self.front.set_features(features & !(1 << 26) & !(1 << 29)).unwrap();
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: 0,
@@ -238,7 +238,7 @@ impl Guest {
         self.front.set_mem_table(&[region]).unwrap();
     }
 
-    /// Hand over a channel on which the server may say something; gives the other end.
+    /// Passes a channel for the server's notifications; returns the other end.
     pub fn listen(&mut self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -246,7 +246,7 @@ impl Guest {
         ours
     }
 
-    /// Hand over memory for requests under way: new one, or that of before.
+    /// Passes memory for requests in progress: new or existing.
     pub fn track(&mut self) {
         let queues = self.queues.len() as u16;
         let (about, file) = match self.inflight.take() {
@@ -262,7 +262,7 @@ impl Guest {
         (at, at + PAGE, at + 2 * PAGE)
     }
 
-    /// Let a queue run. `fresh`: its rings are empty.
+    /// Starts a queue. `fresh`: its rings are empty.
     pub fn run(&mut self, queue: u16, fresh: bool) {
         self.try_run(queue, fresh).unwrap();
     }
@@ -274,12 +274,12 @@ impl Guest {
             let queue = &mut self.queues[usize::from(number)];
             (queue.available, queue.used) = (0, 0);
         }
-        // As QEMU does where the server did not say where it was.
+        // As QEMU does if the server did not report its position.
         let base = self.queues[usize::from(number)].used;
         self.run_from(number, base)
     }
 
-    /// Let a queue run, from entry `base` of its available ring on.
+    /// Starts a queue at entry `base` of its available ring.
     pub fn run_from(&mut self, number: u16, base: u16) -> Result<(), vhost::Error> {
         let (descriptors, available, used) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
@@ -302,7 +302,7 @@ impl Guest {
         self.front.set_vring_enable(index, true)
     }
 
-    /// Go on with the rings of another front end of the same guest.
+    /// Continues with the rings of another front end of the same guest.
     pub fn continue_from(&mut self, other: &Self) {
         for (ours, theirs) in self.queues.iter_mut().zip(&other.queues) {
             (ours.available, ours.used, ours.free) = (theirs.available, theirs.used, theirs.free.clone());
@@ -314,7 +314,7 @@ impl Guest {
         self.front.get_vring_base(queue.into()).unwrap()
     }
 
-    /// The server has been killed; another one is there.
+    /// Connects to the server that replaces a killed one.
     pub fn reconnect(&mut self, socket: &Path) {
         let queues = self.queues.len() as u16;
         self.front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
@@ -325,12 +325,12 @@ impl Guest {
         }
     }
 
-    /// Put a request into a queue.
+    /// Adds a request to a queue.
     pub fn put(&mut self, number: u16, ask: &Ask) -> u16 {
         let (descriptors, available, _) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
         let slot = queue.free.pop().expect("room in the queue");
-        // Four descriptors for each; header and status behind the rings.
+        // Four descriptors for each; header and status are after the rings.
         let head = slot * 4;
         let header = 64 * PAGE + (u64::from(number) * u64::from(ENTRIES) + u64::from(slot)) * 64;
         let status = header + 32;
@@ -373,12 +373,12 @@ impl Guest {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
 
-    /// Requests that have not ended.
+    /// Number of requests in progress.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Requests that have ended since: head, bytes written, status.
+    /// Requests that have completed since the last call: head, bytes written, status.
     pub fn ended(&mut self, number: u16) -> Vec<(u16, u32, u8)> {
         let (_, _, used) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
@@ -400,7 +400,7 @@ impl Guest {
         found
     }
 
-    /// Do one request and give its status.
+    /// Does one request and returns its status.
     pub fn ask(&mut self, ask: &Ask) -> u8 {
         self.put(0, ask);
         self.kick(0);
@@ -413,7 +413,7 @@ impl Guest {
         self.queues[usize::from(queue)].call.read().is_ok()
     }
 
-    /// Whether the server has reported that the ring is broken, since the last time.
+    /// Whether the server has reported a broken ring since the last call.
     pub fn is_failed(&self, queue: u16) -> bool {
         self.queues[usize::from(queue)].error.read().is_ok()
     }
@@ -428,7 +428,7 @@ impl Guest {
         self.memory.write_all_at(bytes, frame * PAGE).unwrap();
     }
 
-    /// Read a block into a frame and give what came.
+    /// Reads a block into a frame and returns the content.
     pub fn read(&mut self, block: u64, frame: u64) -> Vec<u8> {
         assert_eq!(self.ask(&Ask::read(block, frame)), 0, "block {block}");
         self.frame(frame)
@@ -440,7 +440,6 @@ impl Guest {
     }
 }
 
-/// Memory for a guest.
 pub fn memory() -> File {
     let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(FRAMES * PAGE).unwrap();

@@ -1,13 +1,13 @@
-//! A hostile guest and a hostile QEMU against a server that runs: any bytes are a program for both of them.
+//! A hostile guest and a hostile QEMU against a running server: any bytes are a program for both of them.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
 //! | `peer` | a front end's connection, its memory and its rings |
-//! | `steps` | what a program does: messages in any order, rings and descriptors that are changed while the engine reads them |
+//! | `steps` | the steps of a program: messages in any order, changes of rings and descriptors while the engine reads them |
 //!
-//! After each program the server has to be as before: every queue has stopped when it was to, every connection is gone, a guest that is well-behaved is
-//! served and finds on the disk what it has written, and no thread and no descriptor has stayed. Nothing waits longer than [`DEADLINE`]: what does is a
-//! hang. [`World::check_growth`] looks at the memory.
+//! After each program the server must be as before: every queue has stopped when requested, every connection is closed, a well-behaved
+//! guest is served and finds its data on the disk, and no thread and no descriptor is left. A wait longer than [`DEADLINE`] is a hang.
+//! [`World::check_growth`] checks the memory.
 //!
 //! Shared by the test `hostile_peers`, which runs a fixed number of programs on each build, and the target `engine` in `fuzz/`.
 
@@ -20,10 +20,10 @@ mod steps;
 use peer::{FLUSH, Peer, READ, WRITE};
 use rekindle_disk::control::{Ask, Control};
 use rekindle_disk::engine::Settings;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::{At, Place};
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::redo::keeper::{EpochId, LogOptions};
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -33,14 +33,14 @@ use std::sync::mpsc::channel;
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
-/// What takes longer does not end. Long, since the machine may have other things to do.
+/// Longer than any step takes, even on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Bytes of a disk.
 const CAPACITY: u64 = 64 << 20;
-/// Bytes that the process may need more than after its first programs.
+/// Most bytes that the process may need in addition to those after its first programs.
 const GROWTH: u64 = 128 << 20;
 
-/// Bytes as a source of decisions.
+/// A source of decisions from bytes.
 pub struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -78,13 +78,13 @@ impl Input<'_> {
     }
 }
 
-/// A server, and what is known of its disk.
+/// A server, and the known content of its disk.
 struct Disk {
     directory: PathBuf,
     image: PathBuf,
     has_log: bool,
     control: Control,
-    /// What well-behaved guests have written so far.
+    /// Data of well-behaved guests.
     rounds: u64,
 }
 
@@ -99,7 +99,7 @@ pub struct World {
 }
 
 impl World {
-    /// Two servers: one whose disk has a redo log, and one without. Below `directory`.
+    /// Two servers, one of them with a redo log. `directory` has their files.
     pub fn start(directory: &Path) -> Self {
         let root = tempfile::Builder::new().prefix("hostile-").tempdir_in(directory).unwrap();
         let disks = [false, true].map(|has_log| Disk::start(&root.path().join(format!("log-{has_log}")), has_log));
@@ -116,10 +116,10 @@ impl World {
         world
     }
 
-    /// Runs a program, and checks that the server is as it was before.
+    /// Runs a program, and checks that the server is as before.
     ///
     /// # Panics
-    /// Where it is not: a defect.
+    /// It is not: a defect.
     pub fn run(&mut self, program: &[u8]) {
         let mut input = Input(program);
         let number = usize::from(input.u8()) % self.disks.len();
@@ -136,18 +136,18 @@ impl World {
         });
         disk.control.ask::<()>(&Ask::Limit { bps: None, iops: None }).unwrap();
         if disk.has_log {
-            // A guest whose log is full waits for that.
+            // A guest waits while its log is full.
             disk.commit();
         }
         disk.serve_well_behaved();
         assert_eq!(fs::metadata(&disk.image).unwrap().len(), CAPACITY, "nothing was written behind the end");
         wait_for("the front end to have gone", || (disk.control.status().unwrap().connected == 0).then_some(()));
-        // What is freed in the background may take a moment.
+        // Memory may be freed in the background.
         let (threads, descriptors) = (self.threads, self.descriptors);
         wait_for("threads to end", || (entries("task") <= threads).then_some(()));
         let is_closed = || (entries("fd") <= descriptors).then_some(());
         if is_closed().is_none() {
-            // Guests' memories that are kept as caches have files.
+            // Retained memory of guests has open files.
             for disk in &mut self.disks {
                 disk.control.ask::<()>(&Ask::Drop {}).unwrap();
             }
@@ -155,10 +155,10 @@ impl World {
         wait_for("descriptors to be closed", is_closed);
     }
 
-    /// Checks that the process needs no more memory than after its first programs. To be called after each.
+    /// Checks that the process needs no more memory than after its first programs. Called after each one.
     ///
     /// # Panics
-    /// Where it does.
+    /// It does.
     pub fn check_growth(&mut self) {
         self.programs += 1;
         if self.programs == 200 {
@@ -179,13 +179,13 @@ impl Disk {
             limits: Limits::default(),
             map: true,
             queues: peer::QUEUES,
-            attic_keep: None,
+            retain_for: None,
             filling: Arc::default(),
         };
-        let place = Place { wanted: Wanted::Newest, limit: Some(CAPACITY), ..Place::default() };
+        let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
         let service = Service {
             image: image.clone(),
-            how: How { readonly: false, direct: false },
+            mode: OpenMode { readonly: false, direct: false },
             socket: directory.join("disk.sock"),
             control: directory.join("disk.control"),
             redo: place,
@@ -198,19 +198,19 @@ impl Disk {
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
         let mut control = Control::connect(&at).unwrap();
         if has_log {
-            control.ask::<At>(&Ask::EpochBegin {}).unwrap();
+            control.ask::<EpochId>(&Ask::EpochBegin {}).unwrap();
         }
         Self { directory: directory.into(), image, has_log, control, rounds: 0 }
     }
 
-    /// Commits a checkpoint, which gives the log its room back.
+    /// Commits a checkpoint, which frees space in the log.
     fn commit(&mut self) {
-        let at: At = self.control.ask(&Ask::EpochMark {}).unwrap();
+        let at: EpochId = self.control.ask(&Ask::EpochMark {}).unwrap();
         self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
         self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
     }
 
-    /// A guest that does everything right is served, whatever was there before.
+    /// Checks that a well-behaved guest is served.
     fn serve_well_behaved(&mut self) {
         self.rounds += 1;
         let mut peer = Peer::connect(&self.directory.join("disk.sock"));
@@ -251,12 +251,12 @@ fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Entries of a directory of this process.
+/// Number of entries in a directory of this process.
 fn entries(of: &str) -> usize {
     fs::read_dir(format!("/proc/self/{of}")).unwrap().count()
 }
 
-/// Bytes of memory that this process has, without what it shares.
+/// Bytes of private memory of this process.
 fn resident() -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();

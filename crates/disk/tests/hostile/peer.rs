@@ -1,4 +1,4 @@
-//! A front end: it speaks vhost-user as QEMU does, if it is to, and has rings that can be written in any way.
+//! A front end: it can speak vhost-user as QEMU does, and its rings can have any content.
 
 use super::{DEADLINE, wait_for};
 use rustix::event::{EventfdFlags, eventfd};
@@ -19,9 +19,9 @@ use std::path::Path;
 pub const QUEUES: u16 = 2;
 /// Bytes of the guest's memory.
 pub const MEMORY: u64 = 4 << 20;
-/// Where the front end has it.
+/// Address of that memory in the front end.
 pub const FRONT: u64 = 0x7f00_0000_0000;
-/// Where requests' headers and data are.
+/// Addresses of requests' headers and data.
 pub const HEADER: u64 = 0x20_0000;
 pub const STATUS: u64 = 0x20_0100;
 pub const DATA: u64 = 0x21_0000;
@@ -30,7 +30,7 @@ pub const READ: u32 = 0;
 pub const WRITE: u32 = 1;
 pub const FLUSH: u32 = 4;
 
-/// All that a server may offer but the log of writes, and notifications that may be left out.
+/// All features that a server may offer, except the log of writes and notification suppression.
 pub const ALL_FEATURES: u64 = !(1 << 26) & !(1 << 29);
 /// `MQ`, `LOG_SHMFD`, `REPLY_ACK`, `BACKEND_REQ`, `CONFIG`, `INFLIGHT_SHMFD`.
 pub const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 12;
@@ -57,7 +57,7 @@ pub mod ask {
     pub const SET_CONFIG: u32 = 25;
     pub const GET_INFLIGHT_FD: u32 = 31;
     pub const SET_INFLIGHT_FD: u32 = 32;
-    /// Beyond the last one.
+    /// Above the last one.
     pub const END: u32 = 46;
 }
 
@@ -66,7 +66,7 @@ const VERSION: u32 = 1;
 /// See [the module](self).
 pub struct Peer {
     stream: UnixStream,
-    /// A message was sent that is not what it says: what comes after it is not understood.
+    /// A malformed message was sent: the server cannot parse what follows.
     pub is_confused: bool,
     pub memory: File,
     kicks: Vec<OwnedFd>,
@@ -76,18 +76,18 @@ pub struct Peer {
     pub sizes: [u16; QUEUES as usize],
 }
 
-/// Where the rings of a queue are: descriptors, available, used.
+/// Addresses of a queue's rings: descriptors, available, used.
 pub fn rings(queue: u16) -> (u64, u64, u64) {
     let at = 0x1_0000 + u64::from(queue) * 0x1_0000;
     (at, at + 0x8000, at + 0xc000)
 }
 
-/// Numbers as they are in a message.
+/// The bytes of numbers in a message.
 pub fn message<const N: usize>(numbers: [u64; N]) -> Vec<u8> {
     numbers.into_iter().flat_map(u64::to_ne_bytes).collect()
 }
 
-/// A queue's number and another one.
+/// A queue's number and another number.
 pub fn state(queue: u32, number: u32) -> Vec<u8> {
     [queue, number].into_iter().flat_map(u32::to_ne_bytes).collect()
 }
@@ -120,7 +120,7 @@ impl Peer {
         }
         self.is_confused |= len as usize != body.len();
         let parts = [IoSlice::new(&header), IoSlice::new(body)];
-        // A fuzzer has a timer, whose signal ends what waits.
+        // A fuzzer has a timer, whose signal interrupts a wait.
         match retry_on_intr(|| sendmsg(&self.stream, &parts, &mut ancillary, SendFlags::NOSIGNAL)) {
             Ok(sent) => sent == header.len() + body.len(),
             Err(rustix::io::Errno::AGAIN) => panic!("the server has not read for {DEADLINE:?}"),
@@ -128,14 +128,14 @@ impl Peer {
         }
     }
 
-    /// Sends a message as it should be.
-    pub fn tell(&mut self, request: u32, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
+    /// Sends a well-formed message.
+    pub fn send_valid(&mut self, request: u32, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
         self.send(request, VERSION, body.len() as u32, body, descriptors)
     }
 
     /// Sends a message and waits for the answer to it. `None`: the connection is closed.
     pub fn ask(&mut self, request: u32, body: &[u8]) -> Option<(Vec<u8>, Option<OwnedFd>)> {
-        if !self.tell(request, body, &[]) {
+        if !self.send_valid(request, body, &[]) {
             return None;
         }
         loop {
@@ -172,17 +172,17 @@ impl Peer {
         Some((number(0), body, descriptor))
     }
 
-    /// Says what it can do, and where its memory is. `false`: the connection is closed.
+    /// Negotiates features and passes the memory. `false`: the connection is closed.
     pub fn introduce(&mut self, features: u64, tracks: bool) -> bool {
         let Some((offered, _)) = self.ask(ask::GET_FEATURES, &[]) else { return false };
         let offered = u64::from_ne_bytes(offered[..8].try_into().unwrap());
         let _ = self.ask(ask::GET_PROTOCOL_FEATURES, &[]);
-        // Without answers to what needs none: a program is not to wait for each of its steps.
-        self.tell(ask::SET_PROTOCOL_FEATURES, &message([PROTOCOL & !(1 << 3)]), &[]);
-        self.tell(ask::SET_OWNER, &[], &[]);
-        self.tell(ask::SET_FEATURES, &message([offered & features]), &[]);
+        // Without `REPLY_ACK`: a program must not wait for each of its steps.
+        self.send_valid(ask::SET_PROTOCOL_FEATURES, &message([PROTOCOL & !(1 << 3)]), &[]);
+        self.send_valid(ask::SET_OWNER, &[], &[]);
+        self.send_valid(ask::SET_FEATURES, &message([offered & features]), &[]);
         let memory = self.memory.try_clone().unwrap();
-        let is_open = self.tell(ask::SET_MEM_TABLE, &table(0, MEMORY, FRONT, 0), &[memory.as_fd()]);
+        let is_open = self.send_valid(ask::SET_MEM_TABLE, &table(0, MEMORY, FRONT, 0), &[memory.as_fd()]);
         if tracks && is_open {
             let about = [message([0, 0]), QUEUES.to_ne_bytes().to_vec(), 1024u16.to_ne_bytes().to_vec(), vec![0; 4]];
             let Some((about, Some(file))) = self.ask(ask::GET_INFLIGHT_FD, &about.concat()[..]) else { return false };
@@ -192,15 +192,15 @@ impl Peer {
         is_open
     }
 
-    /// Hands the memory of requests under way over. `false`: the connection is closed.
+    /// Passes the memory of requests in progress. `false`: the connection is closed.
     pub fn track(&mut self) -> bool {
         let Some((about, file)) = self.inflight.take() else { return true };
-        let is_open = self.tell(ask::SET_INFLIGHT_FD, &about, &[file.as_fd()]);
+        let is_open = self.send_valid(ask::SET_INFLIGHT_FD, &about, &[file.as_fd()]);
         self.inflight = Some((about, file));
         is_open
     }
 
-    /// Lets a queue run.
+    /// Starts a queue.
     pub fn set_up_queue(&mut self, queue: u16, size: u16, base: u16) -> bool {
         self.sizes[usize::from(queue)] = size;
         let (descriptors, available, used) = rings(queue);
@@ -208,16 +208,16 @@ impl Peer {
         let address = message([FRONT + descriptors, FRONT + used, FRONT + available, 0]);
         let event = |events: &[OwnedFd]| events[usize::from(queue)].try_clone().unwrap();
         let (kick, call) = (event(&self.kicks), event(&self.calls));
-        self.tell(ask::SET_VRING_NUM, &state(number, size.into()), &[]);
-        self.tell(ask::SET_VRING_BASE, &state(number, base.into()), &[]);
-        self.tell(ask::SET_VRING_ADDR, &[state(number, 0), address].concat(), &[]);
-        self.tell(ask::SET_VRING_CALL, &message([queue.into()]), &[call.as_fd()]);
-        self.tell(ask::SET_VRING_ERR, &message([queue.into()]), &[call.as_fd()]);
-        self.tell(ask::SET_VRING_KICK, &message([queue.into()]), &[kick.as_fd()]);
-        self.tell(ask::SET_VRING_ENABLE, &state(number, 1), &[])
+        self.send_valid(ask::SET_VRING_NUM, &state(number, size.into()), &[]);
+        self.send_valid(ask::SET_VRING_BASE, &state(number, base.into()), &[]);
+        self.send_valid(ask::SET_VRING_ADDR, &[state(number, 0), address].concat(), &[]);
+        self.send_valid(ask::SET_VRING_CALL, &message([queue.into()]), &[call.as_fd()]);
+        self.send_valid(ask::SET_VRING_ERR, &message([queue.into()]), &[call.as_fd()]);
+        self.send_valid(ask::SET_VRING_KICK, &message([queue.into()]), &[kick.as_fd()]);
+        self.send_valid(ask::SET_VRING_ENABLE, &state(number, 1), &[])
     }
 
-    /// Stops a queue: where its available ring is to be read next. `None`: the connection is closed.
+    /// Stops a queue and returns the next index of its available ring. `None`: the connection is closed.
     pub fn stop_queue(&mut self, queue: u16) -> Option<u16> {
         if self.is_confused {
             return None;
@@ -254,7 +254,7 @@ impl Peer {
         self.write(available + 2, &index.to_le_bytes());
     }
 
-    /// Puts a request as a driver does it.
+    /// Adds a request as a driver does.
     pub fn put(&mut self, queue: u16, kind: u32, sector: u64, data: u64, len: u32) {
         let (descriptors, _, _) = rings(queue);
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();

@@ -1,4 +1,4 @@
-//! What a program does.
+//! The steps of a program.
 
 use super::Input;
 use super::peer::{DATA, FRONT, HEADER, MEMORY, Peer, QUEUES, STATUS, ask, message, rings, state, table};
@@ -13,12 +13,12 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread::yield_now;
 
-/// Steps of a program, at most: it is to find a defect soon or never.
+/// Most steps of a program: it finds a defect soon or never.
 const MOST_STEPS: usize = 150;
 /// Changes of a storm.
 const STORM: u16 = 600;
 
-/// Runs a program: two front ends at a time, at most.
+/// Runs a program, with at most two front ends at a time.
 pub fn run(input: &mut Input<'_>, socket: &Path, control: &mut Control) {
     let mut peers = [None, None];
     for _ in 0..MOST_STEPS {
@@ -33,7 +33,7 @@ pub fn run(input: &mut Input<'_>, socket: &Path, control: &mut Control) {
         };
         match kind % 20 {
             0 => *place = None,
-            1..=3 => say(peer, input),
+            1..=3 => send_any(peer, input),
             4..=6 => put(peer, input),
             7 => set_index(peer, input),
             8 | 9 => describe(peer, input),
@@ -54,17 +54,17 @@ pub fn run(input: &mut Input<'_>, socket: &Path, control: &mut Control) {
     }
 }
 
-/// A front end connects, as one should or nearly so, and its queues run.
+/// Connects a front end, correctly or nearly so, and starts its queues.
 fn arrive(input: &mut Input<'_>, socket: &Path) -> Peer {
     let mut peer = Peer::connect(socket);
-    let how = input.u8();
-    if how & 15 == 15 {
+    let mode = input.u8();
+    if mode & 15 == 15 {
         return peer;
     }
-    let features = if how & 1 == 0 { u64::MAX } else { !(1 << 29) };
-    peer.introduce(features, how & 2 == 0);
-    for queue in 0..if how & 4 == 0 { 1 } else { QUEUES } {
-        let size = if how & 8 == 0 { 64 } else { input.pick(&[1, 2, 4, 16, 256, 1024, 3, 0, 2048]) };
+    let features = if mode & 1 == 0 { u64::MAX } else { !(1 << 29) };
+    peer.introduce(features, mode & 2 == 0);
+    for queue in 0..if mode & 4 == 0 { 1 } else { QUEUES } {
+        let size = if mode & 8 == 0 { 64 } else { input.pick(&[1, 2, 4, 16, 256, 1024, 3, 0, 2048]) };
         peer.set_up_queue(queue, size, 0);
     }
     peer
@@ -103,8 +103,8 @@ fn descriptor(input: &mut Input<'_>, peer: &Peer) -> OwnedFd {
     }
 }
 
-/// Says anything, at any moment.
-fn say(peer: &mut Peer, input: &mut Input<'_>) {
+/// Sends any message at any moment.
+fn send_any(peer: &mut Peer, input: &mut Input<'_>) {
     let request = u32::from(input.u8()) % ask::END;
     let queue = u32::from(input.u8() % 4);
     let mut body = match request {
@@ -171,7 +171,7 @@ fn say(peer: &mut Peer, input: &mut Input<'_>) {
     peer.send(request, flags, len, &body, &borrowed);
 }
 
-/// A request as it should be.
+/// A valid request.
 fn put(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let kind = input.pick(&[0, 1, 4, 8, 11, 13, 1, 0, 99]);
@@ -264,7 +264,7 @@ fn indirect(peer: &mut Peer, input: &mut Input<'_>) {
     peer.kick(queue);
 }
 
-/// Changes rings and descriptors as fast as it can, while the engine reads them.
+/// Changes rings and descriptors as fast as possible, while the engine reads them.
 fn storm(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let (descriptors, available, used) = rings(queue);
@@ -300,7 +300,7 @@ fn change_inflight(peer: &mut Peer, input: &mut Input<'_>) {
     let _ = file.write_all_at(&[input.pick(&[0, 1, 2, 0xff])], at);
 }
 
-/// What a manager of the VM asks for meanwhile.
+/// Sends commands of a VM manager.
 fn ask_server(control: &mut Control, input: &mut Input<'_>) {
     let ask = match input.u8() % 12 {
         0 => Ask::Status {},
@@ -316,14 +316,14 @@ fn ask_server(control: &mut Control, input: &mut Input<'_>) {
         10 => Ask::PhaseMark {},
         _ => Ask::Note { pid: None },
     };
-    // It may refuse. That it answers is checked: a control connection has a time limit of its own.
+    // It may be rejected. That it is answered is checked: a control connection has a timeout.
     match control.ask::<Value>(&ask) {
         Ok(_) | Err(rekindle_disk::control::ControlError::Refused { .. }) => {}
         Err(e) => panic!("{ask:?}: {e}"),
     }
 }
 
-/// Stops a queue and lets it run again, as QEMU does when a guest is paused; from somewhere else, sometimes.
+/// Stops a queue and starts it again, as QEMU does for a pause, sometimes at another position.
 fn restart(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let Some(base) = peer.stop_queue(queue) else { return };

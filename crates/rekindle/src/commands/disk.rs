@@ -6,11 +6,11 @@ use anyhow::{Context, Result, bail};
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
-use rekindle_disk::image::How;
+use rekindle_disk::image::OpenMode;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::Place;
-use rekindle_disk::redo::left::{beside as default_redo, inspect_log, merge_all};
-use rekindle_disk::redo::recover::Wanted;
+use rekindle_disk::redo::keeper::LogOptions;
+use rekindle_disk::redo::offline::{default_directory, inspect_log, merge_all};
+use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
@@ -70,7 +70,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
                 output.result(&json!({}), "merged; the disk no longer has a redo log")?;
                 return Ok(ExitCode::SUCCESS);
             }
-            let directory = redo.unwrap_or_else(|| default_redo(&image));
+            let directory = redo.unwrap_or_else(|| default_directory(&image));
             let merged = merge_all(&image, &directory, !buffered, renamed_from)?;
             let text = match merged {
                 Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
@@ -99,8 +99,8 @@ fn would_merge(
         let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
         (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
     } else {
-        let left =
-            inspect_log(image, &redo.unwrap_or_else(|| default_redo(image)), renamed_from)?.map(|left| left.writes);
+        let left = inspect_log(image, &redo.unwrap_or_else(|| default_directory(image)), renamed_from)?
+            .map(|left| left.writes);
         (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
     };
     let text = match log {
@@ -153,13 +153,13 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         rate,
         ..
     } = arguments;
-    let wanted = match (arguments.epoch, arguments.disk_id, arguments.since) {
-        (Some(epoch), Some(disk), Some(first)) => Wanted::Since { epoch, disk, first },
-        (Some(epoch), Some(disk), None) => Wanted::Epoch { epoch, disk },
-        _ => Wanted::Newest,
+    let version = match (arguments.epoch, arguments.disk_id, arguments.since) {
+        (Some(epoch), Some(disk), Some(first)) => DiskVersion::Since { epoch, disk, first },
+        (Some(epoch), Some(disk), None) => DiskVersion::Epoch { epoch, disk },
+        _ => DiskVersion::Newest,
     };
     let limit = arguments.redo_limit.map(|limit| limit.as_u64());
-    let redo = Place { directory: arguments.redo, wanted, limit, renamed_from: arguments.image_renamed_from };
+    let redo = LogOptions { directory: arguments.redo, version, limit, renamed_from: arguments.image_renamed_from };
     let control = control.unwrap_or_else(|| {
         let mut path = socket.clone().into_os_string();
         path.push(".control");
@@ -170,13 +170,13 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         limits: limits(&rate),
         map: !no_map,
         queues,
-        attic_keep: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
+        retain_for: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
         filling: Arc::new(AtomicBool::new(filling)),
     };
-    let how = How { readonly, direct: !buffered };
+    let mode = OpenMode { readonly, direct: !buffered };
     let service = Service {
         image: image.clone(),
-        how,
+        mode,
         socket: socket.clone(),
         control: control.clone(),
         redo,
@@ -216,7 +216,7 @@ fn draw(status: &Status) -> String {
         under_way,
         mapped,
         map_bytes,
-        attic: retained,
+        retained,
         emptied,
         redo,
         waits,

@@ -6,7 +6,7 @@
 use super::{DisksError, Epochs, control, served};
 use crate::rundir::{RunDir, write_json};
 use rekindle_disk::control::Control;
-use rekindle_disk::redo::keeper::At;
+use rekindle_disk::redo::keeper::EpochId;
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 pub(super) struct Since {
     /// The checkpoint's disk.
     #[serde(flatten)]
-    pub at: At,
+    pub at: EpochId,
     /// What the guest writes is of this epoch, and later ones.
     pub first: u64,
 }

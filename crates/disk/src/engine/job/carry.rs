@@ -1,22 +1,22 @@
-//! The parts of a request on their way to the disk and back, and its answer.
+//! Reads and writes the parts of a request, and answers it.
 
-use super::{Part, Place, Work, cut};
+use super::{Part, PartLocation, Work, cut};
 use crate::block::touched;
 use crate::engine::{DEPTH, Engine, FEED, Token};
 use crate::report::warn_limited;
-use crate::request::{Range, Status};
+use crate::request::{Range, RequestStatus};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that are under way at a time, at most; one part always goes.
+/// Most bytes in progress, except that one part always may be.
 const MOST_BYTES: usize = 64 << 20;
-/// Places in the ring that are kept for who waits for kicks.
+/// Entries of the ring that are kept for waiting for kicks.
 const KEPT: usize = 40;
 
 impl Engine {
-    /// Begin parts, as far as there is room and the rate allows.
+    /// Starts waiting parts, as far as there is space and the rate limit allows.
     pub(in crate::engine) fn begin_waiting(&mut self) {
         self.due = None;
         self.release_if_due();
@@ -37,7 +37,7 @@ impl Engine {
             }
             if !job.admitted && moves {
                 let bytes = job.parts.iter().map(|part| part.bytes).sum();
-                // A QEMU that stops its guest waits for what was taken, and does nothing else meanwhile.
+                // A QEMU that stops its guest waits for these requests, and does nothing else meanwhile.
                 if !self.stopping.is_empty() {
                     self.throttle.charge(bytes);
                 } else if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
@@ -48,10 +48,10 @@ impl Engine {
             }
             self.waiting.pop_front();
             self.begin_part(number, part, work);
-            // What was gathered has taken its time: meanwhile the disk is to have something to do.
+            // Copying takes time: let the disk work meanwhile.
             if work.work == Work::Write && self.has_moved > FEED {
                 self.has_moved = 0;
-                // If that cannot be done, the next wait says why.
+                // If that fails, the next wait reports it.
                 let _ = self.ring.submit();
             }
         }
@@ -64,18 +64,20 @@ impl Engine {
         }
         let len = bytes as usize;
         let segment = match place {
-            Place::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
+            PartLocation::Segment { epoch, .. } => self.logged.as_ref().and_then(|logged| logged.log.file(epoch)),
             _ => None,
         };
         match (work, place) {
-            (Work::Read, Place::Zeroes) => {
+            (Work::Read, PartLocation::Zeroes) => {
                 let mut buffer = self.buffer(len);
                 buffer.fill(0);
                 self.moving += len;
                 return self.part_ended(number, part, Ok(len), Some(buffer));
             }
-            // It was merged meanwhile, and the image synced.
-            (Work::Sync, Place::Segment { .. }) if segment.is_none() => return self.part_done(number, Status::Ok),
+            // Merged since, and the image was synced.
+            (Work::Sync, PartLocation::Segment { .. }) if segment.is_none() => {
+                return self.part_done(number, RequestStatus::Ok);
+            }
             _ => {}
         }
         let operation = match work {
@@ -88,7 +90,7 @@ impl Engine {
             }
             Work::Read => {
                 let at = match place {
-                    Place::Segment { at, .. } if segment.is_some() => at,
+                    PartLocation::Segment { at, .. } if segment.is_some() => at,
                     _ => at,
                 };
                 Operation::Read { at, len, buffer: self.buffer(len) }
@@ -102,7 +104,7 @@ impl Engine {
                 let mut buffer = self.buffer(len);
                 if buffer.get_mut(..len).and_then(|data| self.copy(number, part, data)).is_none() {
                     self.put_back(Some(buffer));
-                    return self.part_done(number, Status::Failed);
+                    return self.part_done(number, RequestStatus::Failed);
                 }
                 Operation::Write { at, len, buffer }
             }
@@ -112,8 +114,8 @@ impl Engine {
         }
         let file = segment.map_or_else(|| Arc::clone(&self.image.file), |segment| segment.0);
         if self.ring.begin(&file, operation, Token::Part(number as u32, part).pack()).is_err() {
-            // There is room: it was looked for.
-            self.part_done(number, Status::Failed);
+            // There is space: it was checked before.
+            self.part_done(number, RequestStatus::Failed);
         }
     }
 
@@ -128,14 +130,14 @@ impl Engine {
         if buffer.is_some() && matches!(work.work, Work::Read | Work::Write | Work::ZeroByWriting) {
             self.moving = self.moving.saturating_sub(work.bytes as usize);
         }
-        if let (Place::Entry(placed), true) = (work.place, buffer.is_some()) {
+        if let (PartLocation::Entry(placed), true) = (work.place, buffer.is_some()) {
             return self.appended((number, part), &placed, result, buffer);
         }
         let result = if work.work == Work::Sync { self.flushed(work.place, result) } else { result };
         let status = match result {
             Ok(moved) if buffer.is_some() && moved as u64 != work.bytes => {
                 warn_limited!("{}: {moved} bytes instead of {} at {}", self.image.path.display(), work.bytes, work.at);
-                Status::Failed
+                RequestStatus::Failed
             }
             Ok(_) => {
                 let copied = match (work.work, &mut buffer) {
@@ -147,14 +149,14 @@ impl Engine {
                 if copied.is_some() {
                     return self.moved(number, part, buffer, 0);
                 }
-                Status::Failed
+                RequestStatus::Failed
             }
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 self.waiting.push_back((number, part));
                 self.put_back(buffer);
                 return;
             }
-            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => Status::Ok,
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && work.work == Work::Discard => RequestStatus::Ok,
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) && matches!(work.work, Work::Zero { .. }) => {
                 return self.zero_by_writing(number, part, work);
             }
@@ -166,14 +168,14 @@ impl Engine {
                     work.bytes,
                     work.at
                 );
-                Status::Failed
+                RequestStatus::Failed
             }
         };
         self.put_back(buffer);
         self.part_done(number, status);
     }
 
-    /// A file system that cannot make zeroes is given them.
+    /// Writes zeros, for a file system that cannot zero a range.
     fn zero_by_writing(&mut self, number: usize, part: u32, work: Part) {
         let Some(job) = self.jobs.get_mut(number) else { return };
         let mut parts = cut(Work::ZeroByWriting, Range { at: work.at, bytes: work.bytes }, 0).into_iter();
@@ -187,24 +189,24 @@ impl Engine {
         }
     }
 
-    /// Move the data of a part between the buffer and the guest.
+    /// Moves the data of a part between the buffer and the guest.
     pub(in crate::engine) fn copy(&mut self, number: usize, part: u32, bytes: &mut [u8]) -> Option<()> {
         self.has_moved += bytes.len();
         self.jobs.get(number)?.copy(part, bytes)
     }
 
-    /// A part is done. Its data begins at byte `at` of the buffer.
+    /// Completes a part whose data begins at byte `at` of the buffer.
     pub(in crate::engine) fn moved(&mut self, number: usize, part: u32, buffer: Option<Buffer>, at: usize) {
         let note = self.to_note(number, part);
-        self.part_done(number, Status::Ok);
+        self.part_done(number, RequestStatus::Ok);
         if let Some(buffer) = buffer {
             self.note_moved(note, buffer, at);
         }
     }
 
-    pub(in crate::engine) fn part_done(&mut self, number: usize, status: Status) {
+    pub(in crate::engine) fn part_done(&mut self, number: usize, status: RequestStatus) {
         let Some(job) = self.jobs.get_mut(number) else { return };
-        if status != Status::Ok {
+        if status != RequestStatus::Ok {
             job.status = status;
         }
         job.left = job.left.saturating_sub(1);
@@ -213,19 +215,18 @@ impl Engine {
         }
     }
 
-    /// Answer.
     pub(super) fn finish(&mut self, number: usize) {
         let Some(job) = self.jobs.try_remove(number) else { return };
         self.taken_bytes = self.taken_bytes.saturating_sub(job.bytes);
-        if job.status != Status::Ok
+        if job.status != RequestStatus::Ok
             && let Some((map, _)) = &mut self.map
         {
-            // What a write that failed has left there is not known.
+            // The content after a failed write is unknown.
             job.ranges().for_each(|range| map.take_all(touched(range.at, range.bytes), |_| ()));
         }
-        let written = if job.status == Status::Ok { job.request.written } else { 1 };
+        let written = if job.status == RequestStatus::Ok { job.request.written } else { 1 };
         let answered = job.memory.write(job.request.status, &[job.status as u8]);
-        self.tell(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
+        self.answer_chain(job.session, job.queue, job.head, if answered.is_some() { written } else { 0 });
         self.has_room = true;
     }
 }

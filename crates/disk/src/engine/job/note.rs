@@ -1,29 +1,29 @@
-//! What was moved is noted in the block map: at once, or, of large pieces, when it was digested beside the engine, after the guest has its
-//! answer. What is changed on the disk meanwhile is not noted then.
+//! Records moved blocks in the block map: small pieces immediately, large ones after another thread has digested them and the guest has
+//! its answer. Blocks that change on the disk in between are not recorded.
 
 use super::{Job, Work};
 use crate::block::{BLOCK, whole};
 use crate::engine::Engine;
-use crate::engine::hand::{Back, LARGE, Piece, digests};
+use crate::engine::digest_thread::{DigestedPiece, LARGE, Piece, digests};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::request::Range;
 use rekindle_kernel::uring::Buffer;
 use std::sync::Arc;
 
-/// What is still to be noted: blocks one behind the other, and the frames in which the guest has them.
-pub(in crate::engine) struct Late {
+/// Adjacent blocks that are still to be recorded, and the guest's frames that hold them.
+pub(in crate::engine) struct PendingRecord {
     memory: Arc<Memory>,
     first: u64,
     frames: Vec<Option<Frame>>,
-    /// They were written: of those that are in no frame nothing is known any more.
+    /// They were written, so that blocks in no frame are forgotten.
     written: bool,
-    /// Something else is on the disk there by now, or may be.
+    /// Their content on the disk has changed since, or may have.
     pub stale: bool,
 }
 
-impl Late {
-    /// Of part `number` of a job, with where its first whole block begins in what was moved. `None`: there is nothing to be noted.
+impl PendingRecord {
+    /// The blocks of part `number` of a job, and the offset of the first in the data. `None`: there are none.
     fn of(job: &Job, number: u32) -> Option<(Self, usize)> {
         let part = job.parts.get(number as usize)?;
         let written = match part.work {
@@ -45,21 +45,21 @@ impl Late {
 }
 
 impl Engine {
-    /// What has to be noted of a part, before its job is done with.
-    pub(in crate::engine) fn to_note(&self, number: usize, part: u32) -> Option<(Late, usize)> {
+    /// Returns what is to be recorded of a part, before its job ends.
+    pub(in crate::engine) fn to_note(&self, number: usize, part: u32) -> Option<(PendingRecord, usize)> {
         self.map.as_ref()?;
-        Late::of(self.jobs.get(number)?, part)
+        PendingRecord::of(self.jobs.get(number)?, part)
     }
 
-    /// Note it. What was moved begins at byte `at` of the buffer.
-    pub(in crate::engine) fn note_moved(&mut self, note: Option<(Late, usize)>, buffer: Buffer, at: usize) {
+    /// Records blocks whose data begins at byte `at` of the buffer.
+    pub(in crate::engine) fn note_moved(&mut self, note: Option<(PendingRecord, usize)>, buffer: Buffer, at: usize) {
         let Some((late, begin)) = note else { return self.put_back(Some(buffer)) };
         let bytes = at + begin..at + begin + late.frames.len() * BLOCK;
-        if bytes.len() >= LARGE && !late.stale && self.hand.is_free() {
+        if bytes.len() >= LARGE && !late.stale && self.digest_thread.is_free() {
             let of = self.late.insert(late);
-            match self.hand.give(Piece { of, buffer, bytes, digester: self.digester }) {
+            match self.digest_thread.give(Piece { of, buffer, bytes, digester: self.digester }) {
                 Ok(()) => {}
-                // It is gone: this one can do all of it.
+                // The thread has ended: digest on this one.
                 Err(piece) => self.noted(piece.digest()),
             }
             return;
@@ -69,15 +69,15 @@ impl Engine {
         self.put_back(Some(buffer));
     }
 
-    fn noted(&mut self, back: Back) {
-        let Back { of, buffer, digests } = back;
+    fn noted(&mut self, back: DigestedPiece) {
+        let DigestedPiece { of, buffer, digests } = back;
         if let Some(late) = self.late.try_remove(of) {
             self.enter(&late, digests.into_iter());
         }
         self.put_back(Some(buffer));
     }
 
-    fn enter(&mut self, late: &Late, digests: impl Iterator<Item = crate::digest::Digest>) {
+    fn enter(&mut self, late: &PendingRecord, digests: impl Iterator<Item = crate::digest::Digest>) {
         let Some((map, memory)) = &mut self.map else { return };
         let is_ours = Arc::ptr_eq(memory, &late.memory) && !late.stale;
         for (block, (frame, digest)) in (late.first..).zip(late.frames.iter().zip(digests)) {
@@ -89,17 +89,17 @@ impl Engine {
         }
     }
 
-    /// What was digested by now.
+    /// Records what has been digested.
     pub(in crate::engine) fn note_digested(&mut self) {
-        while let Some(back) = self.hand.take_back() {
+        while let Some(back) = self.digest_thread.take_back() {
             self.noted(back);
         }
     }
 
-    /// Wait until all is noted: the map is about to be taken, or becomes one of other memory. It takes a few milliseconds at most.
+    /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at most.
     pub(in crate::engine) fn note_all(&mut self) {
         while !self.late.is_empty()
-            && let Some(back) = self.hand.wait_back()
+            && let Some(back) = self.digest_thread.wait_back()
         {
             self.noted(back);
         }

@@ -1,7 +1,7 @@
-//! What is to be done for a request.
+//! Divides requests into parts.
 
-use super::super::command::Session;
-use super::{Job, Part, Place, Work, along, cut};
+use super::super::command::FrontendId;
+use super::{Job, Part, PartLocation, Work, along, cut};
 use crate::block::{BLOCK, touched, whole};
 use crate::chain::walk;
 use crate::digest::Digest;
@@ -9,17 +9,17 @@ use crate::engine::{CHUNK, Engine};
 use crate::map::Frame;
 use crate::memory::Memory;
 use crate::report::warn_limited;
-use crate::request::{self, Disk, IDENTITY, Kind, Range, Status};
+use crate::request::{self, Disk, IDENTITY, Kind, Range, RequestStatus};
 use std::sync::Arc;
 
-/// So many bytes of the disk cost as much as a short request.
+/// Bytes of the disk that cost as much as a short request.
 const COST: u64 = 1 << 20;
 
 impl Engine {
-    /// Begin a request. `is_new`: it has not been taken before. Gives what that has cost, as a multiple of a short request's.
+    /// Begins a request. `is_new`: it was not taken before. Returns its cost in short requests.
     pub(in crate::engine) fn begin(
         &mut self,
-        session: Session,
+        session: FrontendId,
         queue: u16,
         head: u16,
         memory: &Arc<Memory>,
@@ -29,7 +29,7 @@ impl Engine {
             self.note_taken(session, queue, head);
         }
         let Some((table, size)) = self.table(session, queue) else { return 1 };
-        let disk = Disk { capacity: self.capacity, readonly: self.image.how.readonly };
+        let disk = Disk { capacity: self.capacity, readonly: self.image.mode.readonly };
         let read = |at: u64, into: &mut [u8]| memory.read(at, into);
         let request = match walk(read, table, size, head) {
             Ok(segments) => request::parse(segments.into_iter(), read, disk).ok(),
@@ -39,12 +39,12 @@ impl Engine {
             }
         };
         let Some(request) = request else {
-            // There is no place for an answer; the guest gets its descriptors back.
-            self.tell(session, queue, head, 0);
+            // There is no status byte to write; the guest gets its descriptors back.
+            self.answer_chain(session, queue, head, 0);
             return 1;
         };
         let memory = Arc::clone(memory);
-        let (parts, bytes, left, status) = (Vec::new(), 0, 0, Status::Ok);
+        let (parts, bytes, left, status) = (Vec::new(), 0, 0, RequestStatus::Ok);
         let (serial, admitted, stale) = (self.serial, false, false);
         self.serial += 1;
         let job = Job { session, queue, head, memory, serial, request, parts, bytes, left, status, admitted, stale };
@@ -65,7 +65,7 @@ impl Engine {
         cost
     }
 
-    /// Find out what is to be done for a job, and do what needs no disk.
+    /// Determines the parts of a job, and does what needs no disk.
     fn plan(&mut self, number: usize) {
         let Some(job) = self.jobs.get(number) else { return };
         let parts = match &job.request.what {
@@ -81,13 +81,13 @@ impl Engine {
                 let len = IDENTITY.min(job.request.written.saturating_sub(1) as usize);
                 let write = |at, from: usize, len| job.memory.write(at, serial.get(from..from + len)?);
                 if along(&job.request.data, 0, len, write).is_none() {
-                    self.fail(number, Status::Failed);
+                    self.fail(number, RequestStatus::Failed);
                 }
                 return;
             }
             Ok(Kind::Flush) => match self.cut_flush() {
                 Some(parts) => parts,
-                None => return self.fail(number, Status::Failed),
+                None => return self.fail(number, RequestStatus::Failed),
             },
             Ok(Kind::Read(range)) => {
                 let range = *range;
@@ -100,7 +100,7 @@ impl Engine {
                     at: range.at,
                     bytes: range.bytes,
                     offset: 0,
-                    place: Place::Image,
+                    place: PartLocation::Image,
                 };
                 ranges.iter().filter(|range| range.bytes > 0).map(part).collect()
             }
@@ -110,7 +110,7 @@ impl Engine {
                     at: range.at,
                     bytes: range.bytes,
                     offset: 0,
-                    place: Place::Image,
+                    place: PartLocation::Image,
                 };
                 ranges.iter().filter(|(range, _)| range.bytes > 0).map(part).collect()
             }
@@ -123,14 +123,14 @@ impl Engine {
         }
     }
 
-    /// What is on the disk there is about to become something else.
+    /// Forgets the blocks that a job is about to change.
     fn change(&mut self, number: usize) {
         let mut stale = false;
         let ranges: Vec<Range> = self.jobs.get(number).into_iter().flat_map(Job::ranges).collect();
         for range in ranges {
             let blocks = touched(range.at, range.bytes);
-            if let Some(attic) = &mut self.attic {
-                attic.changed(blocks.clone());
+            if let Some(retained) = &mut self.retained {
+                retained.changed(blocks.clone());
             }
             if let Some((map, _)) = &mut self.map {
                 map.take_all(blocks, |_| ());
@@ -145,11 +145,11 @@ impl Engine {
         }
     }
 
-    /// Blocks that are in the attic are given from there; the rest is read.
+    /// Serves blocks of the retained cache and reads the rest.
     fn plan_read(&mut self, number: usize, range: Range) {
         let is_written = self.map.is_some()
             && self.jobs.iter().any(|(of, other)| of != number && other.changes_disk() && other.touches(range));
-        let found = if is_written { Vec::new() } else { self.out_of_attic(number, range) };
+        let found = if is_written { Vec::new() } else { self.take_retained(number, range) };
         let mut parts = Vec::new();
         let mut at = 0;
         for (of, offset, digest, frame) in found {
@@ -169,24 +169,24 @@ impl Engine {
         }
     }
 
-    /// Give the guest what of a range is in the attic: block, where it begins in the data, digest, frame.
-    fn out_of_attic(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
+    /// Copies blocks of the retained cache to the guest. Returns of each: block, offset in the data, digest, frame.
+    fn take_retained(&mut self, number: usize, range: Range) -> Vec<(u64, u64, Digest, Option<Frame>)> {
         let mut found = Vec::new();
         let blocks = whole(range.at, range.bytes);
-        let Some((first, begin)) = whole(range.at, range.bytes).next().filter(|_| self.attic.is_some()) else {
+        let Some((first, begin)) = whole(range.at, range.bytes).next().filter(|_| self.retained.is_some()) else {
             return found;
         };
         let blocks = blocks.count() as u64;
         let mut buffer = self.buffer((blocks as usize * BLOCK).min(CHUNK));
-        let (Some(attic), Some(job)) = (&mut self.attic, self.jobs.get(number)) else { return found };
+        let (Some(retained), Some(job)) = (&mut self.retained, self.jobs.get(number)) else { return found };
         let mut frames = job.frames(begin as u64);
         for done in (0..blocks).step_by(CHUNK / BLOCK) {
             let bytes = (blocks - done) as usize * BLOCK;
             let bytes = bytes.min(CHUNK);
             let Some(bytes) = buffer.get_mut(..bytes) else { break };
-            let digests = attic.take(first + done, bytes);
+            let digests = retained.take(first + done, bytes);
             let mut next = 0;
-            // What comes side by side is passed on in one.
+            // Adjacent blocks are copied together.
             for run in digests.chunk_by(|one, other| one.is_some() == other.is_some()) {
                 let (place, offset) = (next * BLOCK, begin as u64 + done * BLOCK as u64 + (next * BLOCK) as u64);
                 let fill = |at, from: usize, len| job.memory.fill(at, bytes.get(place + from..place + from + len)?);
@@ -206,7 +206,7 @@ impl Engine {
         found
     }
 
-    fn fail(&mut self, number: usize, status: Status) {
+    fn fail(&mut self, number: usize, status: RequestStatus) {
         if let Some(job) = self.jobs.get_mut(number) {
             job.status = status;
         }

@@ -1,43 +1,42 @@
-//! Merging what was committed, and ending a log: the work of one thread, in turn.
+//! Merges committed epochs and ends logs, in one thread.
 
 use super::threads::{Monitor, Threads};
-use super::{Keeper, Kept, Tasks, no_log, refused};
+use super::{CurrentLog, Keeper, Tasks, no_log, refused};
 use crate::engine::command::Refused;
 use crate::engine::visit::VisitEngine;
 use crate::redo::error::{RedoError, chain};
-use crate::redo::files::Files;
-use crate::redo::merge::{Target, merge};
-use crate::redo::state::Home;
+use crate::redo::files::LogFiles;
+use crate::redo::merge::{MergeTarget, merge};
+use crate::redo::state::LogDirectory;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A log that is shorter is ended in one go, while the guest's writes wait.
-const SHORT: u64 = 8 << 20;
-/// How often it is tried to become that short.
+/// A log with fewer bytes in its current epoch is merged completely while the guest's writes wait.
+const SHORT_LOG: u64 = 8 << 20;
+/// How often to merge first, to reach that size.
 const ROUNDS: u32 = 16;
-/// What a merge does before it rests.
-const WORK: Duration = Duration::from_millis(20);
+/// How long a merge works before it pauses.
+const WORK_TIME: Duration = Duration::from_millis(20);
 
-/// What is to be done next.
 enum Task {
     Merge { upto: u64 },
     End,
 }
 
 /// See [the module](self).
-pub(super) struct Merger<D: Files, E, T: Threads> {
+pub(super) struct Merger<D: LogFiles, E, T: Threads> {
     keeper: Arc<Keeper<D, T>>,
     engine: E,
-    target: Target<D::File>,
+    target: MergeTarget<D::File>,
 }
 
-impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, T> {
-    pub(super) fn new(keeper: Arc<Keeper<D, T>>, engine: E, target: Target<D::File>) -> Self {
+impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, T> {
+    pub(super) fn new(keeper: Arc<Keeper<D, T>>, engine: E, target: MergeTarget<D::File>) -> Self {
         Self { keeper, engine, target }
     }
 
-    /// Does what there is to do, until the server ends.
+    /// Carries out tasks until the server ends.
     pub(super) fn run(mut self) {
         let next = |tasks: &mut Tasks| {
             if tasks.stop {
@@ -54,9 +53,9 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
                 Task::Merge { upto } => {
                     let failed = self.merge_to(upto).err().map(|Refused(why)| why);
                     if let Some(why) = &failed {
-                        tracing::warn!("the redo log is not merged: {why}");
+                        tracing::warn!("cannot merge the redo log: {why}");
                     }
-                    // A caller that waits for the end must not take this for its result.
+                    // A caller that waits for the end of the log must not mistake this for its result.
                     self.keeper.tasks.with(|tasks| {
                         if !tasks.is_end_wanted {
                             tasks.failed = failed;
@@ -65,9 +64,9 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
                 }
                 Task::End => {
                     if let Err(Refused(why)) = self.end_log() {
-                        tracing::warn!("the redo log does not end: {why}");
-                        let reopened = self.engine.visit(|reach| {
-                            reach.logged.iter_mut().for_each(|logged| logged.closing = false);
+                        tracing::warn!("cannot remove the redo log: {why}");
+                        let reopened = self.engine.visit(|view| {
+                            view.logged.iter_mut().for_each(|logged| logged.closing = false);
                             Ok(())
                         });
                         // An engine that has ended needs no log.
@@ -79,23 +78,23 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
         }
     }
 
-    /// Merges what has ended, up to an epoch.
+    /// Merges ended epochs up to `upto`.
     pub(super) fn merge_to(&mut self, upto: u64) -> Result<(), Refused> {
         let Self { keeper, engine, target } = self;
-        let batch = engine.visit(move |reach| Ok(reach.logged.as_ref().and_then(|logged| logged.log.batch(upto))))?;
+        let batch = engine.visit(move |view| Ok(view.logged.as_ref().and_then(|logged| logged.log.batch(upto))))?;
         let Some(batch) = batch else { return Ok(()) };
         let mut since = Instant::now();
         let pace = || {
             if keeper.tasks.with(|tasks| tasks.stop) {
-                return Err(io::Error::new(io::ErrorKind::Interrupted, "the disk's server ends"));
+                return Err(io::Error::new(io::ErrorKind::Interrupted, "the disk's server is ending"));
             }
             let worked = T::elapsed(since);
-            if worked < WORK {
+            if worked < WORK_TIME {
                 return Ok(());
             }
-            let is_long = engine.visit(|reach| {
-                let (bytes, limit) = reach.logged.as_ref().map_or((0, 1), |logged| logged.log.bytes());
-                Ok(bytes > limit / 2 || reach.logged.as_ref().is_some_and(|logged| logged.closing))
+            let is_long = engine.visit(|view| {
+                let (bytes, limit) = view.logged.as_ref().map_or((0, 1), |logged| logged.log.bytes());
+                Ok(bytes > limit / 2 || view.logged.as_ref().is_some_and(|logged| logged.closing))
             });
             if matches!(is_long, Ok(false)) {
                 keeper.tasks.wait_timeout(worked, |tasks| (tasks.stop || tasks.is_end_wanted).then_some(()));
@@ -105,37 +104,38 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
         };
         merge(&**keeper, &batch, target, pace).map_err(|e| refused(&e))?;
         let upto = batch.upto;
-        engine.visit(move |reach| {
-            if let Some(logged) = reach.logged {
+        engine.visit(move |view| {
+            if let Some(logged) = view.logged {
                 logged.log.merged_to(upto);
             }
             Ok(())
         })?;
-        let removed = keeper.home.with(|kept| kept.home.as_ref().map_or(Ok(()), |home| home.remove_done()));
+        let removed =
+            keeper.current.with(|current| current.log_dir.as_ref().map_or(Ok(()), |log_dir| log_dir.remove_done()));
         if let Err(e) = removed {
             tracing::warn!("{}", chain(&e));
         }
         Ok(())
     }
 
-    /// Merges all, and has no log any more. On success the task is done, too.
+    /// Merges everything and removes the log. On success also completes the task.
     fn end_log(&mut self) -> Result<(), Refused> {
-        let has_log = |kept: &mut Kept<D>| {
-            if kept.home.is_none() {
+        let has_log = |current: &mut CurrentLog<D>| {
+            if current.log_dir.is_none() {
                 self.keeper.tasks.with(|tasks| tasks.is_end_wanted = false);
             }
-            kept.home.is_some()
+            current.log_dir.is_some()
         };
-        if !self.keeper.home.with(has_log) {
+        if !self.keeper.current.with(has_log) {
             return Ok(());
         }
         for round in 0.. {
-            // Without room for a further segment the guest has to wait a little longer.
-            let prepared = self.keeper.home.with(|kept| Keeper::<D, T>::prepare(kept, &self.engine));
+            // Without space for another segment the guest waits a little longer.
+            let prepared = self.keeper.current.with(|current| Keeper::<D, T>::prepare(current, &self.engine));
             let is_last = prepared.is_err() || round >= ROUNDS;
-            let (is_short, upto) = self.engine.visit(move |reach| {
-                let logged = reach.logged.as_mut().ok_or_else(no_log)?;
-                let is_short = logged.log.current_bytes() < SHORT || is_last;
+            let (is_short, upto) = self.engine.visit(move |view| {
+                let logged = view.logged.as_mut().ok_or_else(no_log)?;
+                let is_short = logged.log.current_bytes() < SHORT_LOG || is_last;
                 if is_short {
                     logged.closing = true;
                 } else {
@@ -149,52 +149,52 @@ impl<D: Files + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, E, 
             }
             self.merge_to(u64::MAX)?;
         }
-        self.engine.visit(|reach| {
-            reach.logged.iter_mut().for_each(|logged| logged.log.close());
+        self.engine.visit(|view| {
+            view.logged.iter_mut().for_each(|logged| logged.log.close());
             Ok(())
         })?;
         self.merge_to(u64::MAX)?;
         self.remove_log()
     }
 
-    /// All is in the image: from here on what is written goes there.
+    /// Removes the log, which is merged completely: later writes go to the image.
     fn remove_log(&self) -> Result<(), Refused> {
         let Self { keeper, engine, .. } = self;
-        keeper.home.with(|kept| {
-            let (is_empty, next) = engine.visit(|reach| {
-                let log = &reach.logged.as_ref().ok_or_else(no_log)?.log;
+        keeper.current.with(|current| {
+            let (is_empty, next) = engine.visit(|view| {
+                let log = &view.logged.as_ref().ok_or_else(no_log)?.log;
                 Ok((log.is_empty(), log.epoch()))
             })?;
             if !is_empty {
-                return Err(Refused("something was written meanwhile".into()));
+                return Err(Refused("the guest wrote to the log while it was merged".into()));
             }
-            let home = kept.home.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
-            home.close(next).map_err(|e| refused(&e))?;
-            if let Some(Err(e)) = kept.home.take().map(Home::destroy) {
-                // What is left has no writes that are not in the image, and no epoch of it can be had.
+            let log_dir = current.log_dir.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
+            log_dir.close(next).map_err(|e| refused(&e))?;
+            if let Some(Err(e)) = current.log_dir.take().map(LogDirectory::destroy) {
+                // All writes of the remaining files are in the image, and none of the epochs can be opened.
                 tracing::warn!("{}", chain(&e));
             }
-            kept.next = kept.next.max(next);
-            // What was committed was of this log. Another one may begin when `home` is free.
+            current.next = current.next.max(next);
+            // The commits were of this log. Another one may begin once `current` is unlocked.
             keeper.tasks.with(|tasks| {
                 (tasks.committed, tasks.is_merge_wanted) = (0, false);
                 (tasks.failed, tasks.is_end_wanted) = (None, false);
             });
             // Last: callers that wait for the end check whether the engine has a log.
-            engine.visit(|reach| {
-                reach.ended = reach.logged.take();
+            engine.visit(|view| {
+                view.ended = view.logged.take();
                 Ok(())
             })
         })
     }
 
-    /// Waits until nothing is under way into epochs up to `upto`.
+    /// Waits until no write into epochs up to `upto` is in progress.
     fn wait_idle(&self, upto: u64) -> Result<(), Refused> {
         let tasks = &self.keeper.tasks;
         tasks.with(|tasks| tasks.is_idle = false);
         let idle = Arc::clone(tasks);
-        self.engine.visit(move |reach| {
-            let log = &mut reach.logged.as_mut().ok_or_else(no_log)?.log;
+        self.engine.visit(move |view| {
+            let log = &mut view.logged.as_mut().ok_or_else(no_log)?.log;
             log.when_idle(upto, move || idle.with(|tasks| tasks.is_idle = true));
             Ok(())
         })?;

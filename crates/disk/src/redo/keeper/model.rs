@@ -1,9 +1,9 @@
-//! The keeper under a model checker: its threads, a guest's, a protector's and an operator's run one at a time, in an order that
-//! [`shuttle`] chooses, and every lock, wait and step of a file is a place where another one may continue.
+//! The keeper under a model checker. Its threads and those of a guest, a protector and an operator run one at a time, in an order that
+//! [`shuttle`] chooses. Another thread may continue at every lock, wait and file operation.
 //!
-//! The keeper, the log, its directory and merging are the code that a server runs. The engine is a stand-in, which does with a log
-//! what the real one does: a write has a place, is under way, and has ended; a request that was planned may begin after the log has
-//! changed. Files are in memory.
+//! The keeper, the log, its directory and merging are the code that a server runs. The engine is a replacement that uses a log as the
+//! real one does: it allocates an entry, writes it, reports the result; and a planned request may start after the log has changed.
+//! Files are in memory.
 //!
 //! `REKINDLE_MODEL_ROUNDS` sets how many interleavings are explored, `REKINDLE_TEST_SEED` which ones (`docs/disk-epochs.md`).
 
@@ -13,17 +13,17 @@ mod files;
 
 use super::merging::Merger;
 use super::threads::{Monitor, Threads};
-use super::{At, Keeper, Opened, Tasks};
+use super::{EpochId, Keeper, OpenedLog, Tasks};
 use crate::engine::command::Refused;
-use crate::engine::logged::Logged;
-use crate::engine::visit::{Reach, VisitEngine};
-use crate::redo::files::{Files, LogFile, Synced};
-use crate::redo::format::{PAGE, What};
+use crate::engine::logged::EngineLog;
+use crate::engine::visit::{EngineView, VisitEngine};
+use crate::redo::files::{LogFile, LogFiles, Synced};
+use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::Placed;
-use crate::redo::merge::Target;
-use crate::redo::recover::{self, Wanted};
-use crate::redo::state::Home;
+use crate::redo::log::LogEntry;
+use crate::redo::merge::MergeTarget;
+use crate::redo::recover::{self, DiskVersion};
+use crate::redo::state::LogDirectory;
 use files::{StepFile, StepFiles};
 use rekindle_kernel::uring::Buffer;
 use shuttle::rand::{Rng, thread_rng};
@@ -40,24 +40,24 @@ const SECTOR: u64 = 512;
 /// Sectors of the disk at first, and after it has grown.
 const SECTORS: u64 = 4;
 const GROWN: u64 = 6;
-/// Writes and reads of each guest thread; what the protector and the operator do.
+/// Number of requests of each guest thread, of checkpoints, and of the operator's commands.
 const REQUESTS: u32 = 6;
 const CHECKPOINTS: u32 = 3;
-const ORDERS: u32 = 3;
+const COMMANDS: u32 = 3;
 /// A log that is full after some writes, and one that never is.
 const LIMITS: [u64; 2] = [PAGE + 5 * 2 * PAGE, 1 << 30];
 
 /// Threads of the checker.
 #[derive(Debug)]
-struct Checked;
+struct ModelThreads;
 
 #[derive(Debug)]
-struct CheckedMonitor<T> {
+struct ModelMonitor<T> {
     value: Mutex<T>,
     changed: Condvar,
 }
 
-impl<T: Send + 'static> Monitor<T> for CheckedMonitor<T> {
+impl<T: Send + 'static> Monitor<T> for ModelMonitor<T> {
     fn new(value: T) -> Self {
         Self { value: Mutex::new(value), changed: Condvar::new() }
     }
@@ -84,8 +84,8 @@ impl<T: Send + 'static> Monitor<T> for CheckedMonitor<T> {
     }
 }
 
-impl Threads for Checked {
-    type Monitor<T: Send + 'static> = CheckedMonitor<T>;
+impl Threads for ModelThreads {
+    type Monitor<T: Send + 'static> = ModelMonitor<T>;
     type Thread = thread::JoinHandle<()>;
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> Self::Thread {
@@ -101,37 +101,35 @@ impl Threads for Checked {
     }
 }
 
-/// What the engine has.
 #[derive(Debug)]
-struct EngineState {
-    logged: Option<Logged<StepFile>>,
+struct ModelEngineState {
+    logged: Option<EngineLog<StepFile>>,
     image: StepFile,
     sectors: u64,
-    /// The guest's queue is being stopped, and does not run.
+    /// The guest's queue is being stopped; it is stopped.
     is_stopping: bool,
     is_stopped: bool,
-    /// Requests of the guest.
-    under_way: usize,
+    /// Requests in progress.
+    pending: usize,
     has_ended: bool,
 }
 
-/// The engine's stand-in.
 #[derive(Debug, Clone)]
-struct ModelEngine(Arc<CheckedMonitor<EngineState>>);
+struct ModelEngine(Arc<ModelMonitor<ModelEngineState>>);
 
 impl VisitEngine for ModelEngine {
     type File = StepFile;
 
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut Reach<'_, StepFile>) -> Result<T, Refused> + Send + 'static,
+        visit: impl FnOnce(&mut EngineView<'_, StepFile>) -> Result<T, Refused> + Send + 'static,
     ) -> Result<T, Refused> {
         self.0.with(|state| {
             if state.has_ended {
                 return Err(Refused("the disk's engine has ended".into()));
             }
-            let is_running = !state.is_stopped || state.under_way > 0;
-            visit(&mut Reach { logged: &mut state.logged, is_running, ended: None })
+            let is_running = !state.is_stopped || state.pending > 0;
+            visit(&mut EngineView { logged: &mut state.logged, is_running, ended: None })
         })
     }
 }
@@ -146,36 +144,43 @@ fn value_of(sector: &[u8]) -> u64 {
 }
 
 impl ModelEngine {
-    fn new(image: StepFile, logged: Option<Logged<StepFile>>) -> Self {
-        let (sectors, under_way) = (SECTORS, 0);
-        let state =
-            EngineState { logged, image, sectors, is_stopping: false, is_stopped: false, under_way, has_ended: false };
+    fn new(image: StepFile, logged: Option<EngineLog<StepFile>>) -> Self {
+        let (sectors, pending) = (SECTORS, 0);
+        let state = ModelEngineState {
+            logged,
+            image,
+            sectors,
+            is_stopping: false,
+            is_stopped: false,
+            pending,
+            has_ended: false,
+        };
         Self(Arc::new(Monitor::new(state)))
     }
 
-    /// A request begins, when the guest runs.
+    /// Waits until the guest runs, and counts a new request.
     fn admit(&self) {
-        self.0.wait(|state| (!state.is_stopping && !state.is_stopped).then(|| state.under_way += 1));
+        self.0.wait(|state| (!state.is_stopping && !state.is_stopped).then(|| state.pending += 1));
     }
 
-    /// The guest writes a sector and has its answer.
+    /// Writes a sector as the guest, until the answer.
     fn write(&self, sector: u64, value: u64) {
         self.admit();
         let (mut asked, data) = (None, sector_of(value));
-        let placed: Result<(Placed, StepFile, Buffer), StepFile> = self.0.wait(|state| {
+        let placed: Result<(LogEntry, StepFile, Buffer), StepFile> = self.0.wait(|state| {
             let limited = !state.is_stopping;
             let Some(logged) = &mut state.logged else { return Some(Err(state.image.clone())) };
             if logged.closing {
                 return None;
             }
-            match logged.log.place(sector * SECTOR, SECTOR, What::Data, limited) {
+            match logged.log.allocate(sector * SECTOR, SECTOR, EntryKind::Data, limited) {
                 Ok(placed) => {
                     let mut entry = Buffer::new(placed.length() as usize);
                     entry[..PAGE as usize].copy_from_slice(&logged.log.header(&placed, &data));
                     entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
                     Some(Ok((placed, logged.log.file(placed.epoch).unwrap(), entry)))
                 }
-                // The real engine asks again and again; what it gets does not depend on that.
+                // The real engine retries; that does not change what it gets.
                 Err(wait) if asked == Some(wait) => None,
                 Err(wait) => {
                     asked = Some(wait);
@@ -188,25 +193,25 @@ impl ModelEngine {
             Ok((placed, file, entry)) => {
                 file.write_at(&entry, placed.offset).unwrap();
                 self.0.with(|state| {
-                    state.logged.as_mut().expect("the log has gone under a write").written(&placed);
-                    state.under_way -= 1;
+                    state.logged.as_mut().expect("the log ended during a write").written(&placed);
+                    state.pending -= 1;
                 });
             }
             Err(image) => {
                 image.write_at(&data, sector * SECTOR).unwrap();
-                self.0.with(|state| state.under_way -= 1);
+                self.0.with(|state| state.pending -= 1);
             }
         }
     }
 
-    /// The guest reads a sector.
+    /// Reads a sector as the guest.
     fn read(&self, sector: u64) -> u64 {
         self.admit();
         let source = self.0.with(|state| {
             let pieces = state.logged.as_ref().map(|logged| logged.log.look_up(sector * SECTOR, SECTOR));
             pieces.and_then(|pieces| pieces[0].2)
         });
-        // It was planned, and begins later.
+        // The log may change between planning a request and starting it.
         let (file, at) = self.0.with(|state| {
             let segment = match source {
                 Some(Source::Data { epoch, at }) => {
@@ -218,13 +223,13 @@ impl ModelEngine {
         });
         let mut bytes = Buffer::new(SECTOR as usize);
         file.read_at(&mut bytes[..SECTOR as usize], at).unwrap();
-        self.0.with(|state| state.under_way -= 1);
+        self.0.with(|state| state.pending -= 1);
         value_of(&bytes[..SECTOR as usize])
     }
 
     fn stop(&self) {
         self.0.with(|state| state.is_stopping = true);
-        self.0.wait(|state| (state.under_way == 0).then(|| (state.is_stopping, state.is_stopped) = (false, true)));
+        self.0.wait(|state| (state.pending == 0).then(|| (state.is_stopping, state.is_stopped) = (false, true)));
     }
 
     fn resume(&self) {
@@ -232,9 +237,9 @@ impl ModelEngine {
     }
 }
 
-type ModelKeeper = Keeper<StepFiles, Checked>;
+type ModelKeeper = Keeper<StepFiles, ModelThreads>;
 
-/// One of two threads of the guest, which has every other sector. Gives what is in each of its sectors then.
+/// Runs one of two threads of the guest, with every other sector. Returns the final content of its sectors.
 fn guest(engine: &ModelEngine, number: u64) -> Vec<(u64, u64)> {
     let mut now: Vec<(u64, u64)> = (number..GROWN).step_by(2).map(|sector| (sector, 1000 + sector)).collect();
     for request in 0..REQUESTS {
@@ -252,7 +257,7 @@ fn guest(engine: &ModelEngine, number: u64) -> Vec<(u64, u64)> {
     now
 }
 
-/// Checkpoints, with the guest stopped for each mark.
+/// Takes checkpoints, with the guest stopped for each mark.
 fn protect(keeper: &ModelKeeper, engine: &ModelEngine) {
     for _ in 0..CHECKPOINTS {
         if keeper.begin(engine).is_err() {
@@ -261,17 +266,17 @@ fn protect(keeper: &ModelKeeper, engine: &ModelEngine) {
         engine.stop();
         let marked = keeper.mark(engine);
         engine.resume();
-        let Ok(At { epoch, .. }) = marked else { continue };
+        let Ok(EpochId { epoch, .. }) = marked else { continue };
         if keeper.seal(engine, epoch).is_ok() && thread_rng().gen_ratio(3, 4) {
-            // It may have ended since.
+            // The log may have ended since.
             let _ = keeper.committed(epoch);
         }
     }
 }
 
-/// An operator: merges the log, begins another one, lets the disk grow.
+/// Acts as an operator: merges the log, begins another one, grows the disk.
 fn operate(keeper: &ModelKeeper, engine: &ModelEngine) {
-    for _ in 0..ORDERS {
+    for _ in 0..COMMANDS {
         match thread_rng().gen_range(0..4) {
             0 | 1 => keeper.end(),
             2 => drop(keeper.begin(engine)),
@@ -285,42 +290,42 @@ fn end(keeper: &ModelKeeper) {
     keeper.end();
     let failed = keeper.tasks.wait(|tasks: &mut Tasks| (!tasks.is_end_wanted).then(|| tasks.failed.clone()));
     assert_eq!(failed, None);
-    // Until then the directory and the engine's log go.
-    keeper.home.with(|kept| assert!(kept.home.is_none()));
+    // The directory and the engine's log are removed by then.
+    keeper.current.with(|current| assert!(current.log_dir.is_none()));
 }
 
-fn open(files: &StepFiles, wanted: Wanted, limit: u64) -> Opened<StepFiles, Checked> {
-    let found = recover::open(files.clone(), GROWN * SECTOR, wanted, limit).unwrap();
+fn open(files: &StepFiles, version: DiskVersion, limit: u64) -> OpenedLog<StepFiles, ModelThreads> {
+    let found = recover::open(files.clone(), GROWN * SECTOR, version, limit).unwrap();
     let image = Synced::new(files.image(Some(0)), Arc::default());
-    Opened::new(files.clone(), found, image, GROWN * SECTOR, limit)
+    OpenedLog::new(files.clone(), found, image, GROWN * SECTOR, limit)
 }
 
-/// Puts a log with a sealed epoch there, as a restore finds it.
+/// Creates a log with a sealed epoch, as a restore finds it.
 fn leave_log(files: &StepFiles) -> Uuid {
-    let mut home = Home::create(files.clone(), GROWN * SECTOR, None).unwrap();
-    let segment = home.prepare(1).unwrap();
-    let mut log = crate::redo::log::Log::new(home.state().disk, 1, 0, 0, LIMITS[1]);
-    log.provide(segment);
-    let placed = log.place(0, SECTOR, What::Data, true).unwrap();
+    let mut log_dir = LogDirectory::create(files.clone(), GROWN * SECTOR, None).unwrap();
+    let segment = log_dir.prepare(1).unwrap();
+    let mut log = crate::redo::log::Log::new(log_dir.state().disk, 1, 0, 0, LIMITS[1]);
+    log.add_ready(segment);
+    let placed = log.allocate(0, SECTOR, EntryKind::Data, true).unwrap();
     let data = sector_of(1000);
     let mut entry = Buffer::new(placed.length() as usize);
     entry[..PAGE as usize].copy_from_slice(&log.header(&placed, &data));
     entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
     log.file(1).unwrap().write_at(&entry, placed.offset).unwrap();
-    home.record(|state| state.sealed = 1).unwrap();
-    home.state().disk
+    log_dir.record(|state| state.sealed = 1).unwrap();
+    log_dir.state().disk
 }
 
-/// Adds a thread that merges what is committed, as a server before did it: while another one may end the log.
+/// Adds a thread that merges committed epochs while another one may end the log, as an earlier server did.
 fn add_merge(keeper: &Arc<ModelKeeper>, engine: &ModelEngine, files: &StepFiles) {
-    let target = Target::new(Synced::new(files.image(Some(1)), Arc::default()));
+    let target = MergeTarget::new(Synced::new(files.image(Some(1)), Arc::default()));
     let mut merger = Merger::new(Arc::clone(keeper), engine.clone(), target);
     let tasks = Arc::clone(&keeper.tasks);
     let next = |tasks: &mut Tasks| {
         let is_wanted = std::mem::take(&mut tasks.is_merge_wanted);
         (tasks.stop || is_wanted).then_some((!tasks.stop).then_some(tasks.committed))
     };
-    let merge = Checked::spawn(move || {
+    let merge = ModelThreads::spawn(move || {
         while let Some(upto) = tasks.wait(next) {
             drop(merger.merge_to(upto));
         }
@@ -332,14 +337,14 @@ fn image() -> Vec<u8> {
     (0..GROWN).flat_map(|sector| sector_of(1000 + sector)).collect()
 }
 
-/// One story of a server. `mergers`: 1, or 2 to see that the checker finds what comes of that.
-fn story(mergers: u32) {
+/// Runs one server from start to end. `mergers`: 1, or 2 to check that the checker finds the defect.
+fn run_server(mergers: u32) {
     let files = StepFiles::new(image(), mergers == 1);
     let limit = LIMITS[thread_rng().gen_range(0..LIMITS.len())];
     if thread_rng().gen_ratio(1, 4) {
         leave_log(&files);
     }
-    let mut opened = open(&files, Wanted::Newest, limit);
+    let mut opened = open(&files, DiskVersion::Newest, limit);
     let engine = ModelEngine::new(files.image(None), opened.logged.take());
     let keeper = opened.start(&engine);
     if mergers == 2 {
@@ -371,7 +376,7 @@ fn story(mergers: u32) {
     if is_restarted {
         // The next server repeats what was interrupted.
         *files.watch.merging.lock().unwrap() = None;
-        let mut opened = open(&files, Wanted::Newest, limit);
+        let mut opened = open(&files, DiskVersion::Newest, limit);
         let engine = ModelEngine::new(files.image(None), opened.logged.take());
         let keeper = opened.start(&engine);
         end(&keeper);
@@ -403,11 +408,11 @@ fn explore(scheduler: impl Scheduler + 'static, mergers: u32) -> usize {
     config.failure_persistence = FailurePersistence::Print;
     config.stack_size = 1 << 18;
     config.max_steps = MaxSteps::FailAfter(1_000_000);
-    Runner::new(scheduler, config).run(move || story(mergers))
+    Runner::new(scheduler, config).run(move || run_server(mergers))
 }
 
 #[test]
-fn no_interleaving_loses_a_write_or_merges_twice_at_once() {
+fn no_interleaving_loses_a_write_or_runs_two_merges() {
     let rounds = setting("REKINDLE_MODEL_ROUNDS", 600) as usize;
     let explored = explore(RandomScheduler::new_from_seed(seed(), rounds - rounds / 3), 1)
         + explore(PctScheduler::new_from_seed(seed() + 1, 4, rounds / 3), 1);
@@ -416,26 +421,26 @@ fn no_interleaving_loses_a_write_or_merges_twice_at_once() {
 }
 
 #[test]
-fn the_checker_finds_the_older_sectors_that_two_merges_at_once_leave() {
+fn the_checker_finds_old_sectors_after_two_concurrent_merges() {
     let found = catch_unwind(AssertUnwindSafe(|| explore(RandomScheduler::new_from_seed(seed(), 20_000), 2)));
-    let panic = found.expect_err("two merges at once do no harm in this model, so it shows nothing");
+    let panic = found.expect_err("two concurrent merges do no harm in this model, so the model is wrong");
     let why = panic.downcast_ref::<String>().expect("a message");
     assert!(why.contains("an older content than"), "{why}");
 }
 
 #[test]
-fn a_begin_without_room_removes_no_log_that_was_there() {
+fn a_begin_without_space_removes_no_existing_log() {
     shuttle::check_random(
         || {
             let files = StepFiles::new(image(), true);
             let disk = leave_log(&files);
-            // Restored at an older epoch, and nothing is written yet: the newer one is still to be had.
-            let mut opened = open(&files, Wanted::Epoch { epoch: 0, disk }, LIMITS[1]);
+            // Restored at an older epoch, without a write yet: the newer epoch is still available.
+            let mut opened = open(&files, DiskVersion::Epoch { epoch: 0, disk }, LIMITS[1]);
             let engine = ModelEngine::new(files.image(None), opened.logged.take());
             let keeper = opened.start(&engine);
-            files.memory.refuse(0, libc::ENOSPC);
+            files.memory.fail_after(0, libc::ENOSPC);
             keeper.begin(&engine).unwrap_err();
-            files.memory.relent();
+            files.memory.stop_failing();
             assert!(engine.0.with(|state| state.logged.is_some()));
             assert!(files.list().unwrap().contains(&"1.log".into()));
             engine.0.with(|state| state.has_ended = true);

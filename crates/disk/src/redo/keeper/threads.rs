@@ -1,39 +1,34 @@
-//! Threads and what they share, so that a model checker can take the system's place (`model.rs`).
+//! Threads and shared values, so that a model checker can replace the system's (`model.rs`).
 
 use std::fmt::Debug;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A value that one thread at a time uses, and that threads wait for.
+/// A value that one thread at a time uses, and whose changes threads wait for.
 pub trait Monitor<T>: Send + Sync + 'static {
-    /// With this value.
     fn new(value: T) -> Self;
-    /// Uses the value. Those who wait check it anew.
+    /// Calls `run` with exclusive access, then wakes all waiting threads.
     fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R;
-    /// Waits until `until` gives something.
+    /// Waits until `until` returns something.
     fn wait<R>(&self, until: impl FnMut(&mut T) -> Option<R>) -> R;
-    /// The same, for so long at most.
+    /// As [`Self::wait`], but stops after `patience`.
     fn wait_timeout<R>(&self, patience: Duration, until: impl FnMut(&mut T) -> Option<R>) -> Option<R>;
 }
 
-/// Where threads and monitors come from.
+/// Implementation of threads and monitors.
 pub trait Threads: Debug + Send + Sync + 'static {
-    /// A value that they share.
     type Monitor<T: Send + 'static>: Monitor<T>;
-    /// A thread.
     type Thread: Send + 'static;
-    /// Begin one.
     fn spawn(run: impl FnOnce() + Send + 'static) -> Self::Thread;
-    /// Wait for its end.
     fn join(thread: Self::Thread);
-    /// How long ago `since` is.
+    /// The time since `since`.
     fn elapsed(since: Instant) -> Duration;
 }
 
-/// Those of the system.
+/// The system's threads.
 #[derive(Debug)]
-pub struct System;
+pub struct SystemThreads;
 
 /// See [`Monitor`].
 #[derive(Debug)]
@@ -83,7 +78,7 @@ impl<T: Send + 'static> Monitor<T> for SystemMonitor<T> {
     }
 }
 
-impl Threads for System {
+impl Threads for SystemThreads {
     type Monitor<T: Send + 'static> = SystemMonitor<T>;
     type Thread = JoinHandle<()>;
 
@@ -92,7 +87,7 @@ impl Threads for System {
     }
 
     fn join(thread: JoinHandle<()>) {
-        // One that panicked has said so.
+        // The panic has been reported by the thread itself.
         let _ = thread.join();
     }
 

@@ -1,4 +1,4 @@
-//! Seal records: what a sealed epoch consists of, written behind the last entry of its segment.
+//! Seal records: the list of a sealed epoch's entries, written after the last entry of its segment.
 
 use super::{Log, Segment};
 use crate::redo::files::LogFile;
@@ -12,38 +12,34 @@ use std::io;
 pub enum CannotSeal {
     /// The epoch may still be written to.
     #[error("it has not ended: the last epoch that has is {closed}")]
-    NotEnded {
-        /// The last epoch that has ended.
-        closed: u64,
-    },
+    NotEnded { closed: u64 },
     /// A sync of one of the segments has failed.
     #[error("a sync of the redo log has failed before, so it is not known what of it is durable")]
     Broken,
-    /// A write has a place in one of the segments and has not ended.
-    #[error("writes of it are still under way; stop the guest before its epoch is marked")]
+    /// A write into one of the segments is still in progress.
+    #[error("writes of it are still in progress; stop the guest before its epoch is marked")]
     Busy,
 }
 
-/// A segment of an epoch that is to be sealed.
+/// A segment whose epoch is to be sealed.
 #[derive(Debug, Clone)]
 pub struct Unsealed<F> {
-    /// Its epoch.
     pub epoch: u64,
-    /// Entries that will be durable.
+    /// Number of entries that become durable.
     pub written: u64,
     file: F,
     nonce: u128,
-    /// Where its seal record begins: behind the last entry.
+    /// Offset of the seal record: after the last entry.
     offset: u64,
-    /// Where the entries are that the epoch consists of.
+    /// Offsets of the epoch's entries.
     entries: Vec<u64>,
 }
 
 impl<F: LogFile> Unsealed<F> {
-    /// Writes the seal record. A later call writes the same bytes again.
+    /// Writes the seal record. A repeated call writes the same bytes.
     ///
     /// # Errors
-    /// The system's; the segment's entries are as they were.
+    /// The system's; the segment's entries are unchanged.
     pub fn write(&self) -> io::Result<()> {
         let (header, list) = write_seal(&self.entries, self.nonce, self.offset);
         let mut record = Buffer::new(header.len() + list.len());
@@ -54,7 +50,7 @@ impl<F: LogFile> Unsealed<F> {
     /// Waits until entries and seal record are durable.
     ///
     /// # Errors
-    /// The system's; then it is not known what is durable.
+    /// The system's; what is durable is unknown then.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync()
     }
@@ -73,12 +69,12 @@ impl<F: Clone> Log<F> {
         if segments().any(|segment| segment.broken) {
             return Err(CannotSeal::Broken);
         }
-        // Its entry would be missing in the record.
+        // The entry of that write would be missing in the record.
         if segments().any(|segment| segment.open > 0) {
             return Err(CannotSeal::Busy);
         }
         let unsealed = |segment: &Segment<F>| {
-            // Overwritten by other entries of the list; their room may be reclaimed at any time.
+            // Overwritten by other entries of the list; their space may be reclaimed at any time.
             let dead: BTreeSet<u64> = segment.dead.iter().map(|(sequence, _)| *sequence).collect();
             let live = segment.records.iter().filter(|(sequence, _)| !dead.contains(sequence));
             Unsealed {

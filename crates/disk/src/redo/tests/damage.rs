@@ -1,163 +1,166 @@
-//! Logs that are damaged, full, another's, or cannot be written.
+//! Logs that are damaged, full, of another disk, or not writable.
 
-use super::files::Memory;
-use super::world::{BYTES, World, content, image};
+use super::files::CrashDisk;
+use super::model::{BYTES, ProtectedDisk, content, image};
 use crate::redo::error::RedoError;
-use crate::redo::format::What;
-use crate::redo::recover::{Wanted, open};
-use crate::redo::state::Home;
+use crate::redo::format::EntryKind;
+use crate::redo::recover::{DiskVersion, open};
+use crate::redo::state::LogDirectory;
 use uuid::Uuid;
 
 const LIMIT: u64 = 1 << 30;
 
-/// Two epochs, of which the first is sealed, and a write that is flushed.
-fn world() -> World {
-    let mut world = World::begin(Memory::new(image()));
-    world.prepare().unwrap();
-    world.write(0, 8, What::Data);
-    world.end_writes();
-    let epoch = world.mark();
-    world.seal(epoch).unwrap();
+/// Two epochs, of which the first is sealed, and a flushed write.
+fn model() -> ProtectedDisk {
+    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    model.prepare().unwrap();
+    model.write(0, 8, EntryKind::Data);
+    model.end_writes();
+    let epoch = model.mark();
+    model.seal(epoch).unwrap();
     assert_eq!(epoch, 1);
-    world.write(4, 8, What::Data);
-    world.end_writes();
-    world.flush();
-    world.prepare().unwrap();
-    world
+    model.write(4, 8, EntryKind::Data);
+    model.end_writes();
+    model.flush();
+    model.prepare().unwrap();
+    model
 }
 
 #[test]
-fn what_cannot_be_gone_back_to_is_refused_by_name() {
-    let world = world();
-    let wanted = |epoch, disk| Wanted::Epoch { epoch, disk };
-    let opened = |disk: &Memory, wanted| open(disk.clone(), BYTES, wanted, LIMIT).map(|opened| opened.is_some());
-    assert!(opened(&world.disk, wanted(1, world.uuid)).unwrap());
-    assert!(matches!(opened(&world.disk, wanted(1, Uuid::new_v4())), Err(RedoError::OtherDisk { .. })));
-    assert!(matches!(opened(&world.disk, wanted(2, world.uuid)), Err(RedoError::NotSealed { sealed: 1, .. })));
-    let mut world = world;
-    let epoch = world.mark();
-    world.seal(epoch).unwrap();
-    world.commit(epoch).unwrap();
-    let refused = opened(&world.disk, wanted(1, world.uuid)).unwrap_err();
+fn an_epoch_that_is_unavailable_fails_with_an_error_that_names_the_reason() {
+    let model = model();
+    let version = |epoch, disk| DiskVersion::Epoch { epoch, disk };
+    let opened = |disk: &CrashDisk, wanted| open(disk.clone(), BYTES, wanted, LIMIT).map(|opened| opened.is_some());
+    assert!(opened(&model.disk, version(1, model.uuid)).unwrap());
+    assert!(matches!(opened(&model.disk, version(1, Uuid::new_v4())), Err(RedoError::OtherDisk { .. })));
+    assert!(matches!(opened(&model.disk, version(2, model.uuid)), Err(RedoError::NotSealed { sealed: 1, .. })));
+    let mut model = model;
+    let epoch = model.mark();
+    model.seal(epoch).unwrap();
+    model.commit(epoch).unwrap();
+    let refused = opened(&model.disk, version(1, model.uuid)).unwrap_err();
     assert!(matches!(refused, RedoError::NewerDisk { epoch: 1, floor: 2, .. }));
     assert!(refused.to_string().contains("the disk is newer than the checkpoint"), "{refused}");
-    world.end();
-    assert!(matches!(opened(&world.disk, wanted(2, world.uuid)), Err(RedoError::NoLog { epoch: 2, .. })));
-    assert!(!opened(&world.disk, Wanted::Newest).unwrap());
-    let shorter = self::world();
-    assert!(matches!(open(shorter.disk, 512, Wanted::Newest, LIMIT), Err(RedoError::Shorter { bytes: 512, .. })));
+    model.end();
+    assert!(matches!(opened(&model.disk, version(2, model.uuid)), Err(RedoError::NoLog { epoch: 2, .. })));
+    assert!(!opened(&model.disk, DiskVersion::Newest).unwrap());
+    let shorter = self::model();
+    assert!(matches!(
+        open(shorter.disk, 512, DiskVersion::Newest, LIMIT),
+        Err(RedoError::ImageTooShort { bytes: 512, .. })
+    ));
 }
 
 #[test]
-fn going_back_gives_up_nothing_until_something_is_written() {
-    let mut world = world();
-    let newest = content(&world.disk, world.log.as_ref());
-    world.reopen(Wanted::Epoch { epoch: 1, disk: world.uuid });
-    // It was not gone on from there: the newest disk is still there.
-    let (_, log) = open(world.disk.clone(), BYTES, Wanted::Newest, LIMIT).unwrap().unwrap();
-    assert_eq!(content(&world.disk, Some(&log)), newest);
-    world.reopen(Wanted::Epoch { epoch: 1, disk: world.uuid });
-    world.prepare().unwrap();
-    world.write(20, 1, What::Data);
-    world.end_writes();
-    let (_, log) = open(world.disk.clone(), BYTES, Wanted::Newest, LIMIT).unwrap().unwrap();
-    assert_eq!(content(&world.disk, Some(&log))[..20], world.epochs[&1][..20]);
-    let epoch = world.mark();
-    assert!(epoch > 3, "epochs 2 and 3 were given out before");
-    world.seal(epoch).unwrap();
-    let given_up = open(world.disk.clone(), BYTES, Wanted::Epoch { epoch: 2, disk: world.uuid }, LIMIT);
-    assert!(matches!(given_up, Err(RedoError::GivenUp { epoch: 2, .. })));
+fn opening_an_older_epoch_discards_nothing_until_a_write() {
+    let mut model = model();
+    let newest = content(&model.disk, model.log.as_ref());
+    model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
+    // Nothing was written since: the newest disk is still available.
+    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    assert_eq!(content(&model.disk, Some(&log)), newest);
+    model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
+    model.prepare().unwrap();
+    model.write(20, 1, EntryKind::Data);
+    model.end_writes();
+    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    assert_eq!(content(&model.disk, Some(&log))[..20], model.epochs[&1][..20]);
+    let epoch = model.mark();
+    assert!(epoch > 3, "epochs 2 and 3 were used before");
+    model.seal(epoch).unwrap();
+    let discarded = open(model.disk.clone(), BYTES, DiskVersion::Epoch { epoch: 2, disk: model.uuid }, LIMIT);
+    assert!(matches!(discarded, Err(RedoError::Discarded { epoch: 2, .. })));
 }
 
 #[test]
-fn one_slot_may_be_damaged_and_both_are_refused() {
-    let world = world();
+fn one_damaged_slot_is_tolerated_and_two_are_an_error() {
+    let model = model();
     for slot in [0, 4096] {
-        let world = self::world();
-        world.disk.change("state", |bytes| bytes[slot + 30] ^= 1);
-        assert!(open(world.disk, BYTES, Wanted::Newest, LIMIT).unwrap().is_some(), "slot {slot}");
+        let model = self::model();
+        model.disk.change("state", |bytes| bytes[slot + 30] ^= 1);
+        assert!(open(model.disk, BYTES, DiskVersion::Newest, LIMIT).unwrap().is_some(), "slot {slot}");
     }
-    world.disk.change("state", |bytes| bytes.iter_mut().for_each(|byte| *byte ^= 1));
-    assert!(matches!(open(world.disk, BYTES, Wanted::Newest, LIMIT), Err(RedoError::Damaged { .. })));
+    model.disk.change("state", |bytes| bytes.iter_mut().for_each(|byte| *byte ^= 1));
+    assert!(matches!(open(model.disk, BYTES, DiskVersion::Newest, LIMIT), Err(RedoError::DamagedState { .. })));
 }
 
 #[test]
-fn an_entry_that_is_damaged_hides_nothing_else() {
-    let mut world = World::begin(Memory::new(image()));
-    world.prepare().unwrap();
+fn a_damaged_entry_hides_no_other_entry() {
+    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    model.prepare().unwrap();
     for sector in [0, 8, 16] {
-        world.write(sector, 8, What::Data);
+        model.write(sector, 8, EntryKind::Data);
     }
-    world.end_writes();
-    let before = content(&world.disk, world.log.as_ref());
+    model.end_writes();
+    let before = content(&model.disk, model.log.as_ref());
     // Header and data of the second one: 4096 for the head, 8192 an entry.
     for at in [4096 + 8192 + 20, 4096 + 8192 + 4096 + 7] {
-        let disk = world.disk.clone();
+        let disk = model.disk.clone();
         disk.change("1.log", |bytes| bytes[at] ^= 0x40);
-        let (_, log) = open(disk.clone(), BYTES, Wanted::Newest, LIMIT).unwrap().unwrap();
+        let (_, log) = open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
         let after = content(&disk, Some(&log));
         assert_eq!((&after[..8], &after[16..]), (&before[..8], &before[16..]), "byte {at}");
-        assert_eq!(after[8..16], super::world::initial()[8..16], "byte {at}");
+        assert_eq!(after[8..16], super::model::initial()[8..16], "byte {at}");
         disk.change("1.log", |bytes| bytes[at] ^= 0x40);
     }
-    // What an older log has left behind, or a guest has written there, is no entry.
-    let stale = World::begin(Memory::new(image()));
+    // An entry of an older log, or a copy of one that the guest wrote, is not valid.
+    let stale = ProtectedDisk::begin(CrashDisk::new(image()));
     let mut stale = stale;
     stale.prepare().unwrap();
-    stale.write(30, 8, What::Data);
+    stale.write(30, 8, EntryKind::Data);
     stale.end_writes();
     let mut entry = Vec::new();
     stale.disk.change("1.log", |bytes| entry = bytes[4096..].to_vec());
-    world.disk.change("1.log", |bytes| bytes.extend(entry));
-    let (_, log) = open(world.disk.clone(), BYTES, Wanted::Newest, LIMIT).unwrap().unwrap();
-    assert_eq!(content(&world.disk, Some(&log)), before);
+    model.disk.change("1.log", |bytes| bytes.extend(entry));
+    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    assert_eq!(content(&model.disk, Some(&log)), before);
 }
 
 #[test]
-fn a_damaged_entry_is_not_merged_and_its_segment_stays() {
+fn a_damaged_entry_is_not_merged_and_its_segment_is_kept() {
     // Header and data of the entry of epoch 1: 4096 for the head.
     for at in [4096 + 20, 4096 + 4096 + 7] {
-        let mut world = world();
-        let epoch = world.mark();
-        world.seal(epoch).unwrap();
-        let image = |world: &World| content(&world.disk, None);
-        let before = image(&world);
-        world.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
-        let error = world.commit(epoch).unwrap_err();
+        let mut model = model();
+        let epoch = model.mark();
+        model.seal(epoch).unwrap();
+        let image = |model: &ProtectedDisk| content(&model.disk, None);
+        let before = image(&model);
+        model.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
+        let error = model.commit(epoch).unwrap_err();
         let why = std::error::Error::source(&error).unwrap().to_string();
         assert!(why.contains("1.log") && why.contains("checksum"), "{why}");
-        assert_eq!(image(&world)[..4], before[..4], "sectors 0 to 3 are of that entry alone");
-        assert!(world.disk.names().contains(&"1.log".into()));
-        world.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
-        world.commit(epoch).unwrap();
-        world.check();
+        assert_eq!(image(&model)[..4], before[..4], "only that entry has sectors 0 to 3");
+        assert!(model.disk.names().contains(&"1.log".into()));
+        model.disk.change("1.log", |bytes| bytes[at] ^= 0x40);
+        model.commit(epoch).unwrap();
+        model.check();
     }
 }
 
 #[test]
-fn an_end_that_cannot_remove_its_files_leaves_no_epoch_that_can_be_had() {
+fn an_end_that_cannot_remove_its_files_leaves_no_available_epoch() {
     for after in 0.. {
-        let mut world = world();
-        let epoch = world.mark();
-        world.seal(epoch).unwrap();
-        world.commit(epoch).unwrap();
-        let steps = world.disk.steps();
-        let mut home = world.home.lock().unwrap().take().unwrap();
-        let next = world.log().epoch();
-        home.close(next).unwrap();
-        let used = world.disk.steps() - steps;
-        world.disk.refuse(after, libc::EIO);
-        let destroyed = home.destroy();
-        world.disk.relent();
-        // The guest writes to the image itself now.
-        let wanted = Wanted::Epoch { epoch, disk: world.uuid };
-        let opened = open(world.disk.clone(), BYTES, wanted, LIMIT);
+        let mut model = model();
+        let epoch = model.mark();
+        model.seal(epoch).unwrap();
+        model.commit(epoch).unwrap();
+        let steps = model.disk.steps();
+        let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
+        let next = model.log().epoch();
+        log_dir.close(next).unwrap();
+        let used = model.disk.steps() - steps;
+        model.disk.fail_after(after, libc::EIO);
+        let destroyed = log_dir.destroy();
+        model.disk.stop_failing();
+        // The guest now writes to the image itself.
+        let wanted = DiskVersion::Epoch { epoch, disk: model.uuid };
+        let opened = open(model.disk.clone(), BYTES, wanted, LIMIT);
         assert!(
             matches!(opened, Err(RedoError::NewerDisk { .. } | RedoError::NoLog { .. })),
             "{after} steps after {used}: {opened:?}"
         );
-        // The next log takes the place of what is left.
-        Home::create(world.disk.clone(), BYTES, None).unwrap();
+        // The next log replaces the remaining files.
+        LogDirectory::create(model.disk.clone(), BYTES, None).unwrap();
         if destroyed.is_ok() {
             assert!(after > 2, "{after}");
             break;
@@ -166,33 +169,33 @@ fn an_end_that_cannot_remove_its_files_leaves_no_epoch_that_can_be_had() {
 }
 
 #[test]
-fn a_merge_that_fails_at_any_step_is_done_again() {
+fn a_merge_that_fails_at_any_step_is_repeated() {
     for error in [libc::ENOSPC, libc::EIO] {
         let (mut failed, mut broken) = (0, 0);
         for after in 0.. {
-            let mut world = world();
-            let epoch = world.mark();
-            world.seal(epoch).unwrap();
-            world.disk.refuse(after, error);
-            let merged = world.commit(epoch);
-            world.disk.relent();
-            // What is read is right, merged or not.
-            world.check();
-            if world.durability.is_broken() {
-                // The kernel reports what it could not write once: only a new server may trust the image again.
-                world.commit(epoch).unwrap_err();
+            let mut model = model();
+            let epoch = model.mark();
+            model.seal(epoch).unwrap();
+            model.disk.fail_after(after, error);
+            let merged = model.commit(epoch);
+            model.disk.stop_failing();
+            // Reads are right, merged or not.
+            model.check();
+            if model.durability.is_broken() {
+                // The kernel reports a write error once: only a new server may trust the image again.
+                model.commit(epoch).unwrap_err();
                 assert!(
-                    world.disk.names().contains(&"1.log".into()),
-                    "a segment is dropped that may not be in the image"
+                    model.disk.names().contains(&"1.log".into()),
+                    "a segment that may not be in the image is removed"
                 );
-                world.check();
-                world.reopen(Wanted::Newest);
+                model.check();
+                model.reopen(DiskVersion::Newest);
                 broken += 1;
             }
-            world.commit(epoch).unwrap();
-            world.check();
-            world.reopen(Wanted::Newest);
-            assert_eq!(world.disk.names().iter().filter(|name| *name == "1.log" || *name == "2.log").count(), 0);
+            model.commit(epoch).unwrap();
+            model.check();
+            model.reopen(DiskVersion::Newest);
+            assert_eq!(model.disk.names().iter().filter(|name| *name == "1.log" || *name == "2.log").count(), 0);
             if merged.is_ok() {
                 break;
             }
@@ -203,46 +206,49 @@ fn a_merge_that_fails_at_any_step_is_done_again() {
 }
 
 #[test]
-fn a_seal_or_a_segment_that_fails_leaves_what_there_was() {
+fn a_failed_seal_or_segment_changes_nothing() {
     for after in 0..3 {
-        let mut world = world();
-        let epoch = world.mark();
-        world.disk.refuse(after, libc::ENOSPC);
-        let sealed = world.seal(epoch);
-        let made = world.prepare();
-        world.disk.relent();
+        let mut model = model();
+        let epoch = model.mark();
+        model.disk.fail_after(after, libc::ENOSPC);
+        let sealed = model.seal(epoch);
+        let made = model.prepare();
+        model.disk.stop_failing();
         assert!(sealed.is_err() || made.is_err(), "{after}");
-        world.check();
-        world.prepare().unwrap();
-        world.seal(epoch).unwrap();
-        world.write(30, 2, What::Data);
-        world.end_writes();
-        world.check();
-        world.reopen(Wanted::Epoch { epoch, disk: world.uuid });
+        model.check();
+        model.prepare().unwrap();
+        model.seal(epoch).unwrap();
+        model.write(30, 2, EntryKind::Data);
+        model.end_writes();
+        model.check();
+        model.reopen(DiskVersion::Epoch { epoch, disk: model.uuid });
     }
 }
 
 #[test]
-fn room_that_was_overwritten_comes_back_and_no_more_is_used_than_the_limit() {
-    let mut world = World::begin(Memory::new(image()));
-    let uuid = world.uuid;
-    world.log = Some(crate::redo::log::Log::new(uuid, 1, 0, 0, 256 << 10));
-    world.prepare().unwrap();
+fn overwritten_space_is_reclaimed_and_the_limit_is_kept() {
+    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let uuid = model.uuid;
+    model.log = Some(crate::redo::log::Log::new(uuid, 1, 0, 0, 256 << 10));
+    model.prepare().unwrap();
     for _ in 0..400 {
-        // Ten times the limit, all over the same blocks.
-        world.write(0, 8, What::Data);
-        world.end_writes();
-        world.flush();
-        let (bytes, limit) = world.log().bytes();
+        // Ten times the limit, always to the same blocks.
+        model.write(0, 8, EntryKind::Data);
+        model.end_writes();
+        model.flush();
+        let (bytes, limit) = model.log().bytes();
         assert!(bytes <= limit, "{bytes}");
     }
-    world.check();
-    world.reopen(Wanted::Newest);
-    // Without a flush nothing can be given back.
-    let mut world = World::begin(Memory::new(image()));
-    world.log = Some(crate::redo::log::Log::new(world.uuid, 1, 0, 0, 256 << 10));
-    world.prepare().unwrap();
-    let placed = (0..400).take_while(|_| world.log().place(0, 4096, What::Data, true).is_ok()).count();
+    model.check();
+    model.reopen(DiskVersion::Newest);
+    // Without a flush no space can be reclaimed.
+    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    model.log = Some(crate::redo::log::Log::new(model.uuid, 1, 0, 0, 256 << 10));
+    model.prepare().unwrap();
+    let placed = (0..400).take_while(|_| model.log().allocate(0, 4096, EntryKind::Data, true).is_ok()).count();
     assert!((20..40).contains(&placed), "{placed}");
-    assert!(world.log().place(0, 4096, What::Data, false).is_ok(), "a queue that is being stopped");
+    assert!(
+        model.log().allocate(0, 4096, EntryKind::Data, false).is_ok(),
+        "a queue that is being stopped has no limit"
+    );
 }

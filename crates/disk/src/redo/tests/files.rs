@@ -1,15 +1,15 @@
-//! A directory and an image in memory. They record what is done, can make of that every state that a crash may leave, and can
-//! refuse to work. (The store's tests have one of their own: it has other steps.)
+//! A directory and an image in memory. They record each step, can produce every state that a crash may leave, and can fail on demand.
+//! (The store's tests have another implementation, with other steps.)
 
-use crate::redo::files::{Files, LogFile, Peek};
+use crate::redo::files::{FileStart, LogFile, LogFiles};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A step.
+/// A recorded operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Op {
+pub enum Step {
     Make,
     Create(String, usize),
     Remove(String),
@@ -20,33 +20,32 @@ pub enum Op {
     RemoveAll,
 }
 
-/// What becomes of a step that no sync has made durable.
+/// The result of a step that no sync has made durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     Kept,
     Lost,
-    /// Of a write: only the 512-byte sectors whose bit is set, going round.
+    /// Of a write: only the 512-byte sectors whose bit is set, modulo 64.
     Torn(u64),
 }
 
 #[derive(Debug, Default, Clone)]
-struct State {
+struct DiskState {
     is_made: bool,
     names: BTreeMap<String, usize>,
-    /// The first one is the image.
+    /// The first is the image.
     files: Vec<Vec<u8>>,
-    ops: Vec<Op>,
-    /// Steps that still work, and how the others fail.
+    ops: Vec<Step>,
+    /// Number of steps until all fail, and the error.
     refusal: Option<(usize, i32)>,
 }
 
-/// See [the module](self). Clones are the same disk.
+/// See [the module](self). Clones share the same disk.
 #[derive(Debug, Default, Clone)]
-pub struct Memory(Arc<Mutex<State>>);
+pub struct CrashDisk(Arc<Mutex<DiskState>>);
 
-/// A file of it.
 #[derive(Debug, Clone)]
-pub struct MemoryFile(Memory, usize);
+pub struct CrashFile(CrashDisk, usize);
 
 fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
     let end = offset as usize + bytes.len();
@@ -56,21 +55,21 @@ fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
     file[offset as usize..end].copy_from_slice(bytes);
 }
 
-impl Memory {
-    /// With an image and nothing else.
+impl CrashDisk {
+    /// A disk with an image and an empty directory.
     pub fn new(image: Vec<u8>) -> Self {
-        Self(Arc::new(Mutex::new(State { files: vec![image], ..State::default() })))
+        Self(Arc::new(Mutex::new(DiskState { files: vec![image], ..DiskState::default() })))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, DiskState> {
         self.0.lock().unwrap()
     }
 
-    pub fn image(&self) -> MemoryFile {
-        MemoryFile(self.clone(), 0)
+    pub fn image(&self) -> CrashFile {
+        CrashFile(self.clone(), 0)
     }
 
-    pub fn ops(&self) -> Vec<Op> {
+    pub fn ops(&self) -> Vec<Step> {
         self.state().ops.clone()
     }
 
@@ -78,11 +77,11 @@ impl Memory {
         self.state().ops.len()
     }
 
-    pub fn refuse(&self, after: usize, error: i32) {
+    pub fn fail_after(&self, after: usize, error: i32) {
         self.state().refusal = Some((after, error));
     }
 
-    pub fn relent(&self) {
+    pub fn stop_failing(&self) {
         self.state().refusal = None;
     }
 
@@ -96,27 +95,27 @@ impl Memory {
         self.state().names.keys().cloned().collect()
     }
 
-    /// Which of the first `count` steps are not durable when the power goes then.
-    pub fn volatile(ops: &[Op], count: usize) -> Vec<usize> {
+    /// Which of the first `count` steps are lost if the power fails then.
+    pub fn volatile(ops: &[Step], count: usize) -> Vec<usize> {
         let (mut files, mut directory) = (BTreeSet::new(), false);
         let mut volatile = Vec::new();
         for (n, op) in ops[..count].iter().enumerate().rev() {
             let is_durable = match op {
-                Op::Sync(file) => {
+                Step::Sync(file) => {
                     files.insert(*file);
                     true
                 }
-                Op::SyncDirectory => {
+                Step::SyncDirectory => {
                     directory = true;
                     true
                 }
-                Op::Write(file, ..) | Op::Zero(file, ..) => files.contains(file),
-                Op::Create(..) | Op::Remove(_) => directory,
-                Op::RemoveAll => {
+                Step::Write(file, ..) | Step::Zero(file, ..) => files.contains(file),
+                Step::Create(..) | Step::Remove(_) => directory,
+                Step::RemoveAll => {
                     directory = true;
                     true
                 }
-                Op::Make => true,
+                Step::Make => true,
             };
             if !is_durable {
                 volatile.push(n);
@@ -126,26 +125,26 @@ impl Memory {
         volatile
     }
 
-    /// What is there after the power went when `count` of `ops` were done, with `fate` for each step that was not durable.
-    pub fn after_crash(image: &[u8], ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
-        let mut state = State { files: vec![image.to_vec()], ..State::default() };
+    /// The disk after a power failure when `count` of `ops` were done, with `fate` for each step that was not durable.
+    pub fn after_crash(image: &[u8], ops: &[Step], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+        let mut state = DiskState { files: vec![image.to_vec()], ..DiskState::default() };
         for (n, op) in ops[..count].iter().enumerate() {
             let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
-            if let Op::Create(_, file) = op {
+            if let Step::Create(_, file) = op {
                 state.files.resize(state.files.len().max(file + 1), Vec::new());
             }
             if fate == Fate::Lost {
                 continue;
             }
             match op {
-                Op::Make => state.is_made = true,
-                Op::RemoveAll => {
+                Step::Make => state.is_made = true,
+                Step::RemoveAll => {
                     state.is_made = false;
                     state.names.clear();
                 }
-                Op::Create(name, file) => drop(state.names.insert(name.clone(), *file)),
-                Op::Remove(name) => drop(state.names.remove(name)),
-                Op::Write(file, offset, bytes) => match fate {
+                Step::Create(name, file) => drop(state.names.insert(name.clone(), *file)),
+                Step::Remove(name) => drop(state.names.remove(name)),
+                Step::Write(file, offset, bytes) => match fate {
                     Fate::Torn(sectors) => {
                         for (sector, chunk) in bytes.chunks(512).enumerate() {
                             if sectors >> (sector % 64) & 1 == 1 {
@@ -155,14 +154,14 @@ impl Memory {
                     }
                     _ => write_into(&mut state.files[*file], *offset, bytes),
                 },
-                Op::Zero(file, offset, len) => write_into(&mut state.files[*file], *offset, &vec![0; *len as usize]),
-                Op::Sync(_) | Op::SyncDirectory => {}
+                Step::Zero(file, offset, len) => write_into(&mut state.files[*file], *offset, &vec![0; *len as usize]),
+                Step::Sync(_) | Step::SyncDirectory => {}
             }
         }
         Self(Arc::new(Mutex::new(state)))
     }
 
-    fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
+    fn step(&self, op: Step) -> io::Result<MutexGuard<'_, DiskState>> {
         let mut state = self.state();
         match &mut state.refusal {
             Some((0, error)) => return Err(io::Error::from_raw_os_error(*error)),
@@ -174,7 +173,7 @@ impl Memory {
     }
 }
 
-impl LogFile for MemoryFile {
+impl LogFile for CrashFile {
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         let state = self.0.state();
         let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
@@ -184,17 +183,17 @@ impl LogFile for MemoryFile {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let mut state = self.0.step(Op::Write(self.1, offset, bytes.to_vec()))?;
+        let mut state = self.0.step(Step::Write(self.1, offset, bytes.to_vec()))?;
         write_into(&mut state.files[self.1], offset, bytes);
         Ok(())
     }
 
     fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
-        // As on a file system that knows holes only.
+        // As on a file system that supports only holes.
         if !hole {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
-        let mut state = self.0.step(Op::Zero(self.1, offset, len))?;
+        let mut state = self.0.step(Step::Zero(self.1, offset, len))?;
         write_into(&mut state.files[self.1], offset, &vec![0; len as usize]);
         Ok(())
     }
@@ -202,7 +201,7 @@ impl LogFile for MemoryFile {
     fn reserve(&self, _len: u64) {}
 
     fn sync(&self) -> io::Result<()> {
-        self.0.step(Op::Sync(self.1)).map(drop)
+        self.0.step(Step::Sync(self.1)).map(drop)
     }
 
     fn length(&self) -> io::Result<u64> {
@@ -210,19 +209,19 @@ impl LogFile for MemoryFile {
     }
 }
 
-impl Files for Memory {
-    type File = MemoryFile;
+impl LogFiles for CrashDisk {
+    type File = CrashFile;
     type Claim = ();
 
     fn claim(&self) -> io::Result<Option<()>> {
         Ok(self.state().is_made.then_some(()))
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
         let state = self.state();
         let file = &state.files[*state.names.get(name).ok_or(io::ErrorKind::NotFound)?];
         let bytes = file[..file.len().min(most as usize)].to_vec();
-        Ok(Some(Peek { bytes, length: file.len() as u64 }))
+        Ok(Some(FileStart { bytes, length: file.len() as u64 }))
     }
 
     fn path(&self) -> &Path {
@@ -230,7 +229,7 @@ impl Files for Memory {
     }
 
     fn make(&self) -> io::Result<()> {
-        self.step(Op::Make)?.is_made = true;
+        self.step(Step::Make)?.is_made = true;
         Ok(())
     }
 
@@ -238,7 +237,7 @@ impl Files for Memory {
         Ok(self.names())
     }
 
-    fn create(&self, name: &str) -> io::Result<MemoryFile> {
+    fn create(&self, name: &str) -> io::Result<CrashFile> {
         let number = {
             let state = self.state();
             assert!(state.is_made);
@@ -247,28 +246,28 @@ impl Files for Memory {
             }
             state.files.len()
         };
-        let mut state = self.step(Op::Create(name.into(), number))?;
+        let mut state = self.step(Step::Create(name.into(), number))?;
         state.names.insert(name.into(), number);
         state.files.push(Vec::new());
-        Ok(MemoryFile(self.clone(), number))
+        Ok(CrashFile(self.clone(), number))
     }
 
-    fn open(&self, name: &str) -> io::Result<MemoryFile> {
+    fn open(&self, name: &str) -> io::Result<CrashFile> {
         let number = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
-        Ok(MemoryFile(self.clone(), number))
+        Ok(CrashFile(self.clone(), number))
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        let removed = self.step(Op::Remove(name.into()))?.names.remove(name);
+        let removed = self.step(Step::Remove(name.into()))?.names.remove(name);
         removed.map(drop).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.step(Op::SyncDirectory).map(drop)
+        self.step(Step::SyncDirectory).map(drop)
     }
 
     fn remove_all(&self) -> io::Result<()> {
-        let mut state = self.step(Op::RemoveAll)?;
+        let mut state = self.step(Step::RemoveAll)?;
         assert!(state.names.is_empty(), "{:?}", state.names);
         state.is_made = false;
         Ok(())

@@ -5,5 +5,5 @@
 mod crash;
 mod damage;
 pub(super) mod files;
+mod model;
 mod sealed;
-mod world;

@@ -1,28 +1,28 @@
-//! Files in memory, each use of which is a step of the model.
+//! Files in memory. Each operation is a step of the model.
 
-use crate::redo::files::{Files, LogFile, Peek};
-use crate::redo::tests::files::{Memory, MemoryFile};
+use crate::redo::files::{FileStart, LogFile, LogFiles};
+use crate::redo::tests::files::{CrashDisk, CrashFile};
 use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What is checked while files are used.
+/// What is checked at each file operation.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     steps: AtomicUsize,
     /// The merge that has written to the image and not synced it yet.
     pub merging: std::sync::Mutex<Option<u32>>,
-    /// Two merges are an error. Not where the checker itself is checked.
+    /// Two concurrent merges are an error. False when the checker itself is tested.
     pub is_strict: bool,
 }
 
-/// A file whose every use is a step, at which another thread may continue.
+/// A file whose every operation is a step, at which another thread may continue.
 #[derive(Debug, Clone)]
 pub(super) struct StepFile {
-    file: MemoryFile,
+    file: CrashFile,
     watch: Arc<Watch>,
-    /// Which merge uses it, if it is the image and one does.
+    /// The merge that uses it, if it is the image.
     merge: Option<u32>,
 }
 
@@ -32,7 +32,7 @@ impl StepFile {
         if let Some(merge) = self.merge {
             let mut merging = self.watch.merging.lock().unwrap();
             let is_other = merging.is_some_and(|other| other != merge);
-            assert!(!(is_other && self.watch.is_strict), "two merges of one log at once");
+            assert!(!(is_other && self.watch.is_strict), "two concurrent merges of one log");
             *merging = (!is_end).then_some(merge);
         }
     }
@@ -68,15 +68,13 @@ impl LogFile for StepFile {
     }
 }
 
-/// The directory.
 #[derive(Debug, Clone)]
 pub(super) struct StepFiles {
-    pub memory: Memory,
+    pub memory: CrashDisk,
     pub watch: Arc<Watch>,
     is_claimed: Arc<AtomicBool>,
 }
 
-/// The directory's lock.
 #[derive(Debug)]
 pub(super) struct Claim(Arc<AtomicBool>);
 
@@ -89,10 +87,10 @@ impl Drop for Claim {
 impl StepFiles {
     pub fn new(image: Vec<u8>, is_strict: bool) -> Self {
         let watch = Arc::new(Watch { is_strict, ..Watch::default() });
-        Self { memory: Memory::new(image), watch, is_claimed: Arc::default() }
+        Self { memory: CrashDisk::new(image), watch, is_claimed: Arc::default() }
     }
 
-    fn file(&self, file: MemoryFile) -> StepFile {
+    fn file(&self, file: CrashFile) -> StepFile {
         StepFile { file, watch: Arc::clone(&self.watch), merge: None }
     }
 
@@ -102,7 +100,7 @@ impl StepFiles {
     }
 }
 
-impl Files for StepFiles {
+impl LogFiles for StepFiles {
     type File = StepFile;
     type Claim = Claim;
 
@@ -130,7 +128,7 @@ impl Files for StepFiles {
         self.memory.create(name).map(|file| self.file(file))
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<Peek>> {
+    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
         self.memory.peek(name, most)
     }
 

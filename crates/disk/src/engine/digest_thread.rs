@@ -1,7 +1,7 @@
-//! A second pair of hands: what was moved in large pieces is digested beside the engine's own thread, which answers the guest and takes the
-//! next request meanwhile. One thread that does both gives about 3 GB/s; there are disks that give more.
+//! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request. One thread for
+//! both reaches about 3 GB/s, and some disks are faster.
 //!
-//! The hand has the buffer, which nobody changes any more, and nothing of the engine: what it finds is noted by [`super::job`].
+//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::job`] records the digests.
 
 use crate::block::BLOCK;
 use crate::digest::{Digest, Digester};
@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Pieces of fewer bytes are not worth the way.
+/// Smallest piece in bytes that is worth the transfer.
 pub(super) const LARGE: usize = 128 << 10;
-/// So many pieces are given to it ahead, at most.
+/// Most pieces in its queue.
 const AHEAD: usize = 4;
 
-/// Something to be digested: the blocks that lie in `bytes` of the buffer one behind the other.
+/// Adjacent blocks to digest: `bytes` of the buffer.
 pub(super) struct Piece {
     /// What it belongs to.
     pub of: usize,
@@ -28,40 +28,39 @@ pub(super) struct Piece {
     pub digester: Digester,
 }
 
-/// A piece that has come back.
-pub(super) struct Back {
+/// A digested piece.
+pub(super) struct DigestedPiece {
     pub of: usize,
     pub buffer: Buffer,
     pub digests: Vec<Digest>,
 }
 
 impl Piece {
-    /// Do it.
-    pub fn digest(self) -> Back {
+    pub fn digest(self) -> DigestedPiece {
         let Self { of, buffer, bytes, digester } = self;
         let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
-        Back { of, buffer, digests }
+        DigestedPiece { of, buffer, digests }
     }
 }
 
-/// Of whole blocks.
+/// The digests of whole blocks.
 pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = Digest> {
     bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.of(block))
 }
 
-/// See [the module](self). It ends when it is dropped.
-pub(super) struct Hand {
+/// See [the module](self). The thread ends when this is dropped.
+pub(super) struct DigestThread {
     given: Sender<Piece>,
-    back: Receiver<Back>,
-    /// Pieces that have not been taken back.
+    back: Receiver<DigestedPiece>,
+    /// Pieces that have not been returned.
     out: usize,
 }
 
-impl Hand {
-    /// Begin. Whoever waits for `wake` is told when something comes back.
+impl DigestThread {
+    /// Starts the thread. It writes to `wake` when a piece is done.
     ///
     /// # Errors
-    /// The system's: no thread can be had.
+    /// The system's: no thread can be started.
     pub fn begin(wake: Arc<OwnedFd>) -> io::Result<Self> {
         let (given, work) = channel::<Piece>();
         let (done, back) = channel();
@@ -76,30 +75,30 @@ impl Hand {
         Ok(Self { given, back, out: 0 })
     }
 
-    /// Whether it would begin with another piece soon.
+    /// Whether it has space for another piece.
     pub fn is_free(&self) -> bool {
         self.out < AHEAD
     }
 
-    /// Give it a piece.
+    /// Passes a piece to the thread.
     ///
     /// # Errors
-    /// The piece, if there is no thread any more.
+    /// The piece, if the thread has ended.
     pub fn give(&mut self, piece: Piece) -> Result<(), Piece> {
         self.given.send(piece).map_err(|refused| refused.0)?;
         self.out += 1;
         Ok(())
     }
 
-    /// What has come back.
-    pub fn take_back(&mut self) -> Option<Back> {
+    /// A piece that is done, if there is one.
+    pub fn take_back(&mut self) -> Option<DigestedPiece> {
         let back = self.back.try_recv().ok()?;
         self.out -= 1;
         Some(back)
     }
 
-    /// The next that comes back. `None`: there is none, or there is no thread any more.
-    pub fn wait_back(&mut self) -> Option<Back> {
+    /// Waits for a piece. `None`: there is none, or the thread has ended.
+    pub fn wait_back(&mut self) -> Option<DigestedPiece> {
         if self.out == 0 {
             return None;
         }

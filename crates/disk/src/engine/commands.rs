@@ -1,14 +1,14 @@
-//! What others ask the engine for, and what they get.
+//! Carries out commands of other threads.
 
 use super::Engine;
 use super::command::{Command, Refused, Status};
 use super::front::Front;
-use super::logged::Logged;
-use crate::attic::Attic;
-use crate::beside::beside;
+use super::logged::EngineLog;
+use crate::background::run_in_background;
 use crate::image::Image;
 use crate::limit::Throttle;
 use crate::memory::Memory;
+use crate::retained::RetainedCache;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,6 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl Engine {
-    /// Do what was asked for.
     pub(super) fn serve_commands(&mut self) {
         while let Ok(command) = self.commands.try_recv() {
             match command {
@@ -31,7 +30,7 @@ impl Engine {
                 Command::Start(session, queue, rings, ends, answer) => {
                     drop(answer.send(self.start_line(session, queue, rings, ends)));
                 }
-                Command::Notify(session, queue, which, descriptor, answer) => {
+                Command::Notification(session, queue, which, descriptor, answer) => {
                     drop(answer.send(self.set_notify(session, queue, which, descriptor)));
                 }
                 Command::Stop(session, queue, answer) => self.stop_line(session, queue, answer),
@@ -49,12 +48,12 @@ impl Engine {
                 }
                 Command::Share(claims, answer) => drop(answer.send(self.share(&claims))),
                 Command::Drop(answer) => {
-                    self.drop_attic();
+                    self.drop_retained();
                     let _ = answer.send(Ok(()));
                 }
                 Command::Note(process, answer) => drop(answer.send(self.note(process))),
                 Command::Collect(answer) => drop(answer.send(self.collect())),
-                Command::Ledger(question) => self.asked(question),
+                Command::Ledger(question) => self.serve_ledger(question),
                 Command::Have(disk, answer) => drop(answer.send(self.have(*disk))),
                 Command::Visit(visit) => self.visited(visit),
                 Command::Filled(answer) => {
@@ -75,8 +74,8 @@ impl Engine {
         }
     }
 
-    /// No queue has run before.
-    fn have(&mut self, (image, logged): (Image, Option<Logged>)) -> Result<(), Refused> {
+    /// Adds the disk that the server has waited for. No queue has run before.
+    fn have(&mut self, (image, logged): (Image, Option<EngineLog>)) -> Result<(), Refused> {
         if !std::mem::replace(&mut self.waits, false) {
             return Err(Refused("it has its disk already".into()));
         }
@@ -84,74 +83,78 @@ impl Engine {
         Ok(())
     }
 
-    /// See how long the image is, and tell the guest if it is longer than it was.
+    /// Updates the length of the image, and notifies the guest if it has grown.
     fn measure(&mut self) -> Result<u64, Refused> {
         let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
         if std::mem::replace(&mut self.capacity, measured) < measured {
-            self.tell_grown();
+            self.notify_grown();
         }
         Ok(measured)
     }
 
-    /// The memory of the guest that has ended becomes the attic of the next one.
+    /// Turns the memory of the ended guest into the retained cache of the next one.
     fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refused> {
-        // Also one whose queues do not run: a guest that is only stopped goes on with its memory.
+        // Queues that do not run are no proof: a guest that is only stopped continues with its memory.
         if self.is_used() {
             return Err(Refused("a QEMU is still connected".into()));
         }
         let failed = |e: io::Error| {
             let at = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
-            Refused(format!("{at}it cannot be said which of the guest's memory is needed: {e}"))
+            Refused(format!("{at}cannot record which of the guest's memory is needed: {e}"))
         };
         self.note_all();
         let Some((map, memory)) = self.map.take() else {
-            // Asked for once more, by who finishes what another has begun: nobody has used the disk since.
-            let Some(attic) = self.attic.as_mut().filter(|attic| !attic.is_given_up()) else { return Ok(0) };
-            claim.map_or(Ok(()), |path| attic.publish(path)).map_err(failed)?;
-            return Ok(attic.len());
+            // Repeated by a process that finishes an interrupted operation: the disk was not used since.
+            let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
+                return Ok(0);
+            };
+            claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
+            return Ok(retained.len());
         };
-        // What it had before goes first: the file of its claim may be the new one's.
-        (self.attic, self.emptied, self.kept_at) = (None, None, Instant::now());
+        // The previous cache first: the new one's claim may have the same file.
+        (self.retained, self.emptied, self.kept_at) = (None, None, Instant::now());
         self.reuse = false;
         if map.is_empty() {
             return Ok(0);
         }
-        let attic = self.attic.insert(Attic::new(&memory, map, self.digester, claim).map_err(failed)?);
-        let kept = attic.len();
-        Memory::unmap_beside(memory);
+        let retained = self.retained.insert(RetainedCache::new(&memory, map, self.digester, claim).map_err(failed)?);
+        let kept = retained.len();
+        Memory::unmap_in_background(memory);
         Ok(kept)
     }
 
     fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
-        let Some(attic) = self.attic.as_mut() else { return Err(Refused("nothing of a guest before is kept".into())) };
-        attic.share(claims).map_err(|e| Refused(format!("what the VM's other disks need cannot be seen: {e}")))
+        let Some(retained) = self.retained.as_mut() else {
+            return Err(Refused("there is no retained cache".into()));
+        };
+        retained.share(claims).map_err(|e| Refused(format!("cannot read which memory the VM's other disks need: {e}")))
     }
 
-    /// Nothing of a guest before is to be had any more. What a guest that runs would wait for is done in slices.
-    fn drop_attic(&mut self) {
+    /// Discards all state of a previous guest. Work that a running guest would wait for is done in slices.
+    fn drop_retained(&mut self) {
         (self.emptied, self.reuse) = (None, false);
         if self.is_used() {
-            self.attic.iter_mut().for_each(Attic::give_up);
+            self.retained.iter_mut().for_each(RetainedCache::discard);
             return;
         }
-        // What is known of its memory keeps that from going. The next guest may be waiting for the answer.
-        if let Some(attic) = self.attic.take() {
-            beside("attic", attic, drop);
+        // The block map refers to that memory and keeps it mapped. The next guest may be waiting for the answer.
+        if let Some(retained) = self.retained.take() {
+            run_in_background("retained", retained, drop);
         }
         self.note_all();
         if let Some((_, memory)) = self.map.take() {
-            Memory::unmap_beside(memory);
+            Memory::unmap_in_background(memory);
         }
     }
 
-    /// Whether a guest uses the disk, or may go on with it: one that is stopped has memory here. A QEMU that has connected and waits for its
+    /// Whether a guest uses the disk or may continue with it: a stopped guest has memory here. A QEMU that has connected and waits for its
     /// guest has none.
     pub(super) fn is_used(&self) -> bool {
         !self.jobs.is_empty() || !self.fronts.values().all(Front::waits)
     }
 
     fn status(&self) -> Status {
-        let attic = self.attic.as_ref().filter(|attic| !attic.is_given_up());
+        let retained = self.retained.as_ref().filter(|retained| !retained.is_discarded());
         Status {
             bytes: self.capacity,
             connected: self.fronts.len(),
@@ -160,14 +163,14 @@ impl Engine {
             under_way: self.jobs.len(),
             mapped: self.map.as_ref().map_or(0, |(map, _)| map.len()),
             map_bytes: self.map.as_ref().map_or(0, |(map, _)| map.bytes()),
-            attic: attic.map(|attic| (attic.len(), attic.told())),
-            attic_memory: attic.map(Attic::identity),
+            retained: retained.map(|retained| (retained.len(), retained.counts())),
+            retained_memory: retained.map(RetainedCache::identity),
             emptied: self.emptied,
             waits: self.waits,
             touched: self.ledger.touched(),
             broken: self.broken(),
-            unchecked: crate::attic::UNCHECKED,
-            redo: self.logged.as_ref().map(super::logged::Logged::told),
+            unchecked: crate::retained::UNCHECKED,
+            redo: self.logged.as_ref().map(super::logged::EngineLog::status),
         }
     }
 }

@@ -1,14 +1,14 @@
-//! Which frames of a former guest's memory a server needs: a bit a frame, where the servers of the VM's other disks see it.
+//! The frames of a previous guest's memory that a server needs: a bitmap that the servers of the VM's other disks can read.
 //!
-//! All disks of a VM have their blocks in one memory, and each server knows only of its own. So each says which frames it needs, in a file
-//! that it has locked as long as it needs any, and a frame goes back to the host when no server needs it. A bit is set when the claim is
-//! made, cleared when the frame is not needed any more, and never set again.
+//! All disks of a VM have their blocks in the same memory, and each server knows only its own. So each publishes the frames that it
+//! needs, in a file that it keeps locked, and a frame is released to the host when no server needs it. A bit is set when the claim is
+//! created, cleared when the frame is not needed any more, and never set again.
 //!
 //! ```text
 //! 0      magic
-//! 8      which memory
-//! 16     how many frames, u64
-//! 4096   a bit a frame, in words of 64
+//! 8      identity of the memory
+//! 16     number of frames, u64
+//! 4096   one bit per frame, in words of 64
 //! ```
 
 use crate::map::Frame;
@@ -28,8 +28,8 @@ const HEAD: u64 = 4096;
 
 /// See [the module](self).
 #[derive(Debug)]
-pub(super) struct Claim {
-    /// The file, locked by who made it; none: nobody else looks.
+pub(super) struct FrameClaim {
+    /// The file, locked by its creator; none if no other server reads it.
     file: Option<File>,
     bits: MmapRegion,
     words: usize,
@@ -43,23 +43,23 @@ fn bytes(frames: u64) -> usize {
     HEAD as usize + words(frames) * 8
 }
 
-impl Claim {
-    /// Of nothing yet, for `frames` frames, that nobody else sees.
+impl FrameClaim {
+    /// An empty claim on `frames` frames, invisible to other servers.
     ///
     /// # Errors
     /// The system's.
-    pub fn alone(frames: Frame) -> io::Result<Self> {
+    pub fn private(frames: Frame) -> io::Result<Self> {
         let bits = MmapRegion::new(bytes(frames.into())).map_err(io::Error::other)?;
         Ok(Self { file: None, bits, words: words(frames.into()) })
     }
 
-    /// The same in a new file at `path`, about memory `identity`.
+    /// An empty claim in a new file at `path`, about memory `identity`.
     ///
-    /// *On success:* whoever opens it sees that somebody has it.
+    /// *On success:* the file's lock shows that a server uses it.
     ///
     /// # Errors
-    /// The system's; also where there is no room for it.
-    pub fn at(path: &Path, identity: u64, frames: Frame) -> io::Result<Self> {
+    /// The system's; also if there is no space for it.
+    pub fn create(path: &Path, identity: u64, frames: Frame) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
@@ -69,7 +69,7 @@ impl Claim {
         if !file::lock_byte(&file, 0, Lock::Exclusive)? {
             return Err(io::ErrorKind::ResourceBusy.into());
         }
-        // Room that is missing is told here, not by a signal later.
+        // A full disk is an error here, not a signal later.
         fallocate(&file, FallocateFlags::empty(), 0, long as u64)?;
         file.write_all_at(&identity.to_le_bytes(), 8)?;
         file.write_all_at(&u64::from(frames).to_le_bytes(), 16)?;
@@ -78,16 +78,16 @@ impl Claim {
         Ok(Self { file: Some(file), bits, words: words(frames.into()) })
     }
 
-    /// That of another server. `None`: it needs nothing of memory `identity`, or not any more.
+    /// Opens the claim of another server. `None`: it needs nothing of memory `identity`.
     ///
     /// # Errors
-    /// The system's; it is no such file.
-    pub fn of_another(path: &Path, identity: u64) -> io::Result<Option<Self>> {
+    /// The system's; the file is not a claim.
+    pub fn open_other(path: &Path, identity: u64) -> io::Result<Option<Self>> {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let odd = || io::Error::new(io::ErrorKind::InvalidData, "it does not say which frames a server needs");
+        let odd = || io::Error::new(io::ErrorKind::InvalidData, "not a list of the frames that a server needs");
         let mut head = [0; 24];
         file.read_exact_at(&mut head, 0)?;
         let (magic, rest) = head.split_first_chunk::<8>().ok_or_else(odd)?;
@@ -104,14 +104,14 @@ impl Claim {
         Ok(Some(Self { file: Some(file), bits: bits.map_err(io::Error::other)?, words: words(frames) }))
     }
 
-    /// Whether others see it.
+    /// Whether other servers can read it.
     pub fn is_shared(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Whether the server that made it still needs anything. Not for one's own.
+    /// Whether its creator still needs any frame. Not for one's own claim.
     pub fn is_held(&self) -> bool {
-        // Where that cannot be told its frames stay, which costs memory and nothing else.
+        // If the lock cannot be checked, the frames stay allocated, which only costs memory.
         self.file.as_ref().is_some_and(|file| file::is_locked(file, 0).unwrap_or(true))
     }
 
@@ -125,27 +125,27 @@ impl Claim {
         self.word(frame as usize / 64) & bit(frame) != 0
     }
 
-    pub fn need(&self, frame: Frame) {
+    pub fn set_needed(&self, frame: Frame) {
         self.at_word(frame as usize / 64, |bits| bits.fetch_or(bit(frame), Ordering::SeqCst));
     }
 
-    /// Of two servers that let go of a frame at the same time, at least one sees afterwards that the other has.
-    pub fn let_go(&self, frame: Frame) {
+    /// Of two servers that release a frame at the same time, at least one sees afterwards that the other has.
+    pub fn release(&self, frame: Frame) {
         self.at_word(frame as usize / 64, |bits| bits.fetch_and(!bit(frame), Ordering::SeqCst));
     }
 
-    pub fn let_go_of_all(&self) {
+    pub fn release_all(&self) {
         for word in 0..self.words {
             self.at_word(word, |bits| bits.swap(0, Ordering::SeqCst));
         }
     }
 
-    /// How many frames it needs.
+    /// Number of frames that it needs.
     pub fn count(&self) -> usize {
         (0..self.words).map(|word| self.word(word).count_ones() as usize).sum()
     }
 
-    /// What is behind its end is not needed.
+    /// Frames after its end are not needed.
     fn at_word(&self, word: usize, then: impl FnOnce(&AtomicU64) -> u64) -> u64 {
         if word >= self.words {
             return 0;
@@ -169,40 +169,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_needs_the_other_sees_until_it_has_gone() {
+    fn another_server_sees_a_claim_until_its_creator_ends() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk-a.frames");
-        assert!(Claim::of_another(&path, 7).unwrap().is_none(), "there is none");
-        let own = Claim::at(&path, 7, 200).unwrap();
-        [0, 63, 64, 199].into_iter().for_each(|frame| own.need(frame));
-        assert!(Claim::of_another(&path, 8).unwrap().is_none(), "of another memory");
-        let seen = Claim::of_another(&path, 7).unwrap().unwrap();
+        assert!(FrameClaim::open_other(&path, 7).unwrap().is_none(), "no file");
+        let own = FrameClaim::create(&path, 7, 200).unwrap();
+        [0, 63, 64, 199].into_iter().for_each(|frame| own.set_needed(frame));
+        assert!(FrameClaim::open_other(&path, 8).unwrap().is_none(), "of another memory");
+        let seen = FrameClaim::open_other(&path, 7).unwrap().unwrap();
         assert_eq!((seen.count(), seen.needs(64), seen.needs(65), seen.needs(100_000)), (4, true, false, false));
-        own.let_go(64);
+        own.release(64);
         assert!(!seen.needs(64) && seen.is_held());
-        own.let_go_of_all();
+        own.release_all();
         assert_eq!(seen.count(), 0);
-        // Made anew: what was seen before is nobody's.
-        let again = Claim::at(&path, 7, 200).unwrap();
+        // Created again: the claim opened before has no holder.
+        let again = FrameClaim::create(&path, 7, 200).unwrap();
         drop(own);
         assert!(!seen.is_held());
-        assert!(Claim::of_another(&path, 7).unwrap().is_some());
+        assert!(FrameClaim::open_other(&path, 7).unwrap().is_some());
         drop(again);
-        assert!(Claim::of_another(&path, 7).unwrap().is_none(), "it has let go");
+        assert!(FrameClaim::open_other(&path, 7).unwrap().is_none(), "it is released");
     }
 
     #[test]
-    fn what_is_no_claim_is_refused() {
+    fn a_file_that_is_no_claim_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("odd");
         fs::write(&path, [0; 8192]).unwrap();
-        assert_eq!(Claim::of_another(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
-        // Shorter than it says.
+        assert_eq!(FrameClaim::open_other(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        // Shorter than its header states.
         fs::write(&path, [&MAGIC[..], &7u64.to_le_bytes(), &(1u64 << 20).to_le_bytes()].concat()).unwrap();
-        assert_eq!(Claim::of_another(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert_eq!(FrameClaim::open_other(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
         fs::write(&path, &MAGIC[..]).unwrap();
-        assert!(Claim::of_another(&path, 7).is_err());
+        assert!(FrameClaim::open_other(&path, 7).is_err());
         let directory = path.join("none").join("disk-a.frames");
-        assert!(Claim::at(&directory, 7, 10).is_err());
+        assert!(FrameClaim::create(&directory, 7, 10).is_err());
     }
 }

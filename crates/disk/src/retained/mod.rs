@@ -1,0 +1,278 @@
+//! The retained cache: the RAM of the guest's previous boot, as a cache of its disk (CacheMind, section 3.1).
+//!
+//! A block is served only if the frame that last held it still has the digest of the disk's content. What the guest changed, reused or
+//! damaged before it ended has another digest (section 3.2, without protecting any page). The frame of a served block is released to
+//! the host, so that retained cache and new memory together are no larger than the guest.
+//!
+//! A VM with several disks has a retained cache in each of their servers, all in the same memory. A frame is released when no server
+//! needs it (`claim`). Nothing else is shared; what is served depends only on the digest.
+//!
+//! A guest that starts another kernel by kexec stays in its memory, so that no frame of it may be released. What the previous kernel
+//! cached is there until the new one uses the frames, and is served in the same way ([`RetainedCache::in_running_guest`]).
+
+mod claim;
+mod maintain;
+#[cfg(test)]
+mod tests;
+
+use crate::block::{BLOCK, Block};
+use crate::digest::{Digest, Digester};
+use crate::map::{BlockMap, Frame};
+use crate::memory::{Memory, MemoryFiles};
+use claim::FrameClaim;
+use maintain::Maintenance;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Whether blocks are served unchecked (feature `unchecked-cache`): for the fault experiment, without the protection from damage.
+pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
+/// Frames that are released together: 1 MiB.
+const RELEASE_BATCH: usize = 256;
+
+/// The other users of the memory.
+#[derive(Debug)]
+enum OtherUsers {
+    /// Not known yet: no frame is released.
+    Unknown,
+    /// A guest runs in it: no frame is ever released.
+    Guest,
+    /// These servers, and no other process.
+    Known(Vec<FrameClaim>),
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub struct RetainedCache {
+    files: MemoryFiles,
+    /// [`Memory::identity`].
+    identity: u64,
+    map: BlockMap,
+    digester: Digester,
+    /// The frames of the map.
+    own: FrameClaim,
+    others: OtherUsers,
+    /// Frames that are not needed any more and not released yet.
+    done: Vec<Frame>,
+    maintenance: Maintenance,
+    is_discarded: bool,
+    counts: CacheCounts,
+}
+
+/// Numbers of blocks by their fate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct CacheCounts {
+    pub served: u64,
+    /// The digest did not match: changed, reused or damaged.
+    pub refused: u64,
+    /// The disk's content has changed since.
+    pub overwritten: u64,
+    /// Discarded: because memory is short, after a time, or by request.
+    pub dropped: u64,
+}
+
+impl RetainedCache {
+    /// The cache of a guest that has ended, from its memory and block map. `claim`: the file that shows the servers of the VM's other disks
+    /// which frames this one needs; no frame is released until [`RetainedCache::share`].
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(memory: &Memory, map: BlockMap, digester: Digester, claim: Option<&Path>) -> io::Result<Self> {
+        let (files, identity) = (memory.files(), memory.identity());
+        let own = match claim {
+            Some(path) => FrameClaim::create(path, identity, map.frames())?,
+            None => FrameClaim::private(map.frames())?,
+        };
+        map.held().for_each(|(frame, _)| own.set_needed(frame));
+        let others = if claim.is_some() { OtherUsers::Unknown } else { OtherUsers::Known(Vec::new()) };
+        let (done, maintenance, is_discarded, counts) = (Vec::new(), Maintenance::new(), false, CacheCounts::default());
+        Ok(Self { files, identity, map, digester, own, others, done, maintenance, is_discarded, counts })
+    }
+
+    /// The cache of a guest that continues in its memory with another kernel.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn in_running_guest(memory: &Memory, map: BlockMap, digester: Digester) -> io::Result<Self> {
+        let mut cache = Self::new(memory, map, digester, None)?;
+        cache.others = OtherUsers::Guest;
+        Ok(cache)
+    }
+
+    /// Shows other servers at `path` which frames are needed, unless it does already.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn publish(&mut self, path: &Path) -> io::Result<()> {
+        if !self.own.is_shared() {
+            let own = FrameClaim::create(path, self.identity, self.map.frames())?;
+            self.map.held().for_each(|(frame, _)| own.set_needed(frame));
+            (self.own, self.others) = (own, OtherUsers::Unknown);
+        }
+        Ok(())
+    }
+
+    /// Sets the files in which all other servers show which frames they need. Frames that no server needs are released from now on.
+    ///
+    /// # Errors
+    /// The system's; nothing has changed.
+    pub fn share(&mut self, paths: &[PathBuf]) -> io::Result<()> {
+        let others = paths.iter().map(|path| FrameClaim::open_other(path, self.identity));
+        let others = others.collect::<io::Result<Vec<_>>>()?;
+        self.others = OtherUsers::Known(others.into_iter().flatten().collect());
+        self.maintenance.sweep_again();
+        Ok(())
+    }
+
+    /// Whether it waits for [`RetainedCache::share`].
+    #[must_use]
+    pub fn is_unshared(&self) -> bool {
+        matches!(self.others, OtherUsers::Unknown)
+    }
+
+    /// Whether a guest runs in its memory.
+    #[must_use]
+    pub fn is_in_running_guest(&self) -> bool {
+        matches!(self.others, OtherUsers::Guest)
+    }
+
+    /// [`Memory::identity`] of its memory.
+    #[must_use]
+    pub fn identity(&self) -> u64 {
+        self.identity
+    }
+
+    /// Number of blocks that it may have.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
+    /// Whether it serves nothing any more.
+    #[must_use]
+    pub fn is_discarded(&self) -> bool {
+        self.is_discarded
+    }
+
+    #[must_use]
+    pub fn counts(&self) -> CacheCounts {
+        self.counts
+    }
+
+    /// Takes the blocks from `first` on, as many as fit into `into`. Returns each block's digest, if it matches the disk. Matching or not,
+    /// the blocks are removed from the cache.
+    pub fn take(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
+        let blocks = into.as_chunks_mut::<BLOCK>().0;
+        let known: Vec<_> = (first..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
+        let mut found = Vec::with_capacity(known.len());
+        let mut rest: &mut [Block] = blocks;
+        // Contiguous frames are read together.
+        for run in known.chunk_by(|one, next| match (one, next) {
+            (Some((one, _)), Some((next, _))) => one + 1 == *next,
+            (one, next) => one.is_none() && next.is_none(),
+        }) {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(run.len());
+            rest = later;
+            let begin = run.first().copied().flatten();
+            let is_there = begin.is_some_and(|(frame, _)| {
+                self.files.read(u64::from(frame) * BLOCK as u64, now.as_flattened_mut()).is_some()
+            });
+            for (block, known) in now.iter().zip(run) {
+                let Some((frame, digest)) = *known else {
+                    found.push(None);
+                    continue;
+                };
+                // The digest is of the copy that the guest gets.
+                let content = self.digester.of(block);
+                let is_right = is_there && (content == digest || UNCHECKED);
+                if is_right {
+                    self.counts.served += 1;
+                } else {
+                    self.counts.refused += 1;
+                }
+                found.push(is_right.then_some(content));
+                self.done.push(frame);
+            }
+        }
+        if self.done.len() >= RELEASE_BATCH {
+            self.release_frames();
+        }
+        found
+    }
+
+    /// Removes blocks whose content on the disk changes.
+    pub fn changed(&mut self, blocks: Range<u64>) {
+        let (mut done, before) = (std::mem::take(&mut self.done), self.map.len());
+        self.map.take_all(blocks, |frame| done.push(frame));
+        self.done = done;
+        self.counts.overwritten += (before - self.map.len()) as u64;
+        if self.done.len() >= RELEASE_BATCH {
+            self.release_frames();
+        }
+    }
+
+    fn forget(&mut self, block: u64) -> bool {
+        let Some((frame, _)) = self.map.take(block) else { return false };
+        self.done.push(frame);
+        if self.done.len() >= RELEASE_BATCH {
+            self.release_frames();
+        }
+        true
+    }
+
+    /// Releases frames that are not needed any more, except those that other servers need. A frame that cannot be released stays unused.
+    pub fn release_frames(&mut self) {
+        if matches!(self.others, OtherUsers::Unknown) {
+            return;
+        }
+        let mut done = std::mem::take(&mut self.done);
+        if self.is_in_running_guest() {
+            return;
+        }
+        // Release all claims first, then check the other servers': of two servers at least one sees that neither needs the frame.
+        done.iter().for_each(|frame| self.own.release(*frame));
+        done.retain(|frame| self.needed(*frame as usize / 64) >> (frame % 64) & 1 == 0);
+        done.sort_unstable();
+        for run in done.chunk_by(|one, next| one + 1 == *next) {
+            let Some(first) = run.first() else { continue };
+            if let Err(e) = self.punch(*first, run.len() as u64) {
+                tracing::debug!("{} frames of the retained cache from {first} on cannot be released: {e}", run.len());
+            }
+        }
+    }
+
+    /// Frames 64 * `word` and up that any server needs, one bit each.
+    fn needed(&self, word: usize) -> u64 {
+        let others = match &self.others {
+            OtherUsers::Unknown | OtherUsers::Guest => &[][..],
+            OtherUsers::Known(others) => others,
+        };
+        others.iter().fold(self.own.word(word), |needed, other| needed | other.word(word))
+    }
+
+    /// Discards the cache without releasing its memory, which has another user now.
+    pub fn detach(mut self) {
+        self.done.clear();
+    }
+
+    /// Whether it is in a file of `memory`.
+    #[must_use]
+    pub fn is_in(&self, memory: &Memory) -> bool {
+        self.files.shares(memory)
+    }
+
+    fn punch(&self, frame: Frame, frames: u64) -> io::Result<()> {
+        self.files.punch(u64::from(frame) * BLOCK as u64, frames * BLOCK as u64)
+    }
+}
+
+impl Drop for RetainedCache {
+    fn drop(&mut self) {
+        self.release_frames();
+    }
+}
