@@ -7,8 +7,8 @@ mod common;
 
 use common::guest::Guest;
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::retained::CacheCounts;
 use rekindle_disk::control::Control;
+use rekindle_disk::retained::CacheCounts;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};

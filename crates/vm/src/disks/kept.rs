@@ -96,7 +96,7 @@ pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
 fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
     let mut memories: BTreeMap<Option<u64>, (u64, Vec<Keeping<'_>>)> = BTreeMap::new();
     for mut keeping in kept {
-        let memory = keeping.idle.control.status().ok().and_then(|status| status.attic_memory);
+        let memory = keeping.idle.control.status().ok().and_then(|status| status.retained_memory);
         let (blocks, all) = memories.entry(memory).or_default();
         *blocks += keeping.blocks;
         all.push(keeping);
