@@ -1,8 +1,8 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import pick
 from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95
@@ -17,7 +17,7 @@ MANY = 4
 
 
 def reboots(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each reboot: what its guests have in common, and of their downtimes the longest, in s."""
+    """Returns a row for each reboot: the values that its guests share, and the longest of their downtimes, in s."""
     first = frame.drop_duplicates(KEYS).set_index(KEYS)
     downtime = frame.groupby(KEYS)["gap_us"].max() / 1e6
     both = first.assign(
@@ -29,9 +29,9 @@ def reboots(frame: pd.DataFrame) -> pd.DataFrame:
     return both.reset_index()
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    found = Findings(raw)
     all_of = reboots(frame)
 
     def both(**where: str | int) -> list[float]:
@@ -59,7 +59,9 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
             )
         )
     else:
-        found.lacks("host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}")
+        found.report_missing(
+            "host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
+        )
     cold = all_of[(all_of["case"] == "counts") & (all_of["how"] == "cold") & (all_of["vms"] == MANY)]
     firmware = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
     found.ratio(
@@ -79,22 +81,24 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
         extra = {"connections": float(len(lost)), "reboots": float(rounds)}
         found.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
     else:
-        found.lacks("host_tcp_lost")
+        found.report_missing("host_tcp_lost")
     faults = frame[frame["case"] == "faults"]
     if len(faults):
-        gone = [float(value) for value in faults["outcome"] != "kept"]
+        lost_guests = [float(value) for value in faults["outcome"] != "kept"]
         number = all_of[all_of["case"] == "faults"]["where"].value_counts()
         extra = {f"reboots_{where}": float(number.get(where, 0)) for where in ("direct", "emulated")}
-        extra["guests"] = float(len(gone))
+        extra["guests"] = float(len(lost_guests))
         n = int(number.sum())
-        found.add(Figure("host_guests_lost", sum(gone), "", n, p95(gone), Bar(0.0, "=="), raw, extra=extra))
+        found.add(
+            Figure("host_guests_lost", sum(lost_guests), "", n, p95(lost_guests), Bar(0.0, "=="), raw, extra=extra)
+        )
     else:
-        found.lacks("host_guests_lost")
+        found.report_missing("host_guests_lost")
     return found
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each case, way, number and size: medians in s."""
+    """Lists each case, way, number and size: medians in s."""
     lines: list[dict[str, object]] = []
     all_of = reboots(frame[frame["where"] == "emulated"])
     for case in ("counts", "sizes", "losses", "faults"):
@@ -127,7 +131,7 @@ def _median(values: "pd.Series[float]") -> float | None:
 
 
 def by_fault(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each point."""
+    """Lists each fault point."""
     faults = frame[frame["case"] == "faults"]
     lines: list[dict[str, object]] = []
     for (fault, where), group in faults.groupby(["fault", "where"], sort=True):

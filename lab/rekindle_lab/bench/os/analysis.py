@@ -1,8 +1,8 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.stats import median, median_interval, p95
 
@@ -16,40 +16,40 @@ STAGES = {
     "kernel": ("kernel_host_us", "user_host_us"),
     "user space": ("user_host_us", "served_host_us"),
 }
-"""Of a boot that has them all, in order: from when, until when."""
+"""Columns that bound the stages of a boot that has them all, in order."""
 JUMP = "shut down and jump"
-"""By kexec: from the last answer to the beginning of the new kernel, which nobody sees ask."""
+"""By kexec: from the last answer to the start of the new kernel; the jump itself cannot be observed."""
 REST = "kernel, user space"
-"""What cannot be told apart: on micro, and after a phase."""
+"""Stages that cannot be separated: on micro, and after a phase."""
 
 
 def seconds(values_us: list[float]) -> list[float]:
-    """From microseconds."""
+    """Converts from microseconds."""
     return [value / 1e6 for value in values_us]
 
 
 def gaps(frame: pd.DataFrame, guest: str, how: str) -> list[float]:
-    """Downtimes in s."""
+    """Returns downtimes in s."""
     return seconds(pick(frame, "gap_us", case="reboot", guest=guest, how=how))
 
 
 def between(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """The time from one column to another, in s, for the rows that have both."""
+    """Returns the time from one column to another, in s, for the rows that have both."""
     return seconds([float(value) for value in (rows[end] - rows[begin]).dropna()])
 
 
 def recovered(rows: pd.DataFrame) -> list[float]:
-    """How much of its leak each reboot gave back, 1 being all.
+    """Returns how much of its leak each reboot recovered, 1 being all.
 
-    Whatever there is more than before the leak is taken for what is left of it.
+    All memory above the level before the leak counts as not recovered.
     """
     left = (rows["slab_after_kib"] - rows["slab_before_kib"]).clip(lower=0) * 1024 / rows["leaked_bytes"]
     return [1.0 - float(value) for value in left.dropna()]
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    found = Findings(raw)
     _kexec(frame, found)
     _late(frame, found)
     _restore(frame, found)
@@ -61,7 +61,7 @@ def _boots(frame: pd.DataFrame, guest: str, how: str) -> pd.DataFrame:
     return frame[(frame["case"] == "reboot") & (frame["guest"] == guest) & (frame["how"] == how)]
 
 
-def _kexec(frame: pd.DataFrame, found: Found) -> None:
+def _kexec(frame: pd.DataFrame, found: Findings) -> None:
     cold, kexec = _boots(frame, "debian", "cold"), _boots(frame, "debian", "kexec")
     extra = {}
     skipped = between(cold, "ended_host_us", "kernel_host_us")
@@ -75,8 +75,8 @@ def _kexec(frame: pd.DataFrame, found: Found) -> None:
     found.ratio("kexec_vs_cold", Bar(0.23), *samples, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _late(frame: pd.DataFrame, found: Found) -> None:
-    """The late phase against cold: with the former guest shut down in order, as is the default, and with it frozen."""
+def _late(frame: pd.DataFrame, found: Findings) -> None:
+    """Compares the late phase with cold: with the previous guest shut down cleanly, the default, and with it frozen."""
     for how, name, what in (
         ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
         (f"phase-services{FROZEN}", "phase_late_frozen_vs_cold", "late phase, file systems frozen, immutable"),
@@ -91,12 +91,12 @@ def _late(frame: pd.DataFrame, found: Found) -> None:
         found.ratio(name, Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _restore(frame: pd.DataFrame, found: Found) -> None:
+def _restore(frame: pd.DataFrame, found: Findings) -> None:
     for guest, name in (("immutable", "phase_restore_ms"), ("micro", "phase_restore_ms_micro")):
         rows = _boots(frame, guest, "phase-services")
         values = milliseconds(pick(rows, "load_us", memory_mib=512))
         if not values:
-            found.lacks(name, f"{guest}, 512M")
+            found.report_missing(name, f"{guest}, 512M")
             continue
         low, high = median_interval(values)
         extra = {"low95": low, "high95": high}
@@ -104,11 +104,11 @@ def _restore(frame: pd.DataFrame, found: Found) -> None:
         found.add(Figure(name, median(values), "ms", len(values), p95(values), Bar(100.0), found.raw, extra=extra))
 
 
-def _leak(frame: pd.DataFrame, found: Found) -> None:
+def _leak(frame: pd.DataFrame, found: Findings) -> None:
     ways = [(key, recovered(rows)) for key, rows in frame[frame["case"] == "leak"].groupby(["guest", "how"])]
     ways = [(key, values) for key, values in ways if values]
     if not ways:
-        found.lacks("leak_recovered")
+        found.report_missing("leak_recovered")
         return
     (_, least) = min(ways, key=lambda way: median(way[1]))
     extra = {f"{guest}_{how}": median(values) for (guest, how), values in ways}
@@ -117,7 +117,7 @@ def _leak(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str, str, pd.DataFrame]]:
-    """The rows of a case by guest and way, in order."""
+    """Returns the rows of a case by guest and way, in order."""
     rows = frame[frame["case"] == case]
     guests = list(dict.fromkeys(rows["guest"]))
     found = [(guest, how, rows[(rows["guest"] == guest) & (rows["how"] == how)]) for guest in guests for how in hows]
@@ -125,7 +125,7 @@ def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str
 
 
 def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Each way against cold."""
+    """Compares each way with cold."""
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
         gap, cold = seconds(pick(of, "gap_us")), gaps(frame, guest, "cold")
@@ -139,7 +139,7 @@ def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
-    """Medians of the stages of one way, in s, in order."""
+    """Returns medians of the stages of one way, in s, in order."""
     spans = dict(STAGES)
     if how == "kexec":
         spans = {JUMP: ("silent_host_us", "kernel_host_us"), **{key: STAGES[key] for key in ("kernel", "user space")}}
@@ -153,7 +153,7 @@ def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
 
 
 def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each way."""
+    """Lists each way."""
     columns = [JUMP, *STAGES, REST]
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
@@ -164,7 +164,7 @@ def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Ours and peers, from the former guest's end on: a peer's is not shut down."""
+    """Lists Rekindle's ways and peers, from the previous guest's end on: a peer does not shut it down."""
     lines = []
     for guest, how, of in _of(frame, "peers", (*WAYS, *PEERS)):
         running = between(of, "ended_host_us", "running_host_us")
@@ -179,7 +179,7 @@ def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def leaks(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """What the guest says of its memory."""
+    """Lists the guest's own memory figures."""
     lines = []
     for guest, how, of in _of(frame, "leak", WAYS):
         line: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The cases. Each leaves its rows at once; ways are taken by turns (A B C D, A B C D)."""
+"""The cases. Each appends its rows immediately; ways are taken by turns (A B C D, A B C D)."""
 
 import itertools
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from .plan import GUESTS, LEAKS, Plan
 from .stage import OsGuest, Stage
 
 INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
-"""Of the guests' networks."""
+"""Prefix of the guests' networks."""
 LEAK_INDEX = 40
 LOSSES = 3
-"""So many reboots may leave a guest unwell before a case is given up."""
+"""A case stops after so many reboots that left a guest unwell."""
 
 
-def both(
+def guests_by_way(
     stage: Stage, stack: ExitStack, kind: str, index: int, memory_mib: int, image: Image | None = None
 ) -> Callable[[str], OsGuest]:
-    """Two guests of a kind, one of which keeps phases; gives the one for a way."""
+    """Starts two guests of a kind, one of which keeps phases; yields a function that returns the one for a way."""
     plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, memory_mib, image)))
     keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, memory_mib, image, phases=True)))
     assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
@@ -32,14 +32,14 @@ def both(
 
 
 def reboots(kind: str) -> Callable[[Stage, Plan], None]:
-    """The case of one kind of guest."""
+    """Returns the case of one kind of guest."""
 
     def case(stage: Stage, plan: Plan) -> None:
         rounds = plan.rounds.get(kind, 0)
         if not rounds:
             raise NotPlannedError
         with ExitStack() as stack:
-            guest_of, losses = both(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
+            guest_of, losses = guests_by_way(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
             for number, how in itertools.product(range(rounds), GUESTS[kind]):
                 try:
                     row = stage.reboot(guest_of(how), how, number)
@@ -47,20 +47,20 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
                     losses += 1
                     if losses > LOSSES:
                         raise
-                    stage.lost(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
+                    stage.record_loss(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
                     continue
                 stage.rows.append(row)
                 gap = (row.gap_us or 0) / 1e6
-                stage.say(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
+                stage.log(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
 
     case.__doc__ = f"{kind}: every way that it has."
     return case
 
 
 def leak(stage: Stage, plan: Plan) -> None:
-    """Kernel memory is leaked, then the guest is rebooted in each of its ways: what of it is back.
+    """Leaks kernel memory, then reboots the guest in each of its ways, and records how much is back.
 
-    Each is rebooted that way before, too: how much a kernel has allocated depends on the way that it came by.
+    Each guest is rebooted that way before, too: how much a kernel has allocated depends on how it was started.
     """
     if not any(plan.leaks.values()):
         raise NotPlannedError
@@ -72,7 +72,7 @@ def leak(stage: Stage, plan: Plan) -> None:
         with ExitStack() as stack:
             image = Image("micro", made) if kind == "micro" else None
             index = LEAK_INDEX + (0 if kind == "micro" else 2)
-            guest_of = both(stage, stack, kind, index, plan.memory_mib, image)
+            guest_of = guests_by_way(stage, stack, kind, index, plan.memory_mib, image)
             for number in range(rounds):
                 for how in ways:
                     guest: Leaky = leaky(guest_of(how), made)
@@ -88,7 +88,7 @@ def leak(stage: Stage, plan: Plan) -> None:
                     row.slab_after_kib, row.available_after_kib = after.slab_kib, after.available_kib
                     stage.rows.append(row)
                     back = leaked.slab_kib - after.slab_kib
-                    stage.say(f"leak: {kind}: {number + 1} of {rounds}: {how}: {back} KiB of {asked >> 10} are back")
+                    stage.log(f"leak: {kind}: {number + 1} of {rounds}: {how}: {back} KiB of {asked >> 10} are back")
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {
