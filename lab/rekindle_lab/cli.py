@@ -20,7 +20,7 @@ app = typer.Typer(
 
 @app.callback()
 def main() -> None:
-    """Which technique is better here, what does that mean for availability, so what should be done and when."""
+    """Compare techniques on this machine, model their availability, and plan renewals."""
 
 
 app.command("experiment")(experiment)

@@ -1,4 +1,4 @@
-"""The guests of experiments: images from `guest/build`, VM definitions, and whether a guest is ready."""
+"""Guests of experiments: images from `guest/build`, VM definitions, and the check that a guest is ready."""
 
 import json
 import shutil
@@ -13,10 +13,10 @@ from rekindle_lab import netns
 COMMAND_PORT = 7000
 WORK_PORT = 7001
 KERNEL_WORDS = "console=ttyS0 quiet no_timer_check"
-"""Of every guest's kernel. On a busy host an emulated timer is late: without `no_timer_check`, which the kernel sets by
-itself under KVM, it panics in its boot ("IO-APIC + timer doesn't work")."""
+"""Kernel arguments of every guest. On a busy host an emulated timer is late: without `no_timer_check`, which the kernel
+sets by itself under KVM, it panics during boot ("IO-APIC + timer doesn't work")."""
 QEMUS_OWN = "server = false"
-"""QEMU has the disks of these experiments: what a server of Rekindle's costs is measured by itself."""
+"""QEMU has the disks of these experiments: the cost of Rekindle's server is measured separately."""
 READY_DEADLINE_S = 300.0
 
 
@@ -34,17 +34,17 @@ class Image:
 
     @property
     def key(self) -> Path:
-        """The ssh key that debian's root lets in."""
+        """The ssh key for root in debian."""
         return self.folder / "id_ed25519"
 
 
 def build(root: Path, kind: str) -> Image:
-    """Build the image, or take it from the cache."""
+    """Builds the image, or takes it from the cache."""
     return Image(kind, _built(root / "guest" / "build", kind))
 
 
 def _built(*command: Path | str) -> Path:
-    """Run a build of guests, and give the folder on its last line."""
+    """Runs a build of guests, and returns the folder on its last line."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         raise RuntimeError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}")
@@ -52,7 +52,7 @@ def _built(*command: Path | str) -> Path:
 
 
 def build_stand_in(root: Path, kind: str) -> Image:  # noqa: ARG001  # the same one for every kind
-    """Build the image that takes the place of the larger ones in a trial: a `micro` with more in it."""
+    """Builds the image that replaces the larger ones in a trial: `micro` with additions."""
     return Image("micro", _built(root / "guest" / "stand-in" / "build"))
 
 
@@ -66,9 +66,9 @@ class Guest:
     image: Image
     memory_mib: int
     index: int
-    """Makes its network: 10.88.INDEX.0/24."""
+    """Selects its network: 10.88.INDEX.0/24."""
     touch: str | None
-    """How much memory it fills before it is ready: `all`, `400M`, or nothing."""
+    """Memory that it fills before it is ready: `all`, `400M`, or nothing."""
     netns: str
     ram_dir: Path
     disk_dir: Path
@@ -85,17 +85,17 @@ class Guest:
 
     @property
     def disk(self) -> Path | None:
-        """Its own copy of the image's disk; none where the disk is only read, or there is none."""
+        """Its own copy of the image's disk; none if the disk is read-only or missing."""
         return self.disk_dir / f"{self.name}.raw" if self.image.kind == "debian" else None
 
     @property
     def echo_url(self) -> str:
-        """Its echo service."""
+        """The URL of its echo service."""
         return f"echo://{self.address}:7"
 
     @property
     def service_url(self) -> str:
-        """The service whose clients' view is measured: echo in micro, nginx in debian."""
+        """The service that the client measures: echo in micro, nginx in debian."""
         return self.echo_url if self.image.kind == "micro" else f"http://{self.address}/files/000.bin"
 
     @property
@@ -109,7 +109,7 @@ class Guest:
         return f"{words} rekindle.touch={self.touch}" if self.touch else words
 
     def disk_lines(self) -> list[str]:
-        """What its VM definition says of its disk, if it has one."""
+        """Returns the disk lines of its VM definition, if it has a disk."""
         if self.disk:
             return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", QEMUS_OWN]
         if self.image.kind == "debian-work":
@@ -118,11 +118,11 @@ class Guest:
         return []
 
     def qemu_args(self) -> list[str]:
-        """What QEMU is given besides."""
+        """Returns further arguments of QEMU."""
         return []
 
     def definition(self, qemu: str) -> str:
-        """Its VM definition in TOML, for this QEMU binary."""
+        """Returns its VM definition in TOML, for this QEMU binary."""
         lines = [
             f"name = {json.dumps(self.name)}",
             f'memory = "{self.memory_mib}M"',
@@ -150,7 +150,7 @@ class Guest:
         return "\n".join(lines)
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Write the definition, and copy the disk; gives the definition's path."""
+        """Writes the definition, and copies the disk; returns the definition's path."""
         if self.disk:
             copy_sparse(self.image.folder / "disk.raw", self.disk)
         path = folder / f"{self.name}.toml"
@@ -158,7 +158,7 @@ class Guest:
         return path
 
     def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
-        """Send a line to its command port and give the reply, for at most `deadline` seconds."""
+        """Sends a line to its command port and returns the reply, within `deadline` seconds."""
         with netns.connect(self.netns, self.address, port, deadline) as connection:
             connection.settimeout(deadline)
             connection.sendall(line.encode() + b"\n")
@@ -171,7 +171,7 @@ class Guest:
             return reply.decode().strip()
 
     def wait_ready(self, deadline: float = READY_DEADLINE_S) -> None:
-        """Wait until its services answer, touched memory included, for at most `deadline` seconds."""
+        """Waits until its services answer, touched memory included, for at most `deadline` seconds."""
         end = time.monotonic() + deadline
         while True:
             try:
@@ -188,7 +188,7 @@ class Guest:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a disk image; holes stay holes, and a file system that can share blocks does."""
+    """Copies a disk image; holes stay holes, and a file system that can share blocks does."""
     if shutil.which("cp") is None:
         raise RuntimeError("no cp in PATH")
     subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(target)], check=True)

@@ -1,4 +1,4 @@
-"""A libvirtd of an experiment's own, run by another user, with all of its directories in one folder."""
+"""A private libvirtd for an experiment, run by another user, with all of its directories in one folder."""
 
 import pwd
 import shutil
@@ -34,7 +34,7 @@ class Libvirt:
 
     @property
     def uri(self) -> str:
-        """What `virsh --connect` takes."""
+        """The argument of `virsh --connect`."""
         return f"qemu:///session?socket={self.folder / 'run' / 'libvirt' / 'libvirt-sock'}"
 
     def virsh(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -46,12 +46,12 @@ class Libvirt:
         return done
 
     def kill(self) -> None:
-        """End the daemon at once. Its guests run on, as libvirt's do."""
+        """Kills the daemon. Its guests run on, as libvirt's do."""
         self._daemon.kill()
         self._daemon.wait()
 
     def owned(self, source: Path, name: str) -> Path:
-        """A copy of a file that its user may read, in the folder."""
+        """Copies a file into the folder so that its user may read it."""
         copy = self.folder / name
         subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(copy)], check=True)
         shutil.chown(copy, USER)
@@ -60,11 +60,11 @@ class Libvirt:
 
 @contextmanager
 def daemon(folder: Path) -> Iterator[Libvirt]:
-    """A libvirtd while the body runs. The folder, which is made, must be reachable for everybody."""
+    """Runs a libvirtd while the body runs. The folder, which is made, must be accessible to all users."""
     for name in ("", *_DIRECTORIES.values()):
         (folder / name).mkdir(mode=0o700)
         shutil.chown(folder / name, USER)
-    who = pwd.getpwnam(USER)
+    account = pwd.getpwnam(USER)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             ["libvirtd", "--timeout", "3600", "--pid-file", str(folder / "libvirtd.pid")],
@@ -73,8 +73,8 @@ def daemon(folder: Path) -> Iterator[Libvirt]:
                 "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
                 **{key: str(folder / name) for key, name in _DIRECTORIES.items()},
             },
-            user=who.pw_uid,
-            group=who.pw_gid,
+            user=account.pw_uid,
+            group=account.pw_gid,
             extra_groups=[],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -104,7 +104,7 @@ class Domain:
     """The guest's."""
 
     def command(self, line: str, deadline: float = 300.0, port: int = COMMAND_PORT) -> str:
-        """Send a line to one of its ports and give the reply."""
+        """Sends a line to one of its ports and returns the reply."""
         end = time.monotonic() + deadline
         while True:
             try:
@@ -120,9 +120,9 @@ class Domain:
 
 @contextmanager
 def tap(name: str, address: str) -> Iterator[str]:
-    """A tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
+    """Makes a tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
     _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
-    # Everybody may open it where udev made it: only what is his own is of use to him. A machine without udev is closed.
+    # With udev all users may open it, but can use only their own taps. A machine without udev restricts it.
     mode = stat.S_IMODE(TUN.stat().st_mode)
     TUN.chmod(mode | 0o666)
     try:
@@ -141,7 +141,7 @@ def _run(*command: str) -> None:
 
 
 def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str, card: str, address: str) -> Domain:
-    """Start a transient domain of type qemu. `card`: its tap; `address`: the guest's, with prefix."""
+    """Starts a transient domain of type qemu. `card`: its tap; `address`: the guest's, with prefix."""
     files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
     console = libvirt.folder / "console.log"
     append = f"{KERNEL_WORDS} root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"

@@ -28,7 +28,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def namespace(name: str) -> Iterator[str]:
-    """A network namespace of this name, loopback up, removed at the end together with the taps in it."""
+    """Makes a network namespace of this name, loopback up; removes it at the end with the taps in it."""
     _ip("netns", "add", name)
     try:
         _ip("-n", name, "link", "set", "lo", "up")
@@ -38,10 +38,10 @@ def namespace(name: str) -> Iterator[str]:
 
 
 class Tap:
-    """A tap with virtio-net headers in a network namespace. It is there for as long as `fd` or a copy is open."""
+    """A tap with virtio-net headers in a network namespace. It exists for as long as `fd` or a copy is open."""
 
     def __init__(self, ifname: str, netns: str, address: str) -> None:
-        """Make it with the host's own `address` ("10.0.0.1/24") on it. The descriptor is inheritable."""
+        """Makes it with the host's own `address` ("10.0.0.1/24") on it. The descriptor is inheritable."""
         self.ifname = ifname
         self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         try:
@@ -56,12 +56,12 @@ class Tap:
             raise
 
     def close(self) -> None:
-        """Close the descriptor; the interface goes with the last copy of it."""
+        """Closes the descriptor; the interface is removed with its last copy."""
         os.close(self.fd)
 
 
 def inside(netns: str, function: Callable[[], T]) -> T:
-    """Run `function` in a network namespace, on a thread of its own, and give its result."""
+    """Runs `function` in a network namespace, on a thread of its own, and returns its result."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -85,7 +85,7 @@ def inside(netns: str, function: Callable[[], T]) -> T:
 
 
 def connect(netns: str, address: str, port: int, timeout: float, interval: float = 0.1) -> socket.socket:
-    """A TCP connection made in `netns`, tried every `interval` seconds for at most `timeout` seconds."""
+    """Makes a TCP connection in `netns`, tried every `interval` seconds for at most `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:

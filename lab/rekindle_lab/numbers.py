@@ -1,4 +1,4 @@
-"""Numbers to reckon with, and those that JSON can hold."""
+"""Finite numbers, and numbers that JSON can represent."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def finite(value: float) -> bool:
-    """Whether it is a number to reckon with; a whole number may be too large to be one."""
+    """Whether it is a finite number; a whole number may be too large for one."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -14,7 +14,7 @@ def finite(value: float) -> bool:
 
 
 def for_json(value: Any, instead: Callable[[float], Any] = lambda _: None) -> Any:  # noqa: ANN401
-    """The same, tables too, with `instead` (`None` if not given) of what is no finite number, which JSON has not."""
+    """Returns the value, tables too, with `instead` (default `None`) of numbers that JSON cannot represent."""
     if isinstance(value, dict):
         return {str(key): for_json(one, instead) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`rekindle protect` as a process beside an experiment: what it told when, and what it used."""
+"""`rekindle protect` as a child process of an experiment: its events, and its resource use."""
 
 import json
 import os
@@ -22,20 +22,20 @@ END_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Used:
-    """What the process took."""
+    """Resource use of the process."""
 
     cpu_us: int
     peak_kib: int
-    """Resident memory at most."""
+    """Peak resident memory."""
 
 
 class Protector:
-    """A protector of one VM. Its events are kept; `told` is set at each."""
+    """A protector of one VM. Its events are kept."""
 
     def __init__(
         self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
     ) -> None:
-        """Start it. Without a `policy` it takes its default."""
+        """Starts it. Without a `policy` it uses its default."""
         command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
         command += ["--create-store"]
         command += ["--every", every, *(["--policy", policy] if policy else []), *more]
@@ -43,7 +43,7 @@ class Protector:
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._ended = False
-        self._said: list[str] = []
+        self._errors: list[str] = []
         self._peak_kib = 0
         self._process = subprocess.Popen(
             command,
@@ -62,7 +62,7 @@ class Protector:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                self._look()
+                self._sample_peak()
                 with self._changed:
                     self.events.append(json.loads(line))
                     self._changed.notify_all()
@@ -70,23 +70,23 @@ class Protector:
             self._ended = True
             self._changed.notify_all()
 
-    def _look(self) -> None:
-        """Its peak resident memory until now; what `wait4` tells begins with what its parent had at the start."""
+    def _sample_peak(self) -> None:
+        """Samples its peak resident memory; `wait4` cannot be used, whose value starts with that of the parent."""
         with suppress(OSError):
             found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self._process.pid}/status").read_text())
             self._peak_kib = int(found[1]) if found else self._peak_kib
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
-        self._said += list(self._process.stderr)
+        self._errors += list(self._process.stderr)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind so far."""
+        """Returns the events of one kind so far."""
         with self._changed:
             return [event for event in self.events if event.get("event") == kind]
 
     def wait(self, kind: str, count: int = 1, timeout: float = START_DEADLINE_S) -> list[dict[str, Any]]:
-        """The events of one kind, once there are so many. Raises where it ends before."""
+        """Returns the events of one kind, once there are so many. Raises if it ends before."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -96,19 +96,19 @@ class Protector:
                 left = deadline - time.monotonic()
                 if self._ended or left <= 0:
                     what = "ended" if self._ended else f"gave no {kind} number {count} within {timeout:g} s"
-                    said = "".join(self._said)[-2000:].strip()
-                    raise RekindleError(f"{' '.join(self._command[1:])}: {what}; it said: {said or '(nothing)'}")
+                    output = "".join(self._errors)[-2000:].strip()
+                    raise RekindleError(f"{' '.join(self._command[1:])}: {what}; its output: {output or '(nothing)'}")
                 self._changed.wait(left)
 
     def stop(self) -> Used:
-        """Tell it to end, and wait until it has. What it tracks stays in QEMU."""
+        """Ends it, and waits until it has ended. Its write tracking stays in QEMU."""
         if self._process.returncode is None:
-            self._look()
+            self._sample_peak()
             self._process.send_signal(signal.SIGINT)
         return self.join()
 
     def join(self, timeout: float = END_DEADLINE_S) -> Used:
-        """Wait until it has ended by itself, and give what it used."""
+        """Waits until it has ended by itself, and returns its resource use."""
         deadline = time.monotonic() + timeout
         while True:
             pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
@@ -122,7 +122,7 @@ class Protector:
         for thread in self._threads:
             thread.join()
         if self._process.returncode not in (0, 1):
-            raise RekindleError(f"{' '.join(self._command[1:])}: {''.join(self._said)[-2000:]}")
+            raise RekindleError(f"{' '.join(self._command[1:])}: {''.join(self._errors)[-2000:]}")
         return Used(int((usage.ru_utime + usage.ru_stime) * 1e6), self._peak_kib)
 
     @property
@@ -131,7 +131,7 @@ class Protector:
         return self._process.returncode
 
     def kill(self) -> None:
-        """End it at once, if it is still there."""
+        """Kills it, if it still runs."""
         if self._process.returncode is None:
             self._process.kill()
             self._process.wait()
@@ -141,7 +141,7 @@ class Protector:
 def protected(
     rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
 ) -> Iterator[Protector]:
-    """A protector while the body runs; ended with it. It has its first, full checkpoint when the body begins."""
+    """Runs a protector while the body runs. It has taken its first, full checkpoint when the body starts."""
     protector = Protector(rekindle, name, store, every, policy, *more)
     try:
         protector.wait("checkpoint")
@@ -153,7 +153,7 @@ def protected(
 
 
 def detach(rekindle: Rekindle, name: str, store: Store, policy: str | None = None) -> None:
-    """Take a last checkpoint and leave no trace in QEMU: an ended protector leaves its tracking for the next one."""
+    """Takes a last checkpoint and removes the tracking in QEMU, which an ended protector leaves for the next one."""
     if policy != "cow":  # whose protection ends with its process
         arguments: Sequence[str] = ["--policy", policy] if policy else []
         rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *arguments)

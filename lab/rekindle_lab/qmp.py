@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class QmpError(Exception):
-    """A command was refused, or QEMU does not answer. The text names the socket and the command."""
+    """A command was rejected, or QEMU does not answer. The text names the socket and the command."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Event:
 
 
 class Qmp:
-    """One connection to one QEMU. Events that arrive while a command runs are kept until asked for."""
+    """One connection to one QEMU. Events that arrive during a command are kept until they are read."""
 
     def __init__(self, path: Path, timeout: float = 60.0, alive: Callable[[], bool] = lambda: True) -> None:
-        """Connect to `path`, waiting at most `timeout` seconds (for a reply too), and only while `alive`."""
+        """Connects to `path`, waiting at most `timeout` seconds (for a reply too), and only while `alive`."""
         self.path = path
         self.timeout = timeout
         self._events: list[Event] = []
@@ -61,11 +61,11 @@ class Qmp:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. QEMU goes on."""
+        """Closes the connection. QEMU continues."""
         self._socket.close()
 
     def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
-        """Run a command and give what it returns. Raises `QmpError` where QEMU refuses it."""
+        """Runs a command and returns its result. Raises `QmpError` if QEMU rejects it."""
         request = {"execute": command, "arguments": arguments or {}}
         deadline = time.monotonic() + self.timeout
         try:
@@ -82,7 +82,7 @@ class Qmp:
                 return message.get("return")
 
     def wait_event(self, name: str, timeout: float | None = None) -> Event:
-        """Take the first event called `name`, waiting at most `timeout` seconds for it. Those before it are dropped."""
+        """Returns the first event called `name`, waiting at most `timeout` seconds for it. Earlier ones are dropped."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while True:
             while self._events:
@@ -94,7 +94,7 @@ class Qmp:
                 self._keep(message)
 
     def forget_events(self) -> None:
-        """Drop the events that have been read and not been asked for."""
+        """Drops the events that have arrived so far."""
         self._events.clear()
 
     def _keep(self, message: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rekindle_lab.rekindle import failed_requests, gap_around
 
 @dataclass(frozen=True)
 class Record:
-    """A reboot of one VM, with its client. Times in ms or s as the names say."""
+    """A reboot of one VM, with its client. Times in ms or s according to the names."""
 
     how: str
     vm: dict[str, Any]
@@ -50,12 +50,12 @@ class Record:
 
     @property
     def gap(self) -> tuple[int, int, int]:
-        """The client's silence around the reboot: start, end (host clock), length; in microseconds."""
+        """The client's gap around the reboot: start, end (host clock), length; in microseconds."""
         return gap_around(self.probe, self.stop_host_us, self.resume_host_us)
 
     @property
     def gap_ms(self) -> float:
-        """The length of that silence."""
+        """The length of that gap."""
         return self.gap[2] / 1e3
 
     @property
@@ -75,19 +75,19 @@ class Record:
 
     @property
     def zero_host_us(self) -> int:
-        """The instant that plots count from: when the guest was stopped or, cold, told to shut down."""
+        """The instant that plots count from: when the guest was stopped or, cold, requested to shut down."""
         suspend = [begin for name, begin, _ in self.phases if name == "suspend"]
         if self.stop_host_us is not None and not (self.how == "cold" and suspend):
             return self.stop_host_us
         return suspend[0] if suspend else self.probe["started_unix_ns"] // 1000
 
     def throughput(self, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Good answers per second: edges of the intervals in s from `zero_host_us` (one more), and the rates.
+        """Returns good answers per second: edges of the intervals in s from `zero_host_us` (one more), and the rates.
 
-        `merge`: so many intervals of the probe become one.
+        `merge`: number of the probe's intervals that become one.
         """
         answered = np.array([interval["answered"] for interval in self.probe["intervals"]], dtype=float)
-        whole = (len(answered) - 1) // merge * merge  # the last one may have been cut short
+        whole = (len(answered) - 1) // merge * merge  # the last one may be shorter
         width_s = self.probe["interval_ms"] * merge / 1e3
         rates = answered[:whole].reshape(-1, merge).sum(axis=1) / width_s
         offset_s = (self.probe["started_unix_ns"] / 1e3 - self.zero_host_us) / 1e6
@@ -95,7 +95,7 @@ class Record:
 
 
 def parse(document: dict[str, Any]) -> Record:
-    """A record from its JSON. Raises `ValueError` that names what is missing."""
+    """Parses a record's JSON. Raises `ValueError` that names what is missing."""
     try:
         vms = document["reboot"]["vms"]
         probe = document["probe"]
@@ -107,7 +107,7 @@ def parse(document: dict[str, Any]) -> Record:
 
 
 def load(path: Path) -> Record:
-    """A record from a file."""
+    """Reads a record from a file."""
     try:
         return parse(json.loads(path.read_text()))
     except ValueError as error:

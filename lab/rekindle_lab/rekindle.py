@@ -13,18 +13,18 @@ from typing import Any
 
 VMM_WAYS = ("warm", "saved", "cold")
 OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
-"""What `rekindle reboot vmm` and `rekindle reboot os` know as `--how`."""
+"""Values of `--how` of `rekindle reboot vmm` and `rekindle reboot os`."""
 COMMAND_DEADLINE_S = 900.0
 MARGIN_S = 0.4
-"""How long a probe runs undisturbed before and after what it watches, so that its gap stands alone."""
+"""How long a probe runs undisturbed before and after what it measures, so that its gap stands out."""
 
 
 class RekindleError(Exception):
-    """A command failed. The text has the command, its exit status and what it said."""
+    """A command failed. The text has the command, its exit status and its output."""
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The JSON object on the last line that is not empty."""
+    """Parses the JSON object on the last line that is not empty."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError("no output")
@@ -36,7 +36,7 @@ def last_json(text: str) -> dict[str, Any]:
 
 @dataclass
 class Probe:
-    """A client that runs beside a reboot. `report` is there once it has been stopped."""
+    """A client that runs during a reboot. `report` is set once it has been stopped."""
 
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class Rekindle:
         return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir)}
 
     def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
-        """Run a command and give its JSON."""
+        """Runs a command and returns its JSON."""
         command = [str(self.binary), *arguments, "--json"]
         done = subprocess.run(
             command,
@@ -65,25 +65,25 @@ class Rekindle:
             timeout=COMMAND_DEADLINE_S,
             check=False,
         )
-        said = (done.stderr.strip() or done.stdout.strip())[-2000:]
+        output = (done.stderr.strip() or done.stdout.strip())[-2000:]
         if done.returncode not in ok:
-            raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {done.returncode}: {said}")
+            raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {done.returncode}: {output}")
         try:
             return last_json(done.stdout)
         except ValueError as error:
-            raise RekindleError(f"rekindle {' '.join(arguments)}: no JSON ({error}): {said}") from error
+            raise RekindleError(f"rekindle {' '.join(arguments)}: no JSON ({error}): {output}") from error
 
     def version(self) -> str:
-        """What `--version` says."""
+        """Returns the output of `--version`."""
         done = subprocess.run([str(self.binary), "--version"], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     def run(self, definition: Path) -> None:
-        """Start a VM."""
+        """Starts a VM."""
         self.call("run", str(definition))
 
     def stop(self, name: str) -> None:
-        """End a VM at once, also where an operation on it was cut short."""
+        """Kills a VM, also if an operation on it was interrupted."""
         try:
             self.call("stop", name, "--now")
         except RekindleError:
@@ -91,18 +91,18 @@ class Rekindle:
             self.call("stop", name, "--now")
 
     def show(self, name: str) -> dict[str, Any]:
-        """What `show` knows of a VM."""
+        """Returns the output of `show` for a VM."""
         return self.call("show", name)
 
     def reboot(self, names: Sequence[str], how: str, *options: str) -> dict[str, Any]:
-        """Replace the VMM of VMs, in parallel."""
+        """Replaces the VMM of VMs, in parallel."""
         return self.call("reboot", "vmm", *names, "--how", how, *options)
 
     @contextmanager
     def probes(
         self, targets: Sequence[tuple[str, str]], *options: str, every: str = "1ms", margin_s: float = MARGIN_S
     ) -> Iterator[list[Probe]]:
-        """Probe each `(URL, network namespace)` while the body runs; the reports are in the results afterwards.
+        """Probes each `(URL, network namespace)` while the body runs; the reports are in the results afterwards.
 
         The probes run undisturbed for `margin_s` seconds before the body and after it.
         """
@@ -132,8 +132,8 @@ class Rekindle:
                 try:
                     probe.report = last_json(out)
                 except ValueError as error:
-                    said = err.strip()[-2000:]
-                    raise RekindleError(f"rekindle probe {url}: no report ({error}): {said}") from error
+                    output = err.strip()[-2000:]
+                    raise RekindleError(f"rekindle probe {url}: no report ({error}): {output}") from error
         finally:
             for process in running:
                 if process.poll() is None:
@@ -142,10 +142,10 @@ class Rekindle:
 
 
 def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us: int | None) -> tuple[int, int, int]:
-    """The silence that goes with a guest that was stopped from one host time to the other (microseconds since 1970).
+    """Returns the gap in service of a guest that was stopped from one host time to the other (microseconds since 1970).
 
-    Gives `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps that
-    time. Where none was long enough to count as a gap, or the times are not known, it is the longest silence of all,
+    Returns `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps that
+    time. If none was long enough to count as a gap, or the times are not known, it is the longest gap of all,
     with a start and end of 0 if that is not listed.
     """
     gaps = [(gap["start_unix_ns"] // 1000, gap["length_us"]) for gap in report["gaps"]]
@@ -160,5 +160,5 @@ def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us:
 
 
 def failed_requests(report: dict[str, Any]) -> int:
-    """All failed requests of a probe's report."""
+    """Returns the number of failed requests of a probe's report."""
     return sum(report["failed"].values())

@@ -1,4 +1,4 @@
-"""A disk that the kernel holds to a rate."""
+"""A disk whose rates the kernel limits."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ kernel writes back later; v2 has none at its root."""
 
 @dataclass(frozen=True)
 class Limit:
-    """What a disk is held to, each for reading and for writing."""
+    """Rate limits of a disk, for reading and writing each."""
 
     bytes_per_s: int
     operations_per_s: int | None = None
@@ -26,11 +26,11 @@ class Slow:
     """A loop device with ext4 on it."""
 
     folder: Path
-    """Where it is mounted."""
+    """Its mount point."""
     device: str
 
     def hold(self, limit: Limit | None) -> None:
-        """Hold it to this, or to nothing."""
+        """Limits the disk's rates, or removes the limits."""
         rates = {"bps": limit.bytes_per_s if limit else 0, "iops": (limit.operations_per_s or 0) if limit else 0}
         for what, rate in rates.items():
             for way in ("read", "write"):
@@ -38,13 +38,13 @@ class Slow:
 
 
 def can_be_slow() -> bool:
-    """Whether a disk can be held to a rate here."""
+    """Whether this machine can limit the rates of a disk."""
     return (THROTTLE / "blkio.throttle.write_bps_device").exists()
 
 
 @contextmanager
 def loop_device(image: Path) -> Iterator[str]:
-    """A loop device on a file, for direct I/O. It is removed with its last user, also when this process is killed."""
+    """Makes a loop device on a file, for direct I/O. It is removed with its last user, even after a kill."""
     device = run("losetup", "--find", "--show", "--direct-io=on", image)
     try:
         held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
@@ -59,10 +59,10 @@ def loop_device(image: Path) -> Iterator[str]:
 
 @contextmanager
 def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
-    """A disk that can be held to a rate: a loop device on a file in `folder`, which is on the machine's disk.
+    """Makes a disk whose rates can be limited: a loop device on a file in `folder`, which is on the machine's disk.
 
     (QEMU's storage daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of
-    writes that are under way at once.)
+    concurrent writes.)
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount = folder / "disk.raw", folder / "mount"
@@ -82,9 +82,9 @@ def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
 
 
 def run(*command: str | Path) -> str:
-    """Run a program and give what it says."""
+    """Runs a program and returns its output."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[-1000:]
-        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {said}")
+        output = (done.stderr or done.stdout).strip()[-1000:]
+        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {output}")
     return done.stdout.strip()

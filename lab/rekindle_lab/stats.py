@@ -1,4 +1,4 @@
-"""Statistics for timings: few samples, long tails, shared machines. So medians, resampling and no normal curves."""
+"""Statistics for timings with few samples, long tails and shared machines: medians and resampling, no normal curves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 from scipy import stats
 
 SEED = 20100401
-"""Resampling starts from here, so that one raw file always gives one result."""
+"""Seed of the resampling, so that one raw file always gives one result."""
 RESAMPLES = 9999
 
 
@@ -21,22 +21,22 @@ def _sample(values: Sequence[float]) -> np.ndarray:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, in the unit of the values."""
+    """Returns the median, in the unit of the values."""
     return float(np.median(_sample(values)))
 
 
 def p95(values: Sequence[float]) -> float:
-    """The 95th percentile (between two values by linear interpolation), in the unit of the values."""
+    """Returns the 95th percentile (between two values by linear interpolation), in the unit of the values."""
     return float(np.quantile(_sample(values), 0.95))
 
 
 def p99(values: Sequence[float]) -> float:
-    """The 99th percentile, as `p95`."""
+    """Returns the 99th percentile, as `p95`."""
     return float(np.quantile(_sample(values), 0.99))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median, in the unit of the values. One value is its own interval."""
+    """Returns the 95% bootstrap interval of the median, in the unit of the values. One value is its own interval."""
     sample = _sample(values)
     if sample.size < 2 or np.ptp(sample) == 0:
         return float(sample[0]), float(sample[0])
@@ -44,7 +44,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
-    """The 95% bootstrap interval of median(ours) / median(peer), without a unit. The samples are independent."""
+    """Returns the 95% bootstrap interval of median(ours) / median(peer), without a unit. Samples are independent."""
     a, b = _sample(ours), _sample(peer)
     if (b <= 0).any():
         raise ValueError("a ratio needs a peer with positive values only")
@@ -67,7 +67,7 @@ def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float
 
 
 def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """How probable so great a difference of medians is if both come from one distribution; two-sided, 0 to 1."""
+    """Returns the probability of so great a difference of medians within one distribution; two-sided, 0 to 1."""
     a, b = _sample(ours), _sample(peer)
     if a.size < 2 or b.size < 2:
         return 1.0
@@ -99,14 +99,14 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """`better`, `worse`, or `no clear difference`: the interval holds 1, or chance would do it once in 20 times."""
+        """`better`, `worse`, or `no clear difference`: the interval contains 1, or chance gives it once in 20 times."""
         if self.p >= 0.05 or self.low <= 1.0 <= self.high:
             return "no clear difference"
         return "better" if self.ratio < 1.0 else "worse"
 
 
 def compare(ours: Sequence[float], peer: Sequence[float]) -> Comparison:
-    """Compare two samples of durations in one unit."""
+    """Compares two samples of durations in one unit."""
     a, b = median(ours), median(peer)
     low, high = ratio_interval(ours, peer)
     return Comparison(

@@ -1,4 +1,4 @@
-"""Where checkpoints go: a folder of the machine's disk, a slow disk, a server over TLS."""
+"""Stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS."""
 
 import itertools
 import os
@@ -16,27 +16,27 @@ from rekindle_lab.slow import Limit, run, slow_disk
 
 SLOW_BYTES_PER_S = 90_000_000
 SLOW_OPERATIONS_PER_S = 120
-"""The paper's hard drive."""
+"""The rates of the paper's hard drive."""
 START_DEADLINE_S = 30.0
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Store:
-    """One store, or the place for some (`fresh`)."""
+    """One store, or a folder for several (`fresh`)."""
 
     kind: str
     """`disk`, `slow`, `tls`."""
     url: str
     folder: Path
-    """Where it is on this machine."""
+    """Its folder on this machine."""
     options: tuple[str, ...] = ()
-    """What a command needs besides its URL."""
+    """Options of a command in addition to its URL."""
 
     def fresh(self, name: str) -> "Store":
-        """A store at this place, called after `name`, at a path that no store has had before.
+        """Returns a store named `name` in this folder, at a path that no store has had before.
 
-        A host remembers in which store it protects a VM: where that one is gone, it does not begin another at its path.
+        A host records in which store it protects a VM: if that one is missing, it does not start another at its path.
         """
         name = f"{name}-{next(_numbers)}"
         return replace(self, url=f"{self.url}/{name}", folder=self.folder / name)
@@ -46,55 +46,55 @@ class Store:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self) -> None:
-        """Let the machine drop what it has cached of its files, so that the next reader reads the disk."""
+        """Drops its files from the machine's page cache, so that the next reader reads the disk."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 forget(path)
 
 
 def forget(path: Path) -> None:
-    """Let the machine drop what it has cached of a file."""
+    """Drops a file from the machine's page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def on_disk(folder: Path) -> Store:
-    """A folder of the machine's disk."""
+    """Returns a folder of the machine's disk."""
     folder.mkdir(parents=True, exist_ok=True)
     return Store("disk", str(folder), folder)
 
 
 @contextmanager
 def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
-    """A disk as slow as the paper's, on a file in `folder`."""
+    """Makes a disk as slow as the paper's, on a file in `folder`."""
     with slow_disk(folder, size_mib) as slow:
         slow.hold(Limit(SLOW_BYTES_PER_S, SLOW_OPERATIONS_PER_S))
         yield Store("slow", str(slow.folder), slow.folder)
 
 
 def certificates(folder: Path) -> None:
-    """An authority, and what it has signed: `ca.pem`, `server.pem` and `client.pem`, with keys beside them (`.key`)."""
+    """Makes an authority and certificates: `ca.pem`, `server.pem` and `client.pem`, each with its key (`.key`)."""
     folder.mkdir(parents=True, exist_ok=True)
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     authority = folder / "ca.pem"
     named = ("-subj", "/CN=rekindle-bench", "-days", "2")
     run("openssl", "req", "-x509", *curve, "-keyout", folder / "ca.key", "-out", authority, *named)
-    for who in ("server", "client"):
-        extensions = folder / f"{who}.ext"
+    for role in ("server", "client"):
+        extensions = folder / f"{role}.ext"
         extensions.write_text(
             "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost,IP:127.0.0.1\n"
             "extendedKeyUsage=serverAuth,clientAuth\n"
         )
-        request = folder / f"{who}.csr"
-        run("openssl", "req", "-new", *curve, "-keyout", folder / f"{who}.key", "-out", request, *named[:2])
+        request = folder / f"{role}.csr"
+        run("openssl", "req", "-new", *curve, "-keyout", folder / f"{role}.key", "-out", request, *named[:2])
         signed = ("-CA", authority, "-CAkey", folder / "ca.key", "-CAcreateserial", "-days", "2")
-        run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{who}.pem")
+        run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{role}.pem")
 
 
 @contextmanager
 def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
-    """A server of ours on this machine's loopback, its stores on the machine's disk."""
+    """Runs a store server on this machine's loopback, its stores on the machine's disk."""
     keys, at = folder / "keys", folder / "stores"
     certificates(keys)
     at.mkdir(parents=True, exist_ok=True)

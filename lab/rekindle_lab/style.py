@@ -1,4 +1,4 @@
-"""How figures look: one colour, marker and line for each way to reboot; colours that colour-blind people tell apart."""
+"""The style of figures: one colour, marker and line for each way to reboot, in colours safe for colour blindness."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ FALLBACK = "#555555"
 
 
 def apply() -> None:
-    """Set the common style."""
+    """Sets the common style."""
     plt.rcParams.update(
         {
             "font.size": 10,
@@ -43,7 +43,7 @@ def apply() -> None:
 
 
 def duration(value_ms: float) -> str:
-    """A duration in ms for people: with three digits, in the unit that fits."""
+    """Formats a duration in ms for people: with three digits, in the unit that fits."""
     if value_ms < 1:
         return f"{value_ms * 1e3:.3g} µs"
     if value_ms < 1000:
@@ -52,7 +52,7 @@ def duration(value_ms: float) -> str:
 
 
 def logarithmic_ms(axes: Axes, values_ms: Sequence[float]) -> None:
-    """A logarithmic y axis around values in ms, its ticks in the units that people use."""
+    """Sets a logarithmic y axis around values in ms, its ticks in the usual units."""
     if not values_ms:
         return
     low, high = min(values_ms) / 1.6, max(values_ms) * 1.6
@@ -65,6 +65,6 @@ def logarithmic_ms(axes: Axes, values_ms: Sequence[float]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG and close it."""
+    """Writes the figure as PNG and closes it."""
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Throughput over time around a reboot, with the reboot's phases: the paper's figure 8, and the demo's picture."""
+"""Draws throughput over time around a reboot, with the reboot's phases: the paper's figure 8, and the demo's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from rekindle_lab import style
 from rekindle_lab.records import Record
 
 STEPS = 120
-"""A panel shows about so many intervals at most."""
+"""Approximate largest number of intervals in a panel."""
 
 
 def window(record: Record) -> tuple[float, float]:
-    """The time that a panel shows, in s from the guest's stop: the outage, and 1 s or a third of it on both sides."""
+    """Returns the time of a panel, in s from the guest's stop: the outage, and 1 s or a third of it on both sides."""
     start, end, length = record.gap
     outage = length / 1e6
     margin = max(1.0, 0.35 * outage)
@@ -26,7 +26,7 @@ def window(record: Record) -> tuple[float, float]:
 
 
 def panel(axes: Axes, record: Record, top: float, limits: tuple[float, float]) -> None:
-    """Draw one reboot. `top`: the end of the y axis, in requests per second; `limits`: of the time axis, in s."""
+    """Draws one reboot. `top`: the end of the y axis, in requests per second; `limits`: of the time axis, in s."""
     begin, end = limits
     edges, rates = record.throughput(max(1, round((end - begin) * 1e3 / record.probe["interval_ms"] / STEPS)))
     colour = style.COLOURS.get(record.how, style.FALLBACK)
@@ -53,7 +53,7 @@ def panel(axes: Axes, record: Record, top: float, limits: tuple[float, float]) -
 
 
 def draw(records: Sequence[Record], path: Path, *, title: str = "", same_time: bool = True) -> None:
-    """One panel for each reboot, all with the same y axis, and with the same time axis or each with its own."""
+    """Draws a panel for each reboot, all with the same y axis, and with the same time axis or each with its own."""
     style.apply()
     height = 1.2 + 2.1 * len(records)
     figure, all_axes = plt.subplots(len(records), 1, figsize=(9, height), squeeze=False, layout="constrained")
@@ -65,7 +65,7 @@ def draw(records: Sequence[Record], path: Path, *, title: str = "", same_time: b
     for axes, record, limits in zip(all_axes[:, 0], records, windows, strict=True):
         panel(axes, record, top, limits)
     note = "" if same_time else "; each panel has its own scale"
-    all_axes[-1, 0].set_xlabel(f"time since the guest was stopped or told to shut down (s){note}")
+    all_axes[-1, 0].set_xlabel(f"time since the guest was stopped or its shutdown requested (s){note}")
     seen = list(dict.fromkeys(name for record in records for name, _, _ in record.phases))
     handles = [plt.Rectangle((0, 0), 1, 1, color=style.PHASES.get(name, style.FALLBACK)) for name in seen]
     if handles:

@@ -1,4 +1,4 @@
-"""TOML files that their owner writes, checked: what every definition's loader takes its values with."""
+"""Checks of TOML files that users write, used by every definition's loader."""
 
 import difflib
 import json
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class DefinitionError(ValueError):
-    """The file says something that cannot be. The text names file, place and mend."""
+    """Invalid content of the file. The text names file, place and remedy."""
 
 
 def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
-    """Raise unless all keys of a table are among `names`; the text names the nearest."""
+    """Raises unless all keys of a table are among `names`; the text names the nearest."""
     names = list(names)
     for key in table:
         if key not in names:
@@ -21,7 +21,7 @@ def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
 
 
 def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """An array of tables."""
+    """Returns an array of tables."""
     value = document.get(key, [])
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise DefinitionError(f"{key}: must be [[{key}]]")
@@ -33,16 +33,16 @@ def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
     value = table.get(key, default)
     if not isinstance(value, str):
         raise DefinitionError(
-            f"{key}: {'is not there' if value is None else f'{json.dumps(value, default=repr)} is not a text'}"
+            f"{key}: {'is missing' if value is None else f'{json.dumps(value, default=repr)} is not a text'}"
         )
     return value
 
 
 def whole(table: dict[str, Any], key: str, default: int | None = None, *, low: int) -> int:
-    """A whole number of at least `low`."""
+    """Returns a whole number of at least `low`."""
     value = table.get(key, default)
     if value is None:
-        raise DefinitionError(f"{key}: is not there")
+        raise DefinitionError(f"{key}: is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise DefinitionError(f"{key}: {value!r}; it must be a whole number of at least {low}")
     return value

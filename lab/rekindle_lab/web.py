@@ -1,4 +1,4 @@
-"""A client of a web server that asks for one file after the other, and goes on over a reboot."""
+"""A client of a web server that requests one file after the other, also across a reboot."""
 
 import http.client
 import random
@@ -12,24 +12,24 @@ from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
 PATIENCE_S = 1.0
-"""A server that says nothing for so long is asked anew."""
+"""A server without an answer for so long is asked again on a new connection."""
 WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One file that came, whole."""
+    """One complete file."""
 
     at: float
-    """When it was there, by the monotonic clock."""
+    """When it was complete, by the monotonic clock."""
     took_s: float
     bytes: int
 
 
 class Client:
-    """Asks from `__enter__` on until `__exit__`; `answers` grows meanwhile.
+    """Sends requests from `__enter__` until `__exit__`; `answers` grows meanwhile.
 
-    All `paths` in an order of chance, again and again; the same order in every run.
+    Requests all `paths` in a random order, repeatedly; the order is the same in every run.
     """
 
     def __init__(self, namespace: str, address: str, paths: Sequence[str]) -> None:
@@ -64,11 +64,11 @@ class Client:
                     self.answers.append(Answer(now, now - begin, size))
                 connection.close()
             except (OSError, http.client.HTTPException):
-                # Its guest is being rebooted: it is asked again soon.
+                # The guest is being rebooted; the next request follows soon.
                 self._over.wait(0.02)
 
     def wait(self, more: int) -> None:
-        """Wait until so many more files have come."""
+        """Waits until so many more files have arrived."""
         wanted, deadline = len(self.answers) + more, time.monotonic() + WAIT_S
         while len(self.answers) < wanted:
             if time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Client:
 def rates(
     answers: list[Answer], begin: float, rebooted: float, well: float, end: float
 ) -> list[tuple[int, int, int, int]]:
-    """By seconds: which one, requests, bytes, and the time that these requests took, in microseconds.
+    """Returns rates by second: which one, requests, bytes, and the time that these requests took, in microseconds.
 
     Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of
     the guest were `well` again.

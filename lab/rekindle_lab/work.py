@@ -1,4 +1,4 @@
-"""Workloads inside the debian-work guest: started through its port 7001, watched on its console by the host's clock."""
+"""Workloads inside the debian-work guest: started by its port 7001, observed on its console by the host's clock."""
 
 import re
 import time
@@ -16,12 +16,12 @@ _LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
 
 
 class WorkError(Exception):
-    """A workload did not start, or does not go on. The text names the guest and what it said."""
+    """A workload did not start, or made no progress. The text names the guest and its output."""
 
 
 @dataclass
 class Console:
-    """The end of a guest's console log, also where the file is made anew by a restore."""
+    """The end of a guest's console log, also if a restore replaces the file."""
 
     path: Path
     _inode: int = 0
@@ -29,12 +29,12 @@ class Console:
     _rest: bytes = b""
 
     def skip(self) -> None:
-        """What is there now is not asked for."""
+        """Skips the present content."""
         stat = self.path.stat()
         self._inode, self._offset, self._rest = stat.st_ino, stat.st_size, b""
 
     def lines(self) -> list[bytes]:
-        """The whole lines that have come since."""
+        """Returns the complete lines that were added since."""
         try:
             with self.path.open("rb") as file:
                 inode = self.path.stat().st_ino
@@ -58,17 +58,17 @@ class Window:
     began: float = 0.0
     ended: float = 0.0
     digest: str = ""
-    """Of what came out."""
+    """Digest of the result."""
     marks: list[tuple[float, int]] = field(default_factory=list)
-    """When it was how far. After a restore the guest is where it was at the checkpoint."""
+    """Progress by time. After a restore the guest is where it was at the checkpoint."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the work."""
         return self.ended - self.began
 
     def position(self, at: float, like: "Window") -> float:
-        """How far it was at time `at`, in its unit; between two marks as fast as `like`, an undisturbed one, was."""
+        """Returns the progress at time `at`, in units; between two marks as fast as in `like`, undisturbed."""
         index = bisect_right([when for when, _ in self.marks], at) - 1
         if index < 0:
             return 0.0
@@ -76,7 +76,7 @@ class Window:
         return like.place(like.reached(mark) + at - when)
 
     def reached(self, position: float) -> float:
-        """When it was so far (seconds of the host's clock), between two marks in proportion."""
+        """Returns when it was so far (seconds of the host's clock), between two marks in proportion."""
         before = (self.began, 0.0)
         for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
             if mark >= position:
@@ -86,7 +86,7 @@ class Window:
         return self.ended
 
     def place(self, at: float) -> float:
-        """How far it was at time `at`: the other way round."""
+        """Returns the progress at time `at`, between two marks in proportion."""
         before = (self.began, 0.0)
         for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
             if when >= at:
@@ -97,19 +97,19 @@ class Window:
 
 
 class Worker(Protocol):
-    """A guest that can be told to work."""
+    """A guest that accepts commands for work."""
 
     @property
     def name(self) -> str:
         """Its name."""
 
     def command(self, line: str, deadline: float = ..., port: int = ...) -> str:
-        """Send a line to one of its ports and give the reply."""
+        """Sends a line to one of its ports and returns the reply."""
 
 
 @dataclass
 class Work:
-    """The workloads of one guest. `run_dir`: Rekindle's; `console`: where its console is logged, if not there."""
+    """The workloads of one guest. `run_dir`: Rekindle's; `console`: its console log, if that is elsewhere."""
 
     guest: Worker
     run_dir: Path
@@ -118,8 +118,8 @@ class Work:
     def __post_init__(self) -> None:
         self._console = Console(self.console or self.run_dir / self.guest.name / "console.log")
 
-    def look_at(self, console: Path) -> None:
-        """The guest goes on elsewhere, with another console log."""
+    def read_console(self, console: Path) -> None:
+        """Switches to another console log, since the guest continues elsewhere."""
         self._console = Console(console)
 
     def _order(self, line: str) -> None:
@@ -128,15 +128,15 @@ class Work:
             raise WorkError(f"{self.guest.name}: {line}: {reply}")
 
     def loop(self, what: str) -> None:
-        """Load the guest until `stop`: `compile` or `transcode`."""
+        """Loads the guest until `stop`: `compile` or `transcode`."""
         self._order(f"{what} loop")
 
     def stop(self) -> None:
-        """End what is under way."""
+        """Ends what is under way."""
         self._order("stop")
 
     def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
-        """Do a piece of work, and give its times. `at` is called whenever it has come further."""
+        """Does a piece of work, and returns its times. `at` is called at each progress."""
         window = Window(what, count)
         self._console.skip()
         self._order(f"{what} {count} {first}")

@@ -1,4 +1,4 @@
-"""A fleet that plans are made for."""
+"""A fleet for plans in tests."""
 
 import tomllib
 

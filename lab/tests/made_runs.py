@@ -1,4 +1,4 @@
-"""Made-up runs of an experiment, in the form that `rekindle-lab experiment` writes."""
+"""Runs of an invented experiment, in the form that `rekindle-lab experiment` writes."""
 
 import json
 
@@ -27,7 +27,7 @@ def line(run, level, responses, of=32, **changes):
 
 
 def campaign(per_level=16, levels=("cold", "kexec"), seed=8):
-    """Downtime differs by far, and so do its variances; throughput does not differ."""
+    """Downtimes differ much, as do their variances; throughput does not differ."""
     generator = np.random.default_rng(seed)
     order = list(generator.permutation([level for level in levels for _ in range(per_level)]))
     lines = []

@@ -1,4 +1,4 @@
-"""Made-up data for tests, in the forms that the real commands give."""
+"""Invented data for tests, in the formats of the real commands."""
 
 from rekindle_lab.bench.rows import RowFile
 
@@ -14,7 +14,7 @@ def steps(spans):
 
 
 def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
-    """A probe of `seconds` that answers `rate` requests per second but for `gap_ms` from `stop_ms` on."""
+    """A probe of `seconds` that answers `rate` requests per second, except for `gap_ms` from `stop_ms` on."""
     width_ms = 100
     intervals = []
     for start in range(0, seconds * 1000, width_ms):
@@ -60,7 +60,7 @@ def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
 
 
 def write_rows(kind, path, made):
-    """Write rows of a topic (its module `rows`) as a run does, and read them again."""
+    """Writes rows of a topic (its module `rows`) as a run does, and reads them again."""
     file = RowFile(path, kind.Row)
     for row in made:
         file.append(row)

@@ -1,4 +1,4 @@
-"""Trends: what wears out is seen with its time, what is quiet is left alone."""
+"""Trends: aging is detected with its time, and series without it give no alarm."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_the_count_and_slope_are_the_textbooks():
     assert found.slope_low < found.slope < found.slope_high
 
 
-def test_the_slopes_interval_is_that_of_scipy_where_nothing_hangs_together():
+def test_slope_interval_equals_scipys_without_autocorrelation():
     generator = np.random.default_rng(3)
     seconds = np.arange(40.0)
     values = 0.02 * seconds + generator.normal(size=40)
@@ -57,7 +57,7 @@ def test_the_slopes_interval_has_scipys_ranks():
         found = trend(seconds, values)
         half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
         if (pairs + half) / 2 % 1 < 0.5:
-            continue  # scipy rounds such a rank down, and we never
+            continue  # scipy rounds such a rank down, and this code never
         same += 1
         other = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half / np.sqrt(variance)))
         assert (found.slope_low, found.slope_high) == pytest.approx((other.low_slope, other.high_slope), rel=1e-12)
@@ -65,7 +65,7 @@ def test_the_slopes_interval_has_scipys_ranks():
 
 
 @pytest.mark.parametrize(("kind", "most"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)])
-def test_no_trend_is_seen_about_as_rarely_as_it_says_and_far_more_rarely_than_uncorrected(kind, most):
+def test_false_trends_are_as_rare_as_stated_and_far_rarer_than_uncorrected(kind, most):
     generator = np.random.default_rng(6)
     rounds, n = 150, 150
     seconds = np.arange(float(n))
@@ -90,15 +90,15 @@ def test_the_slopes_interval_covers_it():
 
 
 @pytest.mark.parametrize("kind", list(quiet.KINDS))
-def test_quiet_hosts_give_few_false_alarms(kind):
+def test_hosts_without_aging_give_few_false_alarms(kind):
     found = quiet.false_alarms(kind, 3)
     assert found.alarms <= 1, found
 
 
-def test_a_leak_is_seen_with_its_time():
+def test_a_leak_is_detected_with_its_time():
     generator = np.random.default_rng(4)
     hours = np.arange(24 * 14)
-    # 1 GiB lost evenly in 40 days; a day's load on it, and noise that hangs together.
+    # 1 GiB lost evenly in 40 days; a daily load on it, and autocorrelated noise.
     values = 2**20 * (1 - hours / (24 * 40)) + 20_000 * quiet.daily(generator, hours.size)
     (found,) = judge([series(values)])
     assert found.alarm
@@ -122,7 +122,7 @@ def test_a_rise_towards_a_limit_and_away_from_it():
     assert found.alarm and found.left_s is None and found.why == "no limit is known"
 
 
-def test_a_short_series_is_told_to_be_short():
+def test_a_short_series_is_reported_as_short():
     (found,) = judge([series(np.arange(20))])
     assert found.trend is None and not found.alarm
     assert found.why == "too short: 19.0 h, 20 samples; a trend needs 24 h and 10"
@@ -163,7 +163,7 @@ def test_series_begin_at_the_last_boot(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         ({"free_memory_kib": float("nan")}, "row 2, column free_memory_kib: nan is not a finite number"),
         ({"free_memory_kib": "1"}, "row 2, column free_memory_kib: '1' is not a finite number"),
@@ -178,13 +178,13 @@ def test_series_begin_at_the_last_boot(tmp_path):
         ({"unix_s": 1}, "h  has two samples of free_memory_kib at 1"),
     ],
 )
-def test_bad_samples_are_named(tmp_path, bad, said):
+def test_bad_samples_are_named(tmp_path, bad, message):
     with pytest.raises(SamplesError) as caught:
         read(write(tmp_path / "s", [sample(1), sample(2) | bad]))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_lines_that_are_none_and_an_empty_file(tmp_path):
+def test_invalid_lines_and_an_empty_file_are_rejected(tmp_path):
     (tmp_path / "s").write_text("{\n")
     with pytest.raises(SamplesError, match="row 1, column -: not JSON"):
         read(tmp_path / "s")
@@ -194,7 +194,7 @@ def test_lines_that_are_none_and_an_empty_file(tmp_path):
 
 
 def test_the_inside_of_a_guest_is_a_series_of_its_own_boot(tmp_path):
-    # As `rekindle monitor` writes it: the QEMU is another one after the second look, the guest's boot is not.
+    # As `rekindle monitor` writes it: the QEMU changes after the second sample, the guest's boot does not.
     rows = []
     for n in range(4):
         rows += [
@@ -225,27 +225,27 @@ def test_command_line(tmp_path):
     assert result.exit_code == 2 and "no metric 'memory'" in result.output
 
 
-def test_an_unknown_key_is_told_once(tmp_path):
+def test_an_unknown_key_is_reported_once(tmp_path):
     with pytest.raises(SamplesError) as caught:
         read(write(tmp_path / "s", [sample(n, slab_kb=n) for n in range(50)]))
     assert str(caught.value).endswith("1 problem\n  row 1, column slab_kb: unknown; did you mean slab_kib?")
 
 
-def test_what_lies_before_the_last_boot_is_counted(tmp_path):
+def test_samples_before_the_last_boot_are_counted(tmp_path):
     rows = [sample(n) for n in range(7)] + [sample(10 + n, boot="b2") for n in range(3)]
     path = write(tmp_path / "s", rows)
     result = CliRunner().invoke(app, ["aging", "trend", str(path), "--json"])
     (found,) = json.loads(result.output)["findings"]
     assert (found["samples"], found["samples_of_earlier_boots"]) == (3, 7)
-    told = CliRunner().invoke(app, ["aging", "trend", str(path)]).output
-    assert "of earlier boots" in told and told.splitlines()[-1].split()[2:5] == ["0", "3", "7"]
+    output = CliRunner().invoke(app, ["aging", "trend", str(path)]).output
+    assert "of earlier boots" in output and output.splitlines()[-1].split()[2:5] == ["0", "3", "7"]
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--alpha", "5"), ("--alpha", "0"), ("--alpha", "nan"), ("--horizon-d", "0"), ("--horizon-d", "inf")],
 )
-def test_an_alarm_that_cannot_be_is_refused(tmp_path, option, value):
+def test_impossible_alarm_settings_are_rejected(tmp_path, option, value):
     result = CliRunner().invoke(app, ["aging", "trend", str(write(tmp_path / "s", [sample(1)])), option, value])
     assert result.exit_code == 2 and f"{option} {value}: it must be" in result.output
 

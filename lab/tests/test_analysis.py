@@ -1,4 +1,4 @@
-"""The tests of hypotheses: against the paper's own figures, against statsmodels, and against what chance gives."""
+"""The hypothesis tests: compared with the paper's own figures, with statsmodels, and with simulated chance."""
 
 import json
 import time
@@ -28,7 +28,7 @@ PARTS = {
     ("10 DOM0-CPU", "df of ratio 8.5711, rounded"),
     ("10 DOMU-I/O", "df of ratio 17.2705, rounded"),
 }
-"""Where the paper's print and what its own numbers give part; lab/README.md says more."""
+"""Where the paper's print and the result from its own numbers differ; see lab/README.md."""
 
 
 def test_the_papers_numbers_from_the_papers_numbers():
@@ -48,7 +48,7 @@ def test_critical_f():
     assert anova.f_critical(1, 30) == pytest.approx(4.1708, abs=1e-4)
 
 
-def test_a_print_stands_for_what_is_rounded_or_cut_off_to_it():
+def test_a_printed_number_stands_for_numbers_rounded_or_truncated_to_it():
     span = paper.printed("0.0046")
     assert (span.low, span.high) == (pytest.approx(0.00455), pytest.approx(0.0047))
     assert not paper.Row("", "", "0.0046", paper.Span(0.00471, 0.005)).agrees
@@ -80,7 +80,7 @@ def test_anova_and_welch_are_those_of_scipy_and_statsmodels():
     )
 
 
-def test_blocks_take_their_share_out_of_the_error():
+def test_blocks_reduce_the_error():
     generator = np.random.default_rng(5)
     levels = ["a", "b"] * 20
     blocks = [index // 10 for index in range(40)]
@@ -94,7 +94,7 @@ def test_blocks_take_their_share_out_of_the_error():
     assert sum(one.df for one in table.lines[:-1]) == table.line("total").df == 39
 
 
-def test_blocks_are_nothing_that_drifted():
+def test_blocks_do_not_count_as_drift():
     generator = np.random.default_rng(6)
     levels = ["a", "b"] * 20
     blocks = [index // 10 for index in range(40)]
@@ -106,20 +106,20 @@ def test_blocks_are_nothing_that_drifted():
 
 
 @pytest.mark.parametrize(
-    ("levels", "blocks", "said"),
+    ("levels", "blocks", "message"),
     [
-        ("aabb", (1, 1, 2, 2), "levels and blocks fall together"),
+        ("aabb", (1, 1, 2, 2), "levels and blocks are confounded"),
         ("aabb", (1, 2, 2, 3), "too few for 2 levels in 3 blocks"),
     ],
 )
-def test_blocks_that_cannot_be_told_from_levels_are_left_out_and_that_is_said(levels, blocks, said):
+def test_blocks_confounded_with_levels_are_left_out_with_a_note(levels, blocks, message):
     found = judge_response("x_s", [1.0, 1.1, 9.0, 9.4], list(levels), blocks)
-    assert said in found.notes[0] and found.notes[0].endswith("blocks are left out")
+    assert message in found.notes[0] and found.notes[0].endswith("blocks are left out")
     assert [one.source for one in found.anova.lines] == ["factor", "error", "total"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e7, 1e-7])
-def test_tests_of_variances_know_no_unit(scale):
+def test_variance_tests_do_not_depend_on_the_unit(scale):
     generator = np.random.default_rng(7)
     samples = [generator.normal(3, 1, 16), generator.normal(3, 5, 16)]
     plain = assumptions.equal_variances(samples)
@@ -128,14 +128,14 @@ def test_tests_of_variances_know_no_unit(scale):
     )
 
 
-def test_variances_that_differ_are_seen_by_all_five():
+def test_different_variances_are_detected_by_all_five_tests():
     generator = np.random.default_rng(1)
     checks = assumptions.equal_variances([generator.normal(0, 1, 30), generator.normal(0, 5, 30)])
     assert [check.name for check in checks] == ["O'Brien", "Brown-Forsythe", "Levene", "Bartlett", "F of variances"]
     assert all(check.p < 0.001 for check in checks)
 
 
-def test_runs_that_drift_hang_together():
+def test_runs_that_drift_are_correlated():
     drift = np.arange(40.0)
     assert assumptions.independent(drift - drift.mean())[0].p < 0.001
     quiet = np.random.default_rng(2).normal(0, 1, 40)
@@ -229,7 +229,7 @@ NOISE = 3 * np.sqrt(0.05 * 0.95 / ROUNDS)
         ("unequal variances and numbers", lambda g: [g.normal(10, 6, 8), g.normal(10, 1, 24)]),
     ],
 )
-def test_the_whole_rule_sees_differences_where_there_are_none_as_rarely_as_it_says(what, make):
+def test_false_differences_are_as_rare_as_stated(what, make):
     assert share_rejected(ROUNDS, make) <= 0.05 + NOISE, what
 
 
@@ -312,7 +312,7 @@ def test_three_levels_have_pairs():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("downtime_s", "downtime (s)"),
         ("throughput_per_s", "throughput (1/s)"),
@@ -321,8 +321,8 @@ def test_three_levels_have_pairs():
         ("load", "load"),
     ],
 )
-def test_units_are_told(name, said):
-    assert tables.heading(name) == said
+def test_headings_have_units(name, expected):
+    assert tables.heading(name) == expected
 
 
 def test_a_thousand_runs_are_judged_within_ten_seconds(tmp_path):
@@ -333,7 +333,7 @@ def test_a_thousand_runs_are_judged_within_ten_seconds(tmp_path):
     ]
     began = time.process_time()
     judge(runs_of(tmp_path, lines))
-    # Time of a processor, so that other work on the machine does not count; it takes about a third of it.
+    # Processor time, so that other work on the machine does not count; it takes about a third of the limit.
     assert time.process_time() - began < 10
 
 

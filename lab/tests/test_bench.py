@@ -1,4 +1,4 @@
-"""What all benchmarks share: a case that fails, the JSON line, the trial."""
+"""Common parts of all benchmarks: a failing case, the JSON line, the trial."""
 
 import json
 import math
@@ -38,7 +38,7 @@ class Row:
 
 @pytest.fixture
 def make(tmp_path):
-    """A stage whose rows are checked, or not."""
+    """Makes a stage whose rows are checked, or not."""
 
     def make(checked=None):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
@@ -66,7 +66,7 @@ def fails(error):
     return case
 
 
-def test_a_case_that_fails_is_named_and_the_others_have_their_turn(make):
+def test_a_failing_case_is_named_and_the_others_still_run(make):
     stage = make()
     stage.run({"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}, PLAN, [])
     assert stage.rows.count == 2
@@ -79,14 +79,14 @@ def test_an_error_that_does_not_end_its_case_fails_it_too(make):
     assert stage.failed == ["one"]
 
 
-def test_a_case_that_the_plan_has_none_of_is_left_out(make):
+def test_a_case_that_is_not_in_the_plan_is_left_out(make):
     stage = make()
     stage.run({"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))}, PLAN, [])
     assert stage.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
     assert not stage.errors and not stage.failed
 
 
-def test_a_trial_wants_rows_of_every_case(make):
+def test_a_trial_requires_rows_of_every_case(make):
     stage = make(Trial({"large": "takes hours"}))
     cases = {
         "good": leaves(Row("good", us=5)),
@@ -119,16 +119,16 @@ def test_a_trial_wants_rows_of_every_case(make):
         (Row(None, us=1), "case is None, not str"),
     ],
 )
-def test_a_row_that_cannot_be_true(row, problem):
+def test_an_impossible_row_has_a_problem(row, problem):
     found = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
     assert len(found) == 1 and problem in found[0]
 
 
-def test_rows_that_can_be_true():
+def test_possible_rows_have_no_problem():
     assert not problems(Row("x", at=-1, us=900_000, stop_host_us=BEGIN_US + 5, rate=2), BEGIN_US, BEGIN_US + 1_000_000)
 
 
-def test_a_row_in_which_nothing_was_measured():
+def test_a_row_without_measurements_has_a_problem():
     @dataclass
     class Bare:
         case: str
@@ -139,7 +139,7 @@ def test_a_row_in_which_nothing_was_measured():
     assert not problems(Bare("x", us=0), BEGIN_US, BEGIN_US)
 
 
-def test_a_row_that_says_that_something_went_wrong():
+def test_a_row_with_a_note_of_failure_has_a_problem():
     @dataclass
     class Fault:
         case: str
@@ -151,7 +151,7 @@ def test_a_row_that_says_that_something_went_wrong():
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
         found = Found("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
-        return run.report("vmm", run.beside(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
+        return run.report("vmm", run.read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(
         CASES={"one": None}, FULL=PLAN, QUICK=PLAN, measure=measure or (lambda task: task.out / "vmm-raw.csv"),
@@ -168,8 +168,8 @@ def failing_with(error):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Run `bench vmm` with a topic instead of the real one; gives exit status and the last line."""
-    monkeypatch.setattr(command, "taken_down_on_signals", lambda who: None)
+    """Runs `bench vmm` with a topic instead of the real one; returns exit status and the last line."""
+    monkeypatch.setattr(command, "taken_down_on_signals", lambda name: None)
     monkeypatch.setattr(command.os, "geteuid", lambda: 0)
 
     def bench(made, *words):
@@ -195,7 +195,7 @@ def test_the_json_line_has_what_every_reader_expects(bench):
     assert document["command"] == "make bench TOPIC=vmm" and document["failed"] == document["errors"] == []
     figure = document["figures"]["good"]
     assert {"value", "unit", "n", "p95", "ratio_of", "raw"} <= set(figure)
-    # What has no peer, and what JSON has no number for.
+    # A figure without a peer, and a number that JSON cannot represent.
     assert figure["ratio_of"] is None and figure["p95"] is None and document["tables"]["t"] == [{"x": None}]
 
 
@@ -219,7 +219,7 @@ def test_there_is_a_json_line_when_the_rows_cannot_be_analysed(bench, tmp_path):
     assert document["failed"] == ["one"] and document["errors"] == ["case one: gone", "analysis: KeyError: 'us'"]
 
 
-def test_a_trial_is_asked_for_by_the_environment(bench, monkeypatch):
+def test_the_environment_selects_a_trial(bench, monkeypatch):
     monkeypatch.setenv("TRIAL", "1")
     tasks = []
 
@@ -232,7 +232,7 @@ def test_a_trial_is_asked_for_by_the_environment(bench, monkeypatch):
     assert tasks[0].plan is trial.PLANS["vmm"] and tasks[0].trial is not None and tasks[0].only == ["one"]
 
 
-def test_what_happens_outside_of_the_cases_is_written_down(tmp_path, monkeypatch):
+def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
     task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
     with run.recorded("x", Row, task, lambda plan: ["half of it"]) as here:
@@ -248,7 +248,7 @@ def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
     left_out = [(topic, case) for topic, cases in trial.NOT_TRIED.items() for case in cases]
     assert all(case in command.TOPICS[topic].CASES for topic, case in left_out)
     assert len(left_out) <= 7
-    # Of every topic something is tried.
+    # Something is tried of every topic.
     for name, one in command.TOPICS.items():
         assert set(one.CASES) - set(trial.trial(name).not_tried)
         assert trial.PLANS[name].budget_s is None
@@ -256,13 +256,13 @@ def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
 
 def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
     assert trial.run_all(["no-such-topic", "vmm"], ["--rekindle", str(tmp_path / "none")], tmp_path) == 2
-    said = capfd.readouterr().out
-    assert "no topic 'no-such-topic'" in said and f"{tmp_path / 'none'} does not exist" in said
-    assert said.splitlines()[-1].startswith("trial of 2 benchmarks in ")
-    assert "no-such-topic" in said.splitlines()[-1] and "vmm" in said.splitlines()[-1]
+    output = capfd.readouterr().out
+    assert "no topic 'no-such-topic'" in output and f"{tmp_path / 'none'} does not exist" in output
+    assert output.splitlines()[-1].startswith("trial of 2 benchmarks in ")
+    assert "no-such-topic" in output.splitlines()[-1] and "vmm" in output.splitlines()[-1]
 
 
-def test_what_a_trial_leaves_out_is_read_from_its_last_line(tmp_path):
+def test_omissions_of_a_trial_are_read_from_its_last_line(tmp_path):
     log = tmp_path / "os.log"
     log.write_text(
         '[0.1 s] micro\n{"left_out": ["a trial: small", "case debian: not tried: minutes", "figure x: no rows"]}\n'

@@ -1,4 +1,4 @@
-"""Topic `cluster`: its figures, tables and plot from made-up rows; what is made of what client and QEMUs tell."""
+"""Topic `cluster`: figures, tables and plot from invented rows; the evaluation of client answers and QEMU events."""
 
 import json
 import socket
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rekindle_lab.bench.cluster import analysis, output, plots
-from rekindle_lab.bench.cluster.cases import allowed, held_faults, interval_s, told_of
+from rekindle_lab.bench.cluster.cases import allowed, held_faults, interval_s, record_outcome
 from rekindle_lab.bench.cluster.faults import KINDS, LONGEST_S, PASSING, draw, words
 from rekindle_lab.bench.cluster.plan import FULL, QUICK, left_out
 from rekindle_lab.bench.cluster.rows import Row, read
@@ -25,7 +25,7 @@ S = 1_000_000
 
 
 def row(number, case="failover", kind="kill", *, fenced=1.5, running=2.0, answer=2.2, **more):
-    """One fault, and when what came of it, in s after it."""
+    """One fault, and its outcome in s after it."""
     return Row(
         case,
         number,
@@ -89,16 +89,16 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     rows += windows()
     found = analysis.figures(frame(rows), "raw")
     assert not found.absent
-    told = values(found)
-    assert told["failover_s"] == (pytest.approx(2.2), 5, True)
-    assert told["failover_restore_s"] == (pytest.approx(0.7), 5, False)
-    assert told["split_brain"] == (0.0, 13, True)
-    assert told["counter_back"] == (0.0, 9, True)
-    assert told["counter_back_held"] == (0.0, 2, True)
-    # The control has to lose something, or the judge of the line above is blind.
-    assert told["counter_back_held_off"] == (4.0, 2, True)
-    assert told["not_recovered"] == (0.0, 13, True)
-    assert told["spare_memory"] == (0.0, 13, True)
+    reached = values(found)
+    assert reached["failover_s"] == (pytest.approx(2.2), 5, True)
+    assert reached["failover_restore_s"] == (pytest.approx(0.7), 5, False)
+    assert reached["split_brain"] == (0.0, 13, True)
+    assert reached["counter_back"] == (0.0, 9, True)
+    assert reached["counter_back_held"] == (0.0, 2, True)
+    # The control has to lose something, or the check of the line above detects nothing.
+    assert reached["counter_back_held_off"] == (4.0, 2, True)
+    assert reached["not_recovered"] == (0.0, 13, True)
+    assert reached["spare_memory"] == (0.0, 13, True)
     by_id = {figure.id: figure for figure in found.figures}
     assert by_id["output_commit_rtt_0.2s"].of.ratio == pytest.approx(106 / 2.1)
     assert by_id["output_commit_per_s_0.2s"].of.ours == pytest.approx(301)
@@ -113,15 +113,15 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     assert plots.draw(frame(rows), tmp_path) == ["cluster-failover.png"]
 
 
-def test_one_moment_of_two_guests_or_one_step_too_many_misses_the_bar(frame):
+def test_two_concurrent_guests_or_one_lost_tick_too_many_miss_the_bar(frame):
     rows = [row(0), row(0, "faults", "cut", overlaps=1, planned=2), row(1, "faults", "cut-ring", beyond=2, planned=2)]
     rows.append(row(0, "held", "kill", beyond=1))
     rows.append(row(0, "held-off", "kill", back=1))
-    told = values(analysis.figures(frame(rows), "raw"))
-    assert told["split_brain"] == (1.0, 5, False)
-    assert told["counter_back_held_off"] == (0.0, 1, False)
-    assert told["counter_back"] == (2.0, 3, False)
-    assert told["counter_back_held"] == (1.0, 1, False)
+    reached = values(analysis.figures(frame(rows), "raw"))
+    assert reached["split_brain"] == (1.0, 5, False)
+    assert reached["counter_back_held_off"] == (0.0, 1, False)
+    assert reached["counter_back"] == (2.0, 3, False)
+    assert reached["counter_back_held"] == (1.0, 1, False)
     by_kind = {line["fault"]: line for line in analysis.by_kind(frame(rows))}
     assert by_kind["cut"]["two at once"] == 1
     assert by_kind["cut-ring"]["beyond what is allowed"] == 2
@@ -131,10 +131,10 @@ def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
     lost = row(1, "faults", "kill", planned=2, recovered=False, trouble="answers: not within 120 s")
     lost.fenced_us = lost.answer_us = None
     found = analysis.figures(frame([row(0), row(0, "faults", "cut", planned=2), lost]), "raw")
-    told = values(found)
-    assert told["split_brain"] == (0.0, 2, False)
-    assert told["counter_back"] == (0.0, 2, False)
-    assert told["not_recovered"] == (1.0, 3, False)
+    reached = values(found)
+    assert reached["split_brain"] == (0.0, 2, False)
+    assert reached["counter_back"] == (0.0, 2, False)
+    assert reached["not_recovered"] == (1.0, 3, False)
     assert "the time of fencing: not known of 1 of 2 kills" in found.absent
     assert any("faults 2 (kill): not recovered: answers" in line for line in found.absent)
 
@@ -142,10 +142,10 @@ def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
 def test_fewer_than_planned_miss_the_bars(frame):
     rows = [row(0, planned=20), row(0, "faults", "cut", planned=100), row(0, "held", "kill", planned=1)]
     found = analysis.figures(frame(rows), "raw")
-    told = values(found)
-    assert told["failover_s"] == (pytest.approx(2.2), 1, False)
-    assert told["split_brain"] == (0.0, 3, False)
-    assert told["counter_back_held"] == (0.0, 1, True)
+    reached = values(found)
+    assert reached["failover_s"] == (pytest.approx(2.2), 1, False)
+    assert reached["split_brain"] == (0.0, 3, False)
+    assert reached["counter_back_held"] == (0.0, 1, True)
     [split] = [figure for figure in found.figures if figure.id == "split_brain"]
     assert split.as_json()["planned"] == 121
 
@@ -158,52 +158,52 @@ def begins(pid, at_s, tick=None, node="n1"):
 
 
 def counted(begin_s, end_s, first):
-    """A guest's counter, asked each 20 ms, from its `first` tick on."""
+    """A guest's counter, read each 20 ms, from its `first` tick on."""
     count = int((end_s - begin_s) / 0.02)
     return [Answer(START + int(begin_s * S) + n * 20_000, first + n * 20 // 50) for n in range(count)]
 
 
-def test_what_a_guest_lost_is_told_by_its_first_tick_and_not_by_its_first_answer():
-    # It was told of 120, goes on from the checkpoint with 101, and has counted up to 125 when it answers.
+def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
+    # A client has seen 120; the guest continues from the checkpoint with 101, and has reached 125 at its first answer.
     answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
-    told = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
+    events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
     one = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
-    told_of(one, 7, told, answers, 0)
+    record_outcome(one, 7, events, answers, 0)
     assert answers[49].tick == 120
     assert (one.back, one.beyond, one.back_answers) == (20, 20, 0)
     assert one.elsewhere and not one.trouble
     assert (one.running_us, one.answer_us) == (START + 3 * S, START + int(4.2 * S))
     within = Row("faults", 0, "kill", 0, "n1", 0.0, START + S)
-    told_of(within, 7, told, answers, allowed(1.0))
+    record_outcome(within, 7, events, answers, allowed(1.0))
     assert (within.back, within.beyond) == (20, 0)
     exact = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
-    told_of(exact, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
+    record_outcome(exact, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
     assert (exact.back, exact.beyond) == (0, 0)
 
 
 def test_a_fault_that_was_not_watched_is_trouble():
     answers = counted(0, 1, 101)
     blind = Row("held", 0, "kill", 0, "n1", 0.0, START + S // 2)
-    told_of(blind, 7, begins(7, -5), answers, 0)
-    # Answers from before the guest's end are none of the next one.
+    record_outcome(blind, 7, begins(7, -5), answers, 0)
+    # Answers from before the guest's end do not belong to the next one.
     assert blind.answer_us is None and "no other QEMU" in blind.trouble
     unseen = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
-    told_of(unseen, 7, [*begins(7, -5), *begins(9, 3)], answers, 0)
+    record_outcome(unseen, 7, [*begins(7, -5), *begins(9, 3)], answers, 0)
     assert "first tick" in unseen.trouble
-    away = Row("faults", 0, "store-cut", 0, "n1", 0.0, START + S // 2)
-    told_of(away, 7, begins(7, -5), answers, 0)
-    assert not away.trouble and away.answer_us is not None
+    cut = Row("faults", 0, "store-cut", 0, "n1", 0.0, START + S // 2)
+    record_outcome(cut, 7, begins(7, -5), answers, 0)
+    assert not cut.trouble and cut.answer_us is not None
 
 
-def test_a_console_tells_the_first_tick_of_its_own_qemu(tmp_path):
+def test_a_console_returns_the_first_tick_of_its_own_qemu(tmp_path):
     path = tmp_path / "console.log"
     path.write_bytes(b"tick 7 0.350\r\ntick 8 0.4")
     console = running.Console(path)
     assert console.first_tick() is None
     with path.open("ab") as file:
-        file.write(b"00\r\nsaid\r\ntick 5 0.2")
+        file.write(b"00\r\nother\r\ntick 5 0.2")
         file.flush()
-        # What was a line's end, and a line that is not whole.
+        # The end of an earlier line, and an incomplete line.
         assert console.first_tick() is None
         file.write(b"50\r\ntick 6 0.300\r\n")
     assert console.first_tick() == 5
@@ -211,42 +211,42 @@ def test_a_console_tells_the_first_tick_of_its_own_qemu(tmp_path):
     assert later.first_tick() is None
 
 
-def test_processes_are_looked_at_while_they_are_young(tmp_path):
+def test_new_processes_are_inspected_for_a_while(tmp_path):
     def process(pid, *words):
         (tmp_path / str(pid)).mkdir(exist_ok=True)
         (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(words) + b"\0")
 
     qemu = (b"qemu", b"-chardev", b"socket,id=console,logfile=/run/x/console.log,logappend=on", b"/run/spy-web.sock")
     process(1, b"init")
-    looked = running.Processes("web", tmp_path)
-    assert looked.qemus(10.0) == {}
+    processes = running.Processes("web", tmp_path)
+    assert processes.qemus(10.0) == {}
     process(2, b"rekindle")
-    assert looked.qemus(10.1) == {}
-    # It becomes another program; an old one would be looked at only now and then.
+    assert processes.qemus(10.1) == {}
+    # It executes another program; an old process would be inspected only at intervals.
     process(2, *qemu)
-    assert looked.qemus(10.2) == {2: tmp_path / "2" / "root" / "run/x/console.log"}
+    assert processes.qemus(10.2) == {2: tmp_path / "2" / "root" / "run/x/console.log"}
     process(1, *qemu)
-    assert list(looked.qemus(11.5)) == []
-    assert sorted(looked.qemus(12.5)) == [1, 2]
-    assert looked.is_new(2) and not looked.is_new(1)
+    assert list(processes.qemus(11.5)) == []
+    assert sorted(processes.qemus(12.5)) == [1, 2]
+    assert processes.is_new(2) and not processes.is_new(1)
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_a_guest_that_runs_when_its_qemu_first_answers_has_a_first_tick_if_that_was_seen_to_begin(tmp_path, new):
+def test_a_guest_already_running_has_a_first_tick_only_if_its_start_was_seen(tmp_path, new):
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     qemu = object.__new__(running.Qemu)
     qemu.socket, qemu.buffer, qemu.runs, qemu.new = ours, b"", False, new
     qemu.console = running.Console(tmp_path / "console")
-    # It was busy with its load: nobody was told of the resume.
+    # It was busy with its load: the resume was not reported.
     theirs.sendall(b'{"return": {}}\n{"return": {"status": "running", "running": true}}\n')
-    assert [runs for runs, _ in qemu.look()] == [True]
+    assert [runs for runs, _ in qemu.poll()] == [True]
     assert (qemu.console is not None) == new
     ours.close()
     theirs.close()
 
 
-def test_of_a_file_that_grows_only_what_is_new_is_read(tmp_path):
+def test_only_new_lines_of_a_growing_file_are_read(tmp_path):
     tail = Tail(tmp_path / "grows")
     assert tail.lines() == []
     tail.path.write_text("one\ntw")
@@ -309,7 +309,7 @@ def test_round_trips_and_answers_are_counted():
             thread.join()
 
 
-def test_what_was_not_measured_is_named(frame):
+def test_omissions_are_listed(frame):
     found = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
     assert {line.split(":")[0] for line in found.absent} == {
         "figure failover_s",
@@ -346,13 +346,13 @@ def test_with_output_commit_every_other_fault_is_a_kill():
     assert len({fault.kind for _, fault in given}) > 4 and len({seed for seed, _ in given}) == FULL.held
 
 
-def test_an_interval_is_as_it_came_out():
-    told = [
+def test_the_interval_is_the_actual_one():
+    events = [
         {"interval_ms": None, "commit_us": 40_000},
         {"interval_ms": 1000, "commit_us": 20_000},
         {"interval_ms": 1400, "commit_us": 100_000},
     ]
-    assert interval_s(told) == pytest.approx(1.5)
+    assert interval_s(events) == pytest.approx(1.5)
     assert allowed(1.5) == 32
 
 
@@ -366,7 +366,7 @@ def test_the_counter_is_followed_through_fail_overs():
     assert second.back == 0
 
 
-def test_only_guests_that_run_at_once_overlap(tmp_path):
+def test_only_guests_that_run_at_the_same_time_overlap(tmp_path):
     lines = [
         {"pid": 1, "node": "n1", "runs": True, "host_us": 10},
         {"pid": 1, "node": "n1", "runs": False, "host_us": 20},

@@ -78,7 +78,7 @@ def rebooted(how, well, each_s):
     return web.Reboot(how, before[::-1] + after, well, after[-1].at, 0 if how == web.COLD else 50_000_000)
 
 
-def test_a_web_server_through_both_reboots_is_drawn_and_told(tmp_path):
+def test_a_web_server_through_both_reboots_is_drawn_and_listed(tmp_path):
     reboots = [rebooted(web.COLD, 20.0, 0.05), rebooted(web.WARM, 10.0, 0.025)]
     lines = web.summary(reboots).splitlines()
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:]]
@@ -87,7 +87,7 @@ def test_a_web_server_through_both_reboots_is_drawn_and_told(tmp_path):
     assert (tmp_path / "web.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_ends_with_the_plan_for_what_was_measured(tmp_path):
+def test_it_ends_with_the_plan_for_the_measurements(tmp_path):
     files = write(
         tmp_path,
         record("warm", 3000, 3005, 14),
@@ -102,7 +102,7 @@ def test_it_ends_with_the_plan_for_what_was_measured(tmp_path):
     (chosen,) = [line for line in result.output.splitlines() if "<- the plan" in line]
     assert chosen.split()[:2] == ["warm", "warm-cache"]
     assert len(result.output.splitlines()) == 3 + 3 * 2  # every pair
-    # A plan's file as every other one.
+    # A plan's file in the usual format.
     whole = CliRunner().invoke(rekindle_lab, ["plan", str(out), "--json"])
     document = json.loads(whole.output)
     (vm,) = document["vms"]
@@ -111,11 +111,11 @@ def test_it_ends_with_the_plan_for_what_was_measured(tmp_path):
     assert vm["availability"] == pytest.approx(1 - down_s / (28 * 86400), rel=1e-9)
 
 
-def test_a_plan_needs_what_was_measured(tmp_path):
+def test_a_plan_needs_the_measurements(tmp_path):
     (tmp_path / "web.json").write_text('[{"how": "cold"}]')
     files = write(tmp_path, record("warm", 3000, 3005, 14))
     result = CliRunner().invoke(
         planner, ["--web", str(tmp_path / "web.json"), "--out", str(tmp_path / "plan.toml"), *files]
     )
     assert result.exit_code == 1
-    assert "web.json: not what demo.web has written: no 'gap_s'" in result.output
+    assert "web.json: not a file of demo.web: it has no 'gap_s'" in result.output

@@ -1,4 +1,4 @@
-"""Running an experiment: the order is committed first; whatever happens, no run is lost and none is done twice."""
+"""Experiments: the order is committed first; after any failure no run is lost and none is done twice."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from rekindle_lab.experiment import ledger, order, processes, sampling, session
 from rekindle_lab.experiment.definition import load, parse
 from rekindle_lab.experiment.ledger import Ledger, LedgerError
 from rekindle_lab.experiment.runner import Measured, RunError
-from rekindle_lab.experiment.session import Session, SessionError, duration
+from rekindle_lab.experiment.session import ExperimentSession, ExperimentStoppedError, duration
 from rekindle_lab.toml import DefinitionError
 
 DOCUMENT = {
@@ -38,7 +38,7 @@ def made(**changes):
 
 
 class Fake:
-    """Writes what it did into a log; `ends` maps the number of a call to what happens then."""
+    """Logs its calls; `ends` maps the number of a call to what happens then."""
 
     def __init__(self, log, ends=None):
         self.log, self.ends = log, ends or {}
@@ -64,9 +64,9 @@ class Fake:
 
 
 def go(folder, runner, experiment=None, **options):
-    said = []
-    left = Session(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, said.append).go(**options)
-    return left, said
+    messages = []
+    left = ExperimentSession(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, messages.append).go(**options)
+    return left, messages
 
 
 def lines(folder, name="runs.jsonl"):
@@ -79,7 +79,7 @@ def fail():
 
 def test_a_session_from_beginning_to_end(tmp_path):
     folder = tmp_path / "out"
-    left, said = go(folder, Fake(tmp_path / "log"))
+    left, messages = go(folder, Fake(tmp_path / "log"))
     assert left == 0
     found = lines(folder)
     assert [line["run"] for line in found] == list(range(1, 9))
@@ -90,8 +90,8 @@ def test_a_session_from_beginning_to_end(tmp_path):
     assert (first["outcome"], first["exit_status"], first["attempt"]) == ("done", 0, 1)
     assert first["samples"] == [{"t_s": 0.0, "raw": 1}]
     assert first["versions"] == {"rekindle": "0.1.0", "fake": "1"}
-    assert said[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do"
-    assert "7 left, about" in said[1] and said[-1].endswith("the last")
+    assert messages[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do"
+    assert "7 left, about" in messages[1] and messages[-1].endswith("the last")
     runs = read(folder / "runs.jsonl", order=Order.load(folder / "order.json"))
     assert len(runs.done) == 8
 
@@ -99,10 +99,10 @@ def test_a_session_from_beginning_to_end(tmp_path):
 def test_the_order_is_on_disk_before_the_first_run(tmp_path):
     folder = tmp_path / "out"
 
-    def look():
+    def check_order():
         assert json.loads((folder / "order.json").read_text())["runs"]
 
-    go(folder, Fake(tmp_path / "log", {0: look}))
+    go(folder, Fake(tmp_path / "log", {0: check_order}))
 
 
 def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
@@ -124,10 +124,10 @@ def test_the_order_is_fully_random():
     assert abs(firsts["cold"] - 200) < 3 * 10
 
 
-def test_an_order_that_was_changed_or_is_of_another_experiment_is_refused(tmp_path):
+def test_a_changed_order_or_that_of_another_experiment_is_rejected(tmp_path):
     go(tmp_path, Fake(tmp_path / "log"), most=1)
     path = tmp_path / "order.json"
-    with pytest.raises(order.OrderError, match="its seed is not the definition's; give another --out"):
+    with pytest.raises(order.OrderError, match="its seed differs from the definition's; give another --out"):
         go(tmp_path, Fake(tmp_path / "log"), made(seed=4))
     document = json.loads(path.read_text())
     document["runs"][2]["treatment"], document["runs"][3]["treatment"] = {"technique": "x"}, {"technique": "y"}
@@ -136,7 +136,7 @@ def test_an_order_that_was_changed_or_is_of_another_experiment_is_refused(tmp_pa
         go(tmp_path, Fake(tmp_path / "log"))
 
 
-def test_two_at_once_are_kept_apart(tmp_path):
+def test_a_second_session_at_the_same_time_is_rejected(tmp_path):
     with Ledger(tmp_path), pytest.raises(LedgerError, match="this experiment is running already"):
         Ledger(tmp_path)
     Ledger(tmp_path).__exit__(None, None, None)
@@ -147,7 +147,7 @@ def kill():
 
 
 def killed_session(folder, log, ends, break_write=None):
-    """A session in a process of its own, which may be killed; gives whether it was."""
+    """Runs a session in a separate process, which may be killed; returns whether it was."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -193,11 +193,11 @@ def test_killed_while_a_line_is_written(tmp_path, share, name):
         return kill()
 
     assert killed_session(folder, log, {}, torn)
-    left, said = go(folder, Fake(log))
+    left, messages = go(folder, Fake(log))
     assert left == 0
-    assert any("was cut off" in text for text in said) == (0 < share < 1)
+    assert any("was truncated" in text for text in messages) == (0 < share < 1)
     assert [line["run"] for line in lines(folder)] == list(range(1, 9))
-    # Only where the whole line of its end was on disk is the run not done again.
+    # Only if the whole line of its end was on disk the run is not repeated.
     again = sum(line.startswith("run 3 ") for line in log.read_text().splitlines())
     assert again == (2 if name == "runs.jsonl" and share < 1 else 1)
 
@@ -215,18 +215,18 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(LedgerError, match="No space left on device; make room, and start the experiment again"):
+    with pytest.raises(LedgerError, match="No space left on device; make room, then start the experiment again"):
         go(folder, Fake(tmp_path / "log"))
     assert len(lines(folder)) == 2
     assert go(folder, Fake(tmp_path / "log"))[0] == 0
     assert [line["run"] for line in lines(folder)] == list(range(1, 9))
 
 
-def test_failed_runs_are_kept_counted_and_done_again_only_if_asked(tmp_path):
+def test_failed_runs_are_kept_counted_and_repeated_only_on_request(tmp_path):
     folder, log = tmp_path / "out", tmp_path / "log"
-    left, said = go(folder, Fake(log, {2: fail}))
+    left, messages = go(folder, Fake(log, {2: fail}))
     assert left == 1
-    assert any("FAILED: no answer" in text for text in said)
+    assert any("FAILED: no answer" in text for text in messages)
     failed = lines(folder)[2]
     assert (failed["outcome"], failed["exit_status"], failed["error"]) == ("failed", 3, "no answer")
     assert go(folder, Fake(log))[0] == 1
@@ -237,19 +237,19 @@ def test_failed_runs_are_kept_counted_and_done_again_only_if_asked(tmp_path):
 
 
 def test_many_failures_in_a_row_end_it(tmp_path):
-    with pytest.raises(SessionError, match="3 runs failed one after the other, the last with: no answer"):
+    with pytest.raises(ExperimentStoppedError, match="3 runs failed one after the other, the last with: no answer"):
         go(tmp_path / "out", Fake(tmp_path / "log", dict.fromkeys(range(8), fail)))
     assert len(lines(tmp_path / "out")) == session.MOST_FAILURES
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "1"])
 def test_a_run_without_its_response_has_failed(tmp_path, value):
-    class Lacking(Fake):
+    class WithoutResponse(Fake):
         def run(self, planned, settings, leaves):
             return Measured({"downtime_s": value}, [{"kept": float("inf")}])
 
-    with pytest.raises(SessionError):
-        go(tmp_path / "out", Lacking(tmp_path / "log"))
+    with pytest.raises(ExperimentStoppedError):
+        go(tmp_path / "out", WithoutResponse(tmp_path / "log"))
     line = lines(tmp_path / "out")[0]
     assert line["outcome"] == "failed" and "downtime_s" in line["error"]
     assert line["samples"] == [{"kept": "inf"}]
@@ -262,13 +262,13 @@ def test_replications_from_a_power_analysis_fill_blocks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"replication": 3}, "unknown key 'replication'; did you mean replications?"),
         ({"name": "Made Up"}, "name: 'Made Up'; it must be of a-z"),
-        ({"seed": None}, "dates, NaN|seed: is not there"),
+        ({"seed": None}, "dates, NaN|seed: is missing"),
         ({"replications": 1}, "replications: 1; it must be a whole number of at least 2"),
-        ({"replications": {"power": 0.9}}, "replications.sd_increase: is not there"),
+        ({"replications": {"power": 0.9}}, "replications.sd_increase: is missing"),
         ({"blocks": 3}, "blocks: 3; 4 replications cannot be split evenly into them"),
         ({"factor": []}, r"no \[\[factor\]\]"),
         ({"factor": [{"name": "a", "levels": {"x": {}}}]}, "factor 'a': needs at least two"),
@@ -278,9 +278,9 @@ def test_replications_from_a_power_analysis_fill_blocks():
             "factor 'b': 'how' is set by factor 'a' too; make them one factor",
         ),
         ({"response": [{"name": "Down Time"}]}, "names are like downtime_s"),
-        ({"response": [{"name": "a_s"}, {"name": "a_s"}]}, "response: 'a_s' is there twice"),
+        ({"response": [{"name": "a_s"}, {"name": "a_s"}]}, "response: 'a_s' is defined twice"),
         ({"runner": "vm"}, "runner: 'vm'; there are: guest, command"),
-        ({"command": {}}, "command.argv: is not there"),
+        ({"command": {}}, "command.argv: is missing"),
         ({"command": {"argv": "true"}}, "command.argv: 'true'; it must be like"),
         ({"run_s": 0}, "run_s: 0; it must be seconds, more than 0"),
         ({"guest": {"disk_server": "yes"}}, "guest.disk_server: 'yes'; it must be like True"),
@@ -288,25 +288,25 @@ def test_replications_from_a_power_analysis_fill_blocks():
         ({"guest": {"measure_s": float("nan")}}, "dates, NaN and infinity have no meaning here"),
     ],
 )
-def test_bad_definitions_are_named(changes, said):
-    with pytest.raises(DefinitionError, match=said):
+def test_bad_definitions_are_named(changes, message):
+    with pytest.raises(DefinitionError, match=message):
         parse(DOCUMENT | changes)
 
 
-def test_a_trial_is_shorter_and_not_mixed_up_with_the_campaign(by_command):
+def test_a_trial_is_shorter_and_separate_from_the_campaign(by_command):
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--trial", "1"])
     assert result.exit_code == 0, result.output
     assert len(lines(by_command / "by-command-trial")) == 2
     assert not (by_command / "by-command").exists()
-    assert not (by_command / "by-command-trial" / "report").exists()  # one run a level cannot be judged
+    assert not (by_command / "by-command-trial" / "report").exists()  # one run per level cannot be analysed
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--trial", "2"])
     assert result.exit_code == 2
-    assert "its replications is not the definition's; give another --out" in result.output
+    assert "its replications differs from the definition's; give another --out" in result.output
 
 
-def test_how_long_it_takes_is_told_before_the_first_run(tmp_path):
-    _, said = go(tmp_path / "out", Fake(tmp_path / "log"), made(run_s=120), most=1)
-    assert said[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do, about 16 min"
+def test_the_duration_is_estimated_before_the_first_run(tmp_path):
+    _, messages = go(tmp_path / "out", Fake(tmp_path / "log"), made(run_s=120), most=1)
+    assert messages[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do, about 16 min"
 
 
 def test_a_bad_definitions_file_is_named(tmp_path):
@@ -333,7 +333,7 @@ def test_the_samplers_share_is_that_of_the_processes(tmp_path):
     assert share["host_resident_kib"] > 1000
 
 
-def test_a_sample_that_fails_is_told():
+def test_a_failing_sample_is_reported():
     def gone():
         raise RuntimeError("ssh: gone")
 
@@ -341,9 +341,9 @@ def test_a_sample_that_fails_is_told():
         pass
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(1.23, "1.2 s"), (42, "42 s"), (600, "10 min"), (7800, "2 h 10 min")])
-def test_durations(seconds, said):
-    assert duration(seconds) == said
+@pytest.mark.parametrize(("seconds", "text"), [(1.23, "1.2 s"), (42, "42 s"), (600, "10 min"), (7800, "2 h 10 min")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 SCRIPT = """#!/bin/sh
@@ -403,7 +403,7 @@ def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("echo broken >&2; exit 7", "exit status 7: broken"),
         ("echo '[1]'", "its last line is not a result"),
@@ -417,14 +417,14 @@ def test_the_command_line_shows_the_order_and_runs_nothing(by_command):
         ("printf '\\377\\n'", "its last line is not a result"),
     ],
 )
-def test_a_program_that_fails_is_told(by_command, script, said):
+def test_a_failing_program_is_reported(by_command, script, message):
     (by_command / "measure").write_text(f"#!/bin/sh\n{script}\n")
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
     assert result.exit_code == 1
-    assert said in result.output
+    assert message in result.output
 
 
-def test_what_an_interrupted_run_has_started_does_not_go_on_beside_the_next(by_command):
+def test_processes_of_an_interrupted_run_end_before_the_next_run(by_command):
     (by_command / "measure").write_text("#!/bin/sh\nsetsid sleep 1000 &\necho $! >> pids; wait\n")
     experiment = subprocess.Popen(
         [sys.executable, "-m", "rekindle_lab", "experiment", str(by_command / "x.toml")], stderr=subprocess.DEVNULL
@@ -441,7 +441,7 @@ def test_what_an_interrupted_run_has_started_does_not_go_on_beside_the_next(by_c
     wait_until(lambda: not Path("/proc", left).exists())
 
 
-def test_runs_of_another_order_are_not_taken_for_done(by_command):
+def test_runs_of_another_order_do_not_count_as_done(by_command):
     CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
     (by_command / "by-command" / "order.json").unlink()
     (by_command / "x.toml").write_text(FILE.replace("seed = 11", "seed = 12"))

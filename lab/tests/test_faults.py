@@ -1,4 +1,4 @@
-"""The fault experiment: its code changes, what it does to memory, and its figures from made-up rows."""
+"""The fault experiment: its code changes, its changes of memory, and its figures from invented rows."""
 
 import json
 import random
@@ -27,7 +27,7 @@ START = 0xFFFFFFFF81000000
 TEXT = bytes.fromhex("4889fd 4889442408 4801d8 488b4d10 48ffc9 75fb f3a4 90 c3")
 KALLSYMS = f"""{START:016x} T _stext
 {START:016x} T filemap_read
-{START + len(TEXT):016x} t somebody_else
+{START + len(TEXT):016x} t other_function
 {START + 64:016x} T _etext
 ffffffffc0000000 t virtblk_probe\t[virtio_blk]
 """
@@ -49,7 +49,7 @@ def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
     return all_of
 
 
-def test_each_fault_in_code_is_put_where_it_belongs(code):
+def test_each_code_fault_applies_to_its_instructions(code):
     assert possible(code, "initialization") == {"mov qword ptr [rsp + 8], rax": [b"\x90" * 5]}
     assert possible(code, "interface") == {"mov rbp, rdi": [b"\x90" * 3]}
     branches = possible(code, "branch")
@@ -66,7 +66,7 @@ def test_each_fault_in_code_is_put_where_it_belongs(code):
     assert all(len(new) == 8 * len(new[0]) for new in possible(code, "text").values())
 
 
-def test_no_instruction_is_changed_twice_and_the_module_is_told_what_was_there(code):
+def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code):
     changes = code.changes("text", random.Random(1))
     some = [next(changes) for _ in range(5)]
     assert len({change.address for change in some}) == 5
@@ -78,7 +78,7 @@ def test_no_instruction_is_changed_twice_and_the_module_is_told_what_was_there(c
     assert code.name(START + 3) == "filemap_read+0x3"
 
 
-def test_kallsyms_that_are_hidden_are_refused():
+def test_hidden_kallsyms_are_rejected():
     with pytest.raises(ValueError, match="root"):
         Code.span("0000000000000000 T filemap_read\n")
 
@@ -104,7 +104,7 @@ def changed(path: Path, before: bytes) -> set[int]:
 def test_frames_of_the_page_cache_are_found_by_their_content(memory):
     ram, image, path = memory
     cached = ram.cached(image)
-    assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one is not as on the disk"
+    assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
     before = path.read_bytes()
     hit = ram.flip_cached(cached, 3, random.Random(2))
     assert len(hit) == 3
@@ -112,7 +112,7 @@ def test_frames_of_the_page_cache_are_found_by_their_content(memory):
     assert set(ram.cached(image)) == set(cached) - set(hit)
 
 
-def test_a_copy_overruns_the_frames_behind_and_not_the_end_of_the_memory(memory):
+def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
     ram, image, path = memory
     before = path.read_bytes()
     behind = ram.overrun_cached(ram.cached(image), 2, random.Random(3))
@@ -143,7 +143,7 @@ def test_the_card_is_given_frames_of_the_page_cache(memory):
     assert len(frames) == 2
     assert set(frames) <= set(cached)
     addresses = [struct.unpack("<Q", ram.read(16 * n, 8))[0] for n in range(size)]
-    # The next four are left alone (6, 7, 0, 1).
+    # The next four are not used (6, 7, 0, 1).
     assert addresses[2:4] == [frame * PAGE for frame in frames]
     assert all(addresses[n] == 0x100000 + n * PAGE for n in (0, 1, 4, 5, 6, 7))
 
@@ -170,7 +170,7 @@ def waits_for_lanes() -> bool:
 
 def test_lanes_that_are_interrupted_are_waited_for():
     stopping, last = threading.Event(), threading.Event()
-    ended, told = [], []
+    ended, notified = [], []
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -185,7 +185,7 @@ def test_lanes_that_are_interrupted_are_waited_for():
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         assert stopping.wait(30)
-        if index == 0:  # it takes its guests down, the other one has done so
+        if index == 0:  # it removes its guests, the other one has done so
             assert last.wait(30)
             time.sleep(0.3)
         ended.append(index)
@@ -194,10 +194,10 @@ def test_lanes_that_are_interrupted_are_waited_for():
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            in_lanes(2, lane, stopping, lambda: told.append(sorted(ended)))
+            in_lanes(2, lane, stopping, lambda: notified.append(sorted(ended)))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert told == [[0, 1]]
+    assert notified == [[0, 1]]
 
 
 def test_the_paper_s_types_are_all_there():
@@ -223,7 +223,7 @@ def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
     return file.path
 
 
-def test_figures_say_what_was_wrong_and_that_it_can_be(tmp_path):
+def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
     frame = read(made_up(tmp_path))
     figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
     ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
@@ -248,6 +248,6 @@ def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_pat
     json.dumps([figure.as_json() for figure in found.figures])
 
 
-def test_complaints_of_a_kernel_are_seen():
+def test_complaints_of_a_kernel_are_detected():
     assert complaints("[    4.1] BUG: unable to handle page fault for address: ffff\n")
     assert not complaints("rekindle-micro ready\n")

@@ -1,4 +1,4 @@
-"""Runs with guests: what is refused before anything runs, definitions of VMs, and what clients and guests say."""
+"""Runs with guests: rejected settings, VM definitions, and the output of clients and guests."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def experiment(level, response, **guest):
 
 
 @pytest.mark.parametrize(
-    ("level", "response", "guest", "said"),
+    ("level", "response", "guest", "message"),
     [
         ({"reboot": "os", "haw": "cold"}, "downtime_s", {}, "level 'b': unknown setting 'haw'"),
         ({"reboot": 1}, "downtime_s", {}, "level 'b': reboot: 1 is not of the kind str"),
@@ -52,15 +52,20 @@ def experiment(level, response, **guest):
             "how of the reboot of os: 'kexek'; there are: cold, kexec",
         ),
         ({"reboot": "vmm", "how": "kexec"}, "downtime_s", {}, "how of the reboot of vmm: 'kexec'; there are: warm, "),
-        ({"how": "kexec"}, "throughput_per_s", {}, "how: 'kexec' of what reboot\\? Set reboot, or leave how out"),
-        ({"options": ["--end", "freeze"]}, "throughput_per_s", {}, "options of what reboot\\? Set reboot, or leave"),
+        ({"how": "kexec"}, "throughput_per_s", {}, "how: 'kexec' without a reboot; set reboot, or leave how out"),
+        ({"options": ["--end", "freeze"]}, "throughput_per_s", {}, "options without a reboot; set reboot, or leave"),
         ({"how": "phase", "disk_server": False}, "throughput_per_s", {}, "phase needs disks with servers"),
         ({}, "downtime_s", {}, "'downtime_s', but treatment {'f': 'b'} reboots nothing"),
         ({}, "throughput_after_per_s", {}, "'throughput_after_per_s', but treatment {'f': 'b'} reboots nothing"),
         (COLD, "downtime_ms", {}, "unknown 'downtime_ms'; a guest has: throughput_per_s"),
         (COLD, "guest_load", {}, "'guest_load' needs a debian image"),
         (COLD, "recovered_memory_pct", {}, "'recovered_memory_pct', but nothing is leaked; set guest.leak_mib"),
-        ({"reboot": "os", "how": "kexec"}, "downtime_s", {}, "kexec needs an agent in the guest, which micro has not"),
+        (
+            {"reboot": "os", "how": "kexec"},
+            "downtime_s",
+            {},
+            "kexec needs an agent in the guest, which micro does not have",
+        ),
         (
             {"reboot": "os", "how": "phase", "disk_server": False},
             "downtime_s",
@@ -71,15 +76,15 @@ def experiment(level, response, **guest):
         (COLD, "downtime_s", {"image": "mikro"}, "guest.image: 'mikro'; there are: micro, debian, immutable"),
         (COLD, "downtime_s", {"load": "ab"}, "guest.load: 'ab'; there are: probe, wrk"),
         (COLD, "downtime_s", {"load": "wrk", "files": 2}, "guest.files: 2; micro has 1"),
-        (COLD, "downtime_s", {"image": "debian", "files": 2}, "guest.files: 2; only wrk asks for several"),
+        (COLD, "downtime_s", {"image": "debian", "files": 2}, "guest.files: 2; only wrk requests several"),
     ],
 )
-def test_what_a_guest_does_not_know_is_named_before_anything_runs(level, response, guest, said):
-    with pytest.raises(DefinitionError, match=said.replace("{", r"\{")):
+def test_unsupported_settings_are_named_before_anything_runs(level, response, guest, message):
+    with pytest.raises(DefinitionError, match=message.replace("{", r"\{")):
         settings.check(experiment(level, response, **guest))
 
 
-def test_phases_may_be_kept_for_no_reboot():
+def test_phases_may_be_kept_without_a_reboot():
     settings.check(experiment({"how": "phase"}, "throughput_per_s"))
 
 
@@ -123,7 +128,7 @@ def test_the_disks_are_a_servers_or_qemus_own(tmp_path, kind, disks):
     assert "cache" not in definition["disk"][0]
 
 
-def test_only_who_goes_on_from_phases_keeps_them(tmp_path):
+def test_only_guests_that_resume_from_phases_keep_them(tmp_path):
     about = experiment(COLD, "downtime_s", image="immutable").guest
     own, definition = made(tmp_path, about, {"how": "phase"}, "immutable")
     assert own.phases and definition["phase"]["save"] == ["kernel", "services"]
@@ -143,20 +148,20 @@ LAST = (
 )
 
 
-def test_what_wrk_says():
+def test_wrks_output_is_parsed():
     window = load.of_wrk(WRK + LAST + "\n")
     assert (window.throughput_per_s, window.response_time_ms, window.failed) == (24.0, 25.0, 6)
     assert window.raw["wrk"]["bytes"] == 9
 
 
-@pytest.mark.parametrize("said", ["", WRK, "{}", LAST.replace("2000000", "0")])
-def test_what_wrk_should_not_say(said):
+@pytest.mark.parametrize("output", ["", WRK, "{}", LAST.replace("2000000", "0")])
+def test_other_output_of_wrk_is_rejected(output):
     with pytest.raises(RunError, match="wrk: its last line is not a result"):
-        load.of_wrk(said)
+        load.of_wrk(output)
 
 
-def test_the_script_is_one_that_wrk_runs(tmp_path):
-    """A real wrk against a real server; each of the paths is asked for."""
+def test_wrk_runs_the_script(tmp_path):
+    """Runs a real wrk against a real server; each path is requested."""
     (tmp_path / "one").write_text("1" * 1000)
     (tmp_path / "two").write_text("2")
     port_file = tmp_path / "port"
@@ -183,14 +188,14 @@ def test_the_script_is_one_that_wrk_runs(tmp_path):
         server.wait()
     window = load.of_wrk(done.stdout)
     assert window.throughput_per_s > 0 and window.failed == 0
-    # Where wrk leaves before its last answers the server says more than what was asked for.
-    asked = re.findall(r'"(GET [^"]*)"', log.read_text())
-    assert set(asked) == {"GET /one HTTP/1.1", "GET /two HTTP/1.1"}
-    assert abs(asked.count("GET /one HTTP/1.1") - asked.count("GET /two HTTP/1.1")) <= 2
+    # If wrk exits before its last answers, the server has logged more requests than wrk has counted.
+    requested = re.findall(r'"(GET [^"]*)"', log.read_text())
+    assert set(requested) == {"GET /one HTTP/1.1", "GET /two HTTP/1.1"}
+    assert abs(requested.count("GET /one HTTP/1.1") - requested.count("GET /two HTTP/1.1")) <= 2
 
 
 class Droppable:
-    """A guest that counts."""
+    """A guest that counts commands."""
 
     name = "made-up"
 
@@ -203,7 +208,7 @@ class Droppable:
         return self.reply
 
 
-def test_caches_are_dropped_while_there_is_load():
+def test_caches_are_dropped_under_load():
     guest = Droppable()
     with load.without_caches(guest, 0.01):
         deadline = time.monotonic() + 30
@@ -216,7 +221,7 @@ def test_caches_are_dropped_while_there_is_load():
     assert guest.dropped == after
 
 
-def test_a_guest_that_does_not_drop_its_caches_is_told():
+def test_a_guest_that_does_not_drop_its_caches_is_reported():
     guest = Droppable("error no")
     with pytest.raises(RunError, match="made-up: drop-caches: error no"), load.without_caches(guest, 0.01):
         deadline = time.monotonic() + 30
@@ -236,7 +241,7 @@ pgpgout 60
 """
 
 
-def test_what_a_guest_says_of_itself():
+def test_a_guests_status_is_parsed():
     first = parse_status(STATUS)
     assert first == {
         "load_15min": 0.3,
@@ -278,12 +283,12 @@ def test_all_samples_come_over_one_session(tmp_path):
     assert not Path("/proc", pid).exists()
 
 
-def test_a_session_that_ends_is_told():
+def test_a_session_that_ends_is_reported():
     with pytest.raises(RuntimeError, match="made-up: ssh: ended: no route"):
         GuestStatus(Shell("sh", "-c", "read line; echo no route >&2")).__enter__()
 
 
-def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
+def test_nothing_is_left_of_a_run_that_never_started(tmp_path):
     runner = GuestRunner(experiment(COLD, "downtime_s"), tmp_path, tmp_path / "rekindle", "qemu", tmp_path, "abc")
     leaves = {"netns": "rkx-abc-none", "work": str(tmp_path / "work"), "disk": str(tmp_path / "disk")}
     runner.clear(leaves)
@@ -292,18 +297,18 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_who_only_speaks_of_a_run_directory_is_left_alone(tmp_path):
+def test_a_process_that_only_mentions_a_run_directory_is_not_ended(tmp_path):
     variable = f"REKINDLE_RUN_DIR={tmp_path / 'run'}"
-    speaks = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", variable])
+    mentions = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", variable])
     try:
-        wait_until(lambda: speaks.pid in processes.mentioning(variable))
+        wait_until(lambda: mentions.pid in processes.mentioning(variable))
         assert processes.with_variable(*variable.split("=")) == []
     finally:
-        speaks.kill()
-        speaks.wait()
+        mentions.kill()
+        mentions.wait()
 
 
-def test_what_a_kill_has_left_is_ended_and_nobody_else(tmp_path):
+def test_only_processes_left_by_a_kill_are_ended(tmp_path):
     mine, other = ({**os.environ, "REKINDLE_RUN_DIR": str(tmp_path / name)} for name in ("run", "run-2"))
     left = subprocess.Popen(["sleep", "1000"], env=mine)
     stays = subprocess.Popen(["sleep", "1000"], env=other)

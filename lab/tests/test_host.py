@@ -1,4 +1,4 @@
-"""Topic `host`: its figures, tables and plots from made-up rows, and what it makes of timelines."""
+"""Topic `host`: its figures, tables and plots from invented rows, and the evaluation of timelines."""
 
 import json
 
@@ -41,7 +41,7 @@ def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, res
 
 
 def made_up():
-    """Some of each case."""
+    """Some rows of each case."""
     for number in range(3):
         for mib, resume in ((128, 0.5), (1024, 0.55)):
             yield from reboot("sizes", "warm", number, mib=mib, resume=resume)
@@ -115,7 +115,7 @@ def test_tables_and_plots(write, tmp_path):
     assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
 
 
-def test_a_run_goes_on_after_whole_reboots(write):
+def test_a_resumed_run_continues_after_complete_reboots(write):
     rows = [*reboot("counts", "warm", 0, vms=2), *list(reboot("counts", "warm", 1, vms=2))[:1]]
     assert rounds(write(rows)) == {("counts", "warm", 2, 128, "emulated"): 1}
 
@@ -184,9 +184,9 @@ def test_stages_of_a_warm_and_of_a_cold_reboot():
     assert cold == {"services_us": 5 * S, "down_us": 3 * S, "firmware_us": 3 * S, "kernel_us": 4 * S}
 
 
-def test_a_quick_plan_says_what_it_leaves_out():
+def test_a_quick_plan_lists_its_omissions():
     assert left_out(FULL) == []
-    told = "\n".join(left_out(QUICK))
+    lines = "\n".join(left_out(QUICK))
     for word in ("1 guest with 1G", "guests: 2", "connections open", "with a fault"):
-        assert word in told
+        assert word in lines
     assert json.dumps(left_out(QUICK))

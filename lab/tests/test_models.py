@@ -1,4 +1,4 @@
-"""The models against RootHammer's own figures, against simulation, and with what they must refuse."""
+"""The models compared with RootHammer's own figures and with simulation, and the rejected input."""
 
 import json
 import math
@@ -38,8 +38,8 @@ def share(parameters, name, hosts):
 def test_section_5_5():
     assert round(up(JBOSS, "warm"), 5) == 0.99993
     assert round(up(JBOSS, "cold"), 5) == 0.99986
-    # The paper prints 0.99977. Its formula with its own figures gives 0.99976(4); all three of its prints are what
-    # the formula gives if the fifth digit is rounded up.
+    # The paper prints 0.99977. Its formula with its own figures gives 0.99976(4); all three of its printed numbers
+    # follow from the formula if the fifth digit is rounded up.
     assert round(up(JBOSS, "saved"), 5) == 0.99976
     printed = {"warm": 0.99993, "cold": 0.99986, "saved": 0.99977}
     assert {name: math.ceil(up(JBOSS, name) * 1e5) / 1e5 for name in printed} == printed
@@ -65,7 +65,7 @@ def test_warm_is_highest_and_saved_lowest_in_figures_9_and_10():
 def test_section_6_3_crosses_near_11000_hosts(name):
     (place,) = crossing.in_hosts(CLUSTER, "cold", name)
     assert 11_000 <= place.at < 11_500
-    # The same by solving (m - 1) / m * X = Y by hand.
+    # The same by solving (m - 1) / m * X = Y analytically.
     moved, cold = (throughput.performance(CLUSTER.technique(n), CLUSTER.os, CLUSTER.timers) for n in (name, "cold"))
     assert place.at == pytest.approx(moved / (moved - cold), rel=1e-6)
     assert share(CLUSTER, name, 10_000) < share(CLUSTER, "cold", 10_000) < share(CLUSTER, "cold", 12_000) + 1e-12
@@ -83,14 +83,14 @@ def test_warm_does_not_depend_on_the_number_of_hosts():
     assert share(CLUSTER, "warm", 2) == pytest.approx(share(CLUSTER, "warm", 1e6), rel=1e-12)
 
 
-def test_crossings_are_looked_for_only_where_both_techniques_are_possible():
+def test_crossings_are_searched_only_where_both_techniques_are_possible():
     kept = CLUSTER.techniques | {"pair": Technique("pair", 0, 0.57, 181, spare_hosts=2)}
     own = Parameters("x", CLUSTER.os, kept)
     (place,) = crossing.in_hosts(own, "cold", "pair")
     (single,) = crossing.in_hosts(own, "cold", "live")
     assert place.at == pytest.approx(2 * single.at, rel=1e-6)
     assert figures.figure_16(own)["hosts"].min() == 3
-    # A quarter of a day is less than this renewal takes, and a 28th of its interval is.
+    # A quarter of a day is shorter than this renewal, and a 28th of its interval is not.
     slow = Parameters("y", OsReboot(34), {"a": Technique("a", 40_000), "b": Technique("b", 30_000, coupled=True)})
     low, high = DAY_S / 28, 4 * DAY_S
     assert all(40_000 < place.at < high for place in crossing.in_vmm_interval(slow, "a", "b", low, high))
@@ -98,7 +98,7 @@ def test_crossings_are_looked_for_only_where_both_techniques_are_possible():
 
 
 def test_crossings_are_where_the_difference_is_nothing():
-    # Saved beside cold: with rare OS reboots cold is better; with frequent ones its reset timer saves reboots.
+    # Saved against cold: with rare OS reboots cold is better; with frequent ones its reset timer saves reboots.
     saved = Parameters(
         "x", OsReboot(300), {"saved": Technique("saved", 900), "cold": Technique("cold", 1000, coupled=True)}
     )
@@ -122,7 +122,7 @@ def test_crossings_of_known_functions():
     assert crossing.crossings(lambda x: x, 1, 10) == []
 
 
-# Downtimes so long that each rule counts for far more than a simulation's interval is wide.
+# Downtimes so long that each rule has an effect far larger than a simulation's interval.
 HARSH = Timers(10_000, 1_700)
 HARSH_OS = OsReboot(100, 0.3, 50)
 TECHNIQUES = [
@@ -150,10 +150,10 @@ def test_simulated_timers_agree_for_the_papers_figures(parameters):
         assert result.performance.holds(formula), (technique.name, result.performance)
 
 
-def test_the_rules_matter_a_timer_that_goes_on_does_not_agree():
+def test_the_rules_matter_a_timer_that_keeps_running_does_not_agree():
     warm = TECHNIQUES[0]
-    going_on = simulate(warm, HARSH_OS, HARSH, vms=150, intervals=25, rules=Rules(os_timer_stops=False))
-    assert not going_on.availability.holds(availability(warm, HARSH_OS, HARSH))
+    running = simulate(warm, HARSH_OS, HARSH, vms=150, intervals=25, rules=Rules(os_timer_stops=False))
+    assert not running.availability.holds(availability(warm, HARSH_OS, HARSH))
 
 
 def test_the_rules_matter_without_a_reset_there_is_no_floor():
@@ -165,7 +165,7 @@ def test_the_rules_matter_without_a_reset_there_is_no_floor():
     assert kept.availability.mean == pytest.approx(availability(independent, HARSH_OS, HARSH), abs=0.002)
 
 
-def test_a_renewal_that_waits_begins_though_a_piece_of_degraded_time_is_left_that_no_clock_can_tell(monkeypatch):
+def test_a_waiting_renewal_starts_despite_a_rest_below_the_clocks_resolution(monkeypatch):
     steps, step = [], simulation._Vm.step
 
     def counted(vm):
@@ -176,7 +176,7 @@ def test_a_renewal_that_waits_begins_though_a_piece_of_degraded_time_is_left_tha
     monkeypatch.setattr(simulation._Vm, "step", counted)
     cold, os, timers = Technique("cold", 1_000, coupled=True), OsReboot(100, 0.3, 12.3), Timers(10_000, 2_990)
     result = simulate(cold, os, timers)
-    # The third OS reboot falls together with the renewal: it comes first, or is spared.
+    # The third OS reboot coincides with the renewal: it comes first, or is spared.
     most = downtime_s(cold, os, timers)
     assert os_reboots(cold, timers) == 3
     assert 1 - most / 10_000 < result.availability.mean < 1 - (most - 100) / 10_000
@@ -187,7 +187,7 @@ def test_an_evaluation_takes_less_than_a_millisecond():
     seconds = min(
         timeit.repeat(lambda: throughput.index(cold, CLUSTER.os, CLUSTER.timers, 100), number=rounds, repeat=3)
     )
-    # Told by n for whoever reads a failure; the bar is 100 times what it takes.
+    # Reports n for the reader of a failure; the limit is 100 times the usual time.
     assert seconds / rounds < 1e-3, f"{seconds / rounds * 1e6:.1f} µs an evaluation, n = {rounds}"
 
 
@@ -240,17 +240,17 @@ def test_parameters_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('coupled = "false"', r"technique\.cold\.coupled: 'false'; it must be true or false"),
         ("coupled = 1", r"technique\.cold\.coupled: 1; it must be true or false"),
         ("spare_hosts = 0.5", r"technique\.cold\.spare_hosts: 0\.5; it must be a whole number"),
     ],
 )
-def test_switches_by_hand_are_switches(tmp_path, line, said):
+def test_switches_by_hand_are_switches(tmp_path, line, message):
     path = tmp_path / "figures.toml"
     path.write_text(BY_HAND.replace("coupled = true", line))
-    with pytest.raises(ParameterError, match=rf"figures\.toml: {said}"):
+    with pytest.raises(ParameterError, match=rf"figures\.toml: {message}"):
         by_hand(path)
 
 
@@ -310,7 +310,7 @@ spare_hosts = 2
         ["--paper", "jboss", "--os-interval-d", "10000"],
     ],
 )
-def test_what_nobody_has_given_is_no_error(tmp_path, monkeypatch, options):
+def test_missing_options_are_no_error(tmp_path, monkeypatch, options):
     (tmp_path / "figures.toml").write_text(SPARES)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["model", *options, "--json", "--figures", "f"])
@@ -324,7 +324,7 @@ def test_command_line_prints_tables():
     assert "0.99992601" in result.output
 
 
-def test_command_line_refuses():
+def test_command_line_rejects_contradictory_options():
     result = CliRunner().invoke(app, ["model"])
     assert result.exit_code == 2
     assert "give one of --paper, --parameters and --measured" in result.output

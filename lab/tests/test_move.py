@@ -1,4 +1,4 @@
-"""Topic `move` on rows that are made up: the figure, the table, and the peer's command line."""
+"""Topic `move` with invented rows: the figure, the table, and the peer's command line."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_the_target_has_the_hardware_and_its_own_files():
     text = " ".join(out)
     assert out[-2:] == ["-incoming", "defer"] and text.count("-incoming") == 1 and "-S" not in out
     assert "tap,id=net0,fd=7,vhost=off" in out
-    # Both sides have to be of one mind about the stream.
+    # Both sides have to agree about the stream.
     assert "migration.send-configuration=off" in out
     assert "mem-path=/ram/b.ram" in text and "/b/qemu.pid" in out and "logfile=/b/console.log" in text
     assert "/run/a" not in text and "/ram/a" not in text
@@ -73,21 +73,21 @@ def test_the_figure_is_of_a_guest_that_works(frame):
     assert figure.extra["ratio_idle_512m"] == pytest.approx(4.0, rel=0.01)
     assert figure.extra["ratio_idle_512m_tls_to_local"] == pytest.approx(2.0, rel=0.01)
     assert found.absent == ["live-2ms, 512M, dirty 20: 1 of 8 did not converge"]
-    lacking = analysis.figures(frame[frame["how"] == "move"], "move-raw.csv")
-    assert not lacking.figures and "live" in lacking.absent[0]
+    without_peers = analysis.figures(frame[frame["how"] == "move"], "move-raw.csv")
+    assert not without_peers.figures and "live" in without_peers.absent[0]
 
 
-def test_the_tables_say_how_much_less_was_served(frame):
+def test_the_tables_have_the_loss_of_throughput(frame):
     lines = {(line["load"], line["how"]): line for line in analysis.summary(frame)}
     assert lines["idle", "move"]["degraded"] == pytest.approx(0.25)
     assert lines["idle", "live"]["degraded"] == pytest.approx(0.5)
     assert lines["idle", "live"]["paused before ms"] is None
     assert lines["dirty 20", "live-2ms"]["not converged"] == 1 and lines["dirty 20", "live-2ms"]["n"] == 7
     [idle, _] = analysis.pauses(frame)
-    told = ("guest", "load", "how", "n")
-    assert {name: value for name, value in idle.items() if name not in told} == {"read ms": 5.0, "there ms": 30.0}
+    keys = ("guest", "load", "how", "n")
+    assert {name: value for name, value in idle.items() if name not in keys} == {"read ms": 5.0, "there ms": 30.0}
     [idle, _] = analysis.there(frame)
-    assert {name: value for name, value in idle.items() if name not in told} == {"load its devices ms": 9.0}
+    assert {name: value for name, value in idle.items() if name not in keys} == {"load its devices ms": 9.0}
 
 
 def test_the_models_take_their_figures_from_it(frame, tmp_path):
@@ -102,14 +102,12 @@ def test_the_models_take_their_figures_from_it(frame, tmp_path):
     assert ours.vmm_downtime_s == pytest.approx((80.007 + 9) / 1e3, rel=1e-4)
     assert (ours.degraded_rate, ours.degraded_s) == (pytest.approx(0.25), pytest.approx(3.0))
     assert all(one.spare_hosts == 1 for one in found.values())
-    assert (
-        any("non-live" in note for note in notes) and "left out, for not every one came to its end: live-2ms" in notes
-    )
+    assert any("non-live" in note for note in notes) and "left out, since not all of them converged: live-2ms" in notes
     options = ["--moves", str(path), "--move-vms", "3", "--json"]
     done = CliRunner().invoke(app, ["model", "--paper", "cluster", *options])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.output)
-    names = [row["technique"] for row in told["techniques"]]
+    document = json.loads(done.output)
+    names = [row["technique"] for row in document["techniques"]]
     assert {"warm", "move", "live-20ms"} <= set(names) and names.count("migration") == 1
     with pytest.raises(ParameterError, match=r"no guest '8G' .* 512M with load idle"):
         moves.moved(path, "8G", "idle", 3)
@@ -124,13 +122,13 @@ def test_rates_are_of_whole_intervals_before_the_command_and_until_the_stop():
     row = Row("moves", 512, "idle", "move", "disk", 0)
     cases._service(probe, 6.0, 7.0, row)
     assert (row.before_per_s, row.during_per_s) == (pytest.approx(400.0), pytest.approx(200.0))
-    # Over before one interval was.
+    # Ended before one interval had passed.
     cases._service(probe, 6.0, 6.05, row)
     assert row.during_per_s is None
 
 
-def test_what_a_quick_run_leaves_out_is_said():
+def test_omissions_of_a_quick_run_are_listed():
     assert left_out(FULL) == []
-    said = left_out(QUICK)
-    assert any("2G" in line for line in said)
-    assert any(f"{QUICK.rounds} of {FULL.rounds}" in line for line in said) and QUICK.rounds < FULL.rounds
+    lines = left_out(QUICK)
+    assert any("2G" in line for line in lines)
+    assert any(f"{QUICK.rounds} of {FULL.rounds}" in line for line in lines) and QUICK.rounds < FULL.rounds

@@ -19,7 +19,7 @@ from rekindle_lab.bench.os import analysis, boot, cases, client, rows
 from rekindle_lab.bench.os.client import Answer, Client, longest_gap
 from rekindle_lab.bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_lab.bench.os.rows import PEERS, WAYS, Row
-from rekindle_lab.bench.os.stage import OsGuest, Stage, fill, looked_at, make_disk, phase_of
+from rekindle_lab.bench.os.stage import OsGuest, Stage, describe_hang, fill, make_disk, phase_of
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import RekindleError
 
@@ -29,7 +29,7 @@ write = partial(write_rows, rows)
 
 
 def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
-    """A row of a boot whose stages take so many seconds."""
+    """A row of a boot with these durations of its stages, in seconds."""
     row = Row("reboot", guest, 512, how, number, first_us=20_000, silent_host_us=START_US)
     at = START_US + number * 1000
     for name, seconds in (
@@ -105,7 +105,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert any("phase_restore_ms_micro" in line for line in found.absent)
 
 
-def test_rows_that_are_not_there_are_said_to_be_absent(tmp_path):
+def test_missing_rows_are_reported(tmp_path):
     found = analysis.figures(write(tmp_path / "r.csv", []), "r.csv")
     assert not found.figures
     for name in ("kexec_vs_cold", "phase_late_vs_cold", "phase_restore_ms", "leak_recovered"):
@@ -130,9 +130,9 @@ def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):
     write(tmp_path / "os-raw.csv", made_up())
     done = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    told = json.loads((tmp_path / "os.json").read_text())
-    assert told["figures"]["phase_restore_ms"]["value"] == pytest.approx(84.5)
-    for plot in told["plots"]:
+    document = json.loads((tmp_path / "os.json").read_text())
+    assert document["figures"]["phase_restore_ms"]["value"] == pytest.approx(84.5)
+    for plot in document["plots"]:
         assert (tmp_path / plot).stat().st_size > 1000
     assert "shut down and jump" in (tmp_path / "os.md").read_text()
 
@@ -198,7 +198,7 @@ def test_the_kernels_clock_and_systemds():
         boot.user_space_after_us("Unknown property")
 
 
-def test_the_firmwares_word_is_seen_and_an_old_one_is_not(tmp_path):
+def test_only_new_output_of_the_firmware_counts(tmp_path):
     path = tmp_path / "firmware"
     path.write_text("Booting from ROM...\n")
     with boot.Firmware(path) as firmware:
@@ -235,11 +235,11 @@ def test_a_root_in_a_partition(tmp_path):
     assert int.from_bytes(made[454:458], "little") == 2048 and int.from_bytes(made[458:462], "little") == 6144
 
 
-def test_a_phase_that_was_not_gone_on_from_is_no_reboot_by_it():
+def test_a_reboot_that_did_not_resume_from_its_phase_is_rejected():
     gap = client.Gap(START_US, START_US + 1000, 10)
-    told = {"name": "g", "stop_host_us": 1, "resume_host_us": 2, "phase": {"candidate": None, "skipped": ["why"]}}
+    result = {"name": "g", "stop_host_us": 1, "resume_host_us": 2, "phase": {"candidate": None, "skipped": ["why"]}}
     with pytest.raises(RekindleError, match="why"):
-        fill(Row("reboot", "micro", 512, "phase-services", 0), told, gap)
+        fill(Row("reboot", "micro", 512, "phase-services", 0), result, gap)
     row = Row("reboot", "debian", 512, "kexec", 0)
     fill(row, {"stop_host_us": 1, "resume_host_us": 2, "steps": []}, gap)
     assert row.ended_host_us is None and row.gap_us == 1000
@@ -252,7 +252,7 @@ def test_plans():
     assert set(GUESTS["immutable"]) == set(WAYS) and not set(WAYS) & set(PEERS)
 
 
-def test_a_case_that_is_asked_for_by_name_is_in_the_quick_plan():
+def test_a_case_that_is_named_is_in_the_quick_plan():
     assert quick([]) == QUICK
     named = quick(["debian", "leak"])
     assert named.rounds == {"micro": 2, "debian": 1, "immutable": 1}
@@ -265,13 +265,13 @@ def test_the_phase_of_a_way():
     assert phase_of("phase-kernel") == "kernel" and phase_of("cold") == ""
 
 
-def test_what_is_seen_of_a_guest_that_does_not_answer(tmp_path):
+def test_a_guest_that_does_not_answer_is_described(tmp_path):
     guest, folder = SimpleNamespace(name="mute"), tmp_path / "mute"
     rekindle = SimpleNamespace(run_dir=tmp_path)
-    assert "cannot be looked at" in looked_at(rekindle, guest)
+    assert "cannot be queried" in describe_hang(rekindle, guest)
     (folder / "vmm-1").mkdir(parents=True)
     (folder / "state.json").write_text(json.dumps({"vmm": {"directory": str(folder / "vmm-1")}}))
-    (folder / "console.log").write_text("it said this")
+    (folder / "console.log").write_text("last line")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "vmm-1" / "watch.sock"))
     listener.listen()
@@ -280,17 +280,17 @@ def test_what_is_seen_of_a_guest_that_does_not_answer(tmp_path):
         connection, _ = listener.accept()
         with connection, connection.makefile("rw") as lines:
             answers = [{}, {"status": "running"}, "EAX=1 RIP=ab RFL=2\nHLT=1", "RIP=cd"]
-            for said in [{"QMP": {}}, *({"return": answer} for answer in answers)]:
-                lines.write(json.dumps(said) + "\n")
+            for reply in [{"QMP": {}}, *({"return": answer} for answer in answers)]:
+                lines.write(json.dumps(reply) + "\n")
                 lines.flush()
                 lines.readline()
 
     thread = threading.Thread(target=serve)
     thread.start()
-    seen = looked_at(rekindle, guest)
+    seen = describe_hang(rekindle, guest)
     thread.join()
     listener.close()
-    for word in ("running", "RIP=ab RFL=2 HLT=1", "RIP=cd", "it said this"):
+    for word in ("running", "RIP=ab RFL=2 HLT=1", "RIP=cd", "last line"):
         assert word in seen, seen
 
 
@@ -299,19 +299,19 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
     where = Stage(tmp_path, rekindle, "qemu", None, tmp_path, tmp_path, tmp_path, "ns")
-    where.lost(one, "it did not come back")
+    where.lost(one, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
-    assert where.errors == ["it did not come back"]
+    assert where.errors == ["it did not return"]
 
 
-def test_a_loss_costs_a_row_and_too_many_the_case(tmp_path):
+def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
     def case(failing):
-        """Rows and losses of a case of which so many reboots at its beginning fail."""
+        """Returns rows and losses of a case whose first `failing` reboots fail."""
         rows, losses, tries = [], [], itertools.count()
 
         def reboot(*_):
             if next(tries) < failing:
-                raise RekindleError("it did not come back")
+                raise RekindleError("it did not return")
             return Row("reboot", "micro", 512, "cold", 0)
 
         stage = SimpleNamespace(
@@ -321,14 +321,14 @@ def test_a_loss_costs_a_row_and_too_many_the_case(tmp_path):
             reboot=reboot,
             lost=lambda _, what: losses.append(what),
             rows=rows,
-            say=lambda _: None,
+            log=lambda _: None,
         )
         try:
             cases.CASES["micro"](stage, FULL)
         except RekindleError:
-            return len(rows), len(losses), "given up"
+            return len(rows), len(losses), "stopped"
         return len(rows), len(losses), "whole"
 
     all_of = FULL.rounds["micro"] * len(GUESTS["micro"])
     assert case(cases.LOSSES) == (all_of - cases.LOSSES, cases.LOSSES, "whole")
-    assert case(cases.LOSSES + 1) == (0, cases.LOSSES, "given up")
+    assert case(cases.LOSSES + 1) == (0, cases.LOSSES, "stopped")

@@ -38,7 +38,7 @@ def test_the_peer_has_our_hardware_and_its_own_files():
         assert ours_only not in text
 
 
-def test_the_one_that_takes_over_waits_at_the_cpr_channel():
+def test_the_destination_waits_at_the_cpr_channel():
     out = arguments(OURS, paths=PATHS, tap_fds={40: 7}, incoming=Path("/peer/3/cpr.sock"))
     assert out[-4:-1] == ["-incoming", "defer", "-incoming"]
     channel = json.loads(out[-1])
@@ -47,7 +47,7 @@ def test_the_one_that_takes_over_waits_at_the_cpr_channel():
 
 
 class FakeQemu:
-    """Answers QMP on a unix socket with what it is told to."""
+    """Answers QMP on a unix socket with the given replies."""
 
     def __init__(self, path, *replies):
         self.listener = socket.socket(socket.AF_UNIX)
@@ -79,7 +79,7 @@ def test_events_keep_qemus_own_time(tmp_path):
         assert (event.name, event.host_us) == ("STOP", 12_000_034)
 
 
-def test_a_refusal_names_command_and_reason(tmp_path):
+def test_an_error_names_command_and_reason(tmp_path):
     FakeQemu(tmp_path / "s", '{"error": {"class": "GenericError", "desc": "no such thing"}}')
     with Qmp(tmp_path / "s", 5) as qmp, pytest.raises(QmpError, match="migrate: no such thing"):
         qmp.execute("migrate")

@@ -1,4 +1,4 @@
-"""Plans: the best technique for each VM, an order that keeps capacity and groups, and timers that keep time."""
+"""Plans: the best technique for each VM, an order that keeps capacity and groups, and timers without drift."""
 
 import itertools
 import json
@@ -53,12 +53,12 @@ def test_the_order_has_every_host_once_and_keeps_groups_apart():
     kinds = [name.split("-")[0] for name in rolling.hosts]
     assert all("web" in kinds[i : i + 3] and "db" in (kinds * 2)[i : i + 3] for i in range(8))
     assert rolling.spacing_s == 28 * DAY_S / 10
-    assert (rolling.at_once, rolling.most_at_once, rolling.conflicts) == (1, 1, ())
+    assert (rolling.concurrent, rolling.most_concurrent, rolling.conflicts) == (1, 1, ())
     assert rolling.capacity == pytest.approx(0.9)
 
 
 def overlapping(plan):
-    """How many hosts have a VM away at once, found by walking through two intervals, VM by VM."""
+    """Counts hosts with an unavailable VM at the same time, by walking through two intervals, VM by VM."""
     fleet, rolling = plan.fleet, plan.rolling
     spans = []
     for host, name in enumerate(rolling.hosts):
@@ -69,20 +69,20 @@ def overlapping(plan):
             for _ in range(vms.count):
                 for lap in range(2):
                     at = host * rolling.spacing_s + lap * fleet.vmm_interval_max_s + begin
-                    spans.append((at, at + away_s + TICK_S, host))  # at once, or as late as may be
+                    spans.append((at, at + away_s + TICK_S, host))  # immediately, or as late as possible
                 begin += away_s if fleet.scope == "vmm" else 0
     return max(len({host for start, end, host in spans if start <= at < end}) for at, _, _ in spans)
 
 
 @pytest.mark.parametrize("scope", ["vmm", "host"])
 @pytest.mark.parametrize("degraded_s", [0, 80_000, 80_500, 100_000, 130_000, 241_000, 330_000, 1_000_000])
-def test_so_many_are_away_at_once_as_it_says(degraded_s, scope):
+def test_as_many_hosts_overlap_as_stated(degraded_s, scope):
     document = tomllib.loads(TEXT) | {"scope": scope}
     document["vmm"] = {"warm": {"vmm_downtime_s": 43, "degraded_rate": 0.1, "degraded_s": degraded_s}}
     document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
     document["hosts"][1]["vms"][0]["count"] = 3
     plan = make(parse(document))
-    assert overlapping(plan) == plan.rolling.at_once
+    assert overlapping(plan) == plan.rolling.concurrent
 
 
 @pytest.mark.parametrize(("scope", "away_s"), [("vmm", 2 * 43 + 243), ("host", 243)])
@@ -96,18 +96,18 @@ def test_a_group_is_kept_apart_for_all_vms_of_a_host():
     assert not make(parse(document)).rolling.conflicts
     document["hosts"][1]["vms"][0]["count"] = 9
     text = "\n".join(make(parse(document)).rolling.conflicts)
-    assert "it needs 3" in text and "group 'db': two of its 4 hosts are away at once" in text
+    assert "it needs 3" in text and "group 'db': two of its 4 hosts overlap" in text
 
 
-def test_capacity_and_groups_that_cannot_be_kept_are_told_with_what_would_do():
+def test_unmet_capacity_and_groups_are_reported_with_a_sufficient_interval():
     document = tomllib.loads(TEXT)
     document["hosts"][0]["vms"][1]["allow_vmm"] = ["cold"]
     document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
     plan = make(parse(document))
-    assert plan.rolling.at_once == 3
+    assert plan.rolling.concurrent == 3
     text = "\n".join(plan.rolling.conflicts)
-    assert "capacity 0.9 allows 1 of 10 hosts at once, it needs 3: an interval of 57.9 days would do" in text
-    assert "group 'web': two of its 6 hosts are away at once" in text
+    assert "capacity 0.9 allows 1 of 10 hosts at a time, it needs 3: an interval of 57.9 days would do" in text
+    assert "group 'web': two of its 6 hosts overlap" in text
     document["vmm_interval_max_d"] = 58
     assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
 
@@ -141,9 +141,9 @@ def ways(plan):
 
 
 @pytest.mark.parametrize("scope", ["vmm", "host"])
-def test_a_technique_that_keeps_the_capacity_goes_before_one_with_more_availability(scope):
+def test_keeping_the_capacity_takes_precedence_over_more_availability(scope):
     plan = make(fleet(CAPACITY, scope=scope))
-    assert ways(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts away at once
+    assert ways(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts at the same time
     assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", "capacity = 0.8"), scope=scope))) == {"vm": "slow"}
     assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", ""), scope=scope))) == {"vm": "slow"}
 
@@ -155,10 +155,10 @@ def test_capacity_does_not_take_what_misses_availability():
         "hosts 'web': no techniques that are allowed and meet availability 0.9999 keep capacity 0.9: "
         "with the best (vm by slow) a host is away or degraded for 3e+05 s, 2.416e+05 s at most would do"
     )
-    assert "capacity 0.9 allows 1 of 10 hosts at once, it needs 2" in plan.problems[1]
+    assert "capacity 0.9 allows 1 of 10 hosts at a time, it needs 2" in plan.problems[1]
 
 
-def test_where_availability_is_missed_anyhow_the_capacity_is_kept():
+def test_if_availability_is_missed_in_any_case_the_capacity_is_kept():
     plan = make(fleet(CAPACITY.replace("availability = 0.9999", "availability = 0.99999")))
     assert ways(plan) == {"vm": "quick"}
     (problem,) = plan.problems
@@ -200,33 +200,33 @@ def test_ten_thousand_hosts_within_a_second():
     big = parse(document)
     began = time.process_time()
     plan = make(big)
-    assert time.process_time() - began < 1  # of a processor: other work on the machine does not count
+    assert time.process_time() - began < 1  # processor time, so that other work does not count
     assert len(plan.rolling.hosts) == 10_000
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
-        ("vmm_interval_max_d = 28", "", "vmm_interval_max_d: is not there (days"),
+        ("vmm_interval_max_d = 28", "", "vmm_interval_max_d: is missing (the longest"),
         ("os_interval_max_d = 7", "os_interval_max_d = 0", "os_interval_max_d: 0; it must be more than 0"),
         ("availability = 0.9999", "availability = 99.99", "target.availability: 99.99; it must be between 0 and 1"),
         ("downtime_s = 34", "downtime = 34", "os.cold: unknown key 'downtime'; did you mean downtime_s?"),
-        ("vmm_downtime_s = 43\n", "", "vmm.warm.vmm_downtime_s: is not there"),
+        ("vmm_downtime_s = 43\n", "", "vmm.warm.vmm_downtime_s: is missing"),
         ('["saved", "cold"]', '["savd"]', "hosts 'web', vms: allow_vmm: 'savd' was not measured; there are: warm"),
         ('allow_vmm = ["saved", "cold"]', "allow_vmm = []", "allow_vmm: is empty"),
-        ('name = "db"', 'name = "web"', "hosts: 'web-1' is there twice"),
+        ('name = "db"', 'name = "web"', "hosts: 'web-1' is defined twice"),
         ("[[hosts]]", "[[host]]", "unknown key 'host'; did you mean hosts?"),
     ],
 )
-def test_bad_input_is_named(old, new, said):
+def test_bad_input_is_named(old, new, message):
     text = TEXT.replace(old, new)
     with pytest.raises((DefinitionError, ValueError)) as caught:
         fleet(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("[target]\navailability = 0.9999\ncapacity = 0.9", "target = 0.9999", "target: must be a table: [target]"),
         ("[target]", "measured = 1\n[target]", "measured: must be a table: [measured]"),
@@ -242,7 +242,7 @@ def test_bad_input_is_named(old, new, said):
         ("coupled = true", 'coupled = "false"', "vmm.cold.coupled: 'false'; it must be true or false"),
         ("coupled = true", "spare_hosts = 0.5", "vmm.cold.spare_hosts: 0.5; it must be a whole number"),
         ("vmm_downtime_s = 434", "vmm_downtime_s = -1", "vmm.saved.vmm_downtime_s: -1; it must be 0 or more"),
-        ("vmm_downtime_s = 434", "", "vmm.saved.vmm_downtime_s: is not there"),
+        ("vmm_downtime_s = 434", "", "vmm.saved.vmm_downtime_s: is missing"),
         ("downtime_s = 34\n", 'downtime_s = "34"\n', "os.cold.downtime_s: '34' is not a finite number"),
         ('name = "db"', 'name = "db%i"', "hosts: name: 'db%i'; it must be of a-z, A-Z, 0-9, `.`, `_` and `-`"),
         ('name = "front"', 'name = "front end"', "name: 'front end': ` ` is not allowed in a name; use only a-z, 0-9"),
@@ -255,13 +255,13 @@ def test_bad_input_is_named(old, new, said):
         ('name = "front"', f'name = "{"a" * 62}"', f"{'a' * 62}-2 is 64 characters long; shorten it to at most 63"),
     ],
 )
-def test_what_a_file_cannot_mean_is_told_with_the_file_the_key_and_the_mend(tmp_path, old, new, said):
+def test_invalid_content_is_reported_with_file_key_and_remedy(tmp_path, old, new, message):
     assert old in TEXT
     path = tmp_path / "fleet.toml"
     path.write_text(TEXT.replace(old, new, 1))
     result = CliRunner().invoke(app, ["plan", str(path)])
     assert result.exit_code == 2, result.output
-    assert str(path) in result.output and said in result.output
+    assert str(path) in result.output and message in result.output
 
 
 @pytest.mark.parametrize("name", ["web", "0", "a.b_c-d", "10.77.0.1", "a" * 63])
@@ -286,7 +286,7 @@ def test_command_line(tmp_path):
     assert result.exit_code == 2 and "--timers needs --host" in result.output
 
 
-def test_the_command_line_says_when_a_target_is_not_reached(tmp_path):
+def test_the_command_line_reports_a_missed_target(tmp_path):
     path = tmp_path / "fleet.toml"
     path.write_text(TEXT)
     result = CliRunner().invoke(app, ["plan", str(path)])
@@ -309,7 +309,7 @@ name = "vm"
 
 
 def measured(tmp_path, text=MEASURED, levels=("cold", "kexec")):
-    """A plan's file, and beside it what was measured."""
+    """Writes a plan's file, with the measurements in the same folder."""
     gaps = [("11 x micro 256M", how, ms) for how, ms in (("warm", 843.0), ("cpr-transfer", 814.0), ("cold", 31_007.0))]
     rows = [{"guests": guests, "how": how, "gap ms": ms} for guests, how, ms in gaps]
     (tmp_path / "vmm.json").write_text(json.dumps({"tables": {"Guest-stopped time and service gap": rows}}))
@@ -324,10 +324,10 @@ def measured(tmp_path, text=MEASURED, levels=("cold", "kexec")):
     return path
 
 
-def test_downtimes_come_out_of_measured_files(tmp_path):
+def test_downtimes_are_read_from_measured_files(tmp_path):
     plan = make(load(measured(tmp_path)))
     fleet = plan.fleet
-    assert list(fleet.vmm) == ["warm", "cold"]  # a peer is no part of a plan
+    assert list(fleet.vmm) == ["warm", "cold"]  # a peer is not part of a plan
     assert (fleet.vmm["warm"].vmm_downtime_s, fleet.vmm["cold"].coupled) == (0.843, True)
     assert fleet.os["cold"].downtime_s == pytest.approx(117.5, abs=3)
     assert fleet.os["kexec"].downtime_s == pytest.approx(117.5 / 4, abs=1)
@@ -335,11 +335,11 @@ def test_downtimes_come_out_of_measured_files(tmp_path):
     assert (choice.vmm, choice.os) == ("warm", "kexec")
 
 
-def test_where_downtimes_come_from_is_told(tmp_path):
+def test_sources_of_downtimes_are_reported(tmp_path):
     result = CliRunner().invoke(app, ["plan", str(measured(tmp_path))])
     assert result.exit_code == 0, result.output
     assert "VMM: median service gaps of 11 x micro 256M (vmm.json); degradation is taken as 0" in result.output
-    assert "OS: mean downtimes of 16 runs a level at least (runs.jsonl)" in result.output
+    assert "OS: mean downtimes of 16 or more runs per level (runs.jsonl)" in result.output
 
 
 def test_the_latest_phase_of_the_topic_os_counts(tmp_path):
@@ -355,11 +355,11 @@ def test_a_table_by_hand_goes_before_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("was", "now", "message"),
     [
         ('vmm = "vmm.json"', 'vmm = "gone.json"', r"gone\.json: not the JSON of `make bench TOPIC=vmm`"),
         ('vmm_guests = "11', 'vmm_guests = "12', "no guests '12 x micro 256M'; there are: 11 x micro 256M"),
-        ('vmm_guests = "11 x micro 256M"', "", "vmm_guests: is not there"),
+        ('vmm_guests = "11 x micro 256M"', "", "vmm_guests: is missing"),
         ('os = "runs.jsonl"', 'os = "gone.jsonl"', "(?s)measured.os: .*cannot be read"),
         ('os = "runs.jsonl"', 'os = "vmm.json"\nos_guests = "a"', "not the JSON of `make bench TOPIC=os`"),
         ('os = "runs.jsonl"', 'os = "os.json"\nos_guests = "micro"', "no 'micro' in .*; there are: immutable"),
@@ -368,9 +368,9 @@ def test_a_table_by_hand_goes_before_a_file(tmp_path):
         ("[measured]", "measured = 3\n[more]", "measured: must be a table|unknown key 'more'"),
     ],
 )
-def test_measured_files_that_are_none_are_named(tmp_path, was, now, said):
+def test_invalid_measured_files_are_named(tmp_path, was, now, message):
     path = measured(tmp_path, MEASURED.replace(was, now))
-    with pytest.raises(DefinitionError, match=said):
+    with pytest.raises(DefinitionError, match=message):
         load(path)
 
 

@@ -1,4 +1,4 @@
-"""The timers that a plan is carried out by."""
+"""The timers that carry out a plan."""
 
 import os
 import shutil
@@ -58,14 +58,14 @@ def test_warm_timers_are_independent_and_cold_ones_coupled():
     assert "reboot os front-1 --how cold" in start["rekindle-plan-os-front-1.service"]
 
 
-def test_no_unit_runs_for_ever():
+def test_every_unit_has_a_time_limit():
     for name, text in units(host_plan(), "/usr/bin/rekindle").items():
         if name.endswith(".service"):
             timeouts = [line for line in text.splitlines() if line.startswith("TimeoutStartSec=")]
             assert timeouts and "infinity" not in timeouts[0], name
 
 
-def test_what_a_unit_has_started_outlives_it():
+def test_processes_of_a_unit_outlive_it():
     for name, text in units(host_plan(), "/usr/bin/rekindle").items():
         if name.endswith(".service"):
             assert {"KillMode=process", "SendSIGKILL=no", "OOMPolicy=continue"} <= set(text.splitlines())
@@ -85,19 +85,19 @@ def host(*ways):
         (("saved",), "host 100 0 -- /usr/bin/rekindle reboot host --how saved"),
     ],
 )
-def test_a_hosts_reboot_does_to_those_that_cannot_be_kept_what_was_planned(ways, command):
+def test_a_hosts_reboot_treats_vms_that_cannot_be_kept_as_planned(ways, command):
     assert units(host(*ways), "/usr/bin/rekindle")["rekindle-plan-host.service"].splitlines()[-1].endswith(command)
 
 
-def test_what_rekindle_cannot_do_by_timers_is_refused():
+def test_renewals_that_timers_cannot_do_are_rejected():
     with pytest.raises(DefinitionError, match="some saved and some shut down"):
         units(host("warm", "saved", "cold"), "/usr/bin/rekindle")
-    with pytest.raises(DefinitionError, match=r"VM 'vm0': vmm\.live is nothing"):
+    with pytest.raises(DefinitionError, match=r"VM 'vm0': vmm\.live cannot be done"):
         units(host("live"), "/usr/bin/rekindle")
 
 
 class Renewals:
-    """`rekindle-renew` with a clock of our own; the renewal itself appends a line, and does as `does` says."""
+    """`rekindle-renew` with a fake clock; the renewal itself appends a line, then runs the script `does`."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -107,7 +107,7 @@ class Renewals:
         self.tool("renewal", f"echo x >> {folder}/done\n. {folder}/does")
         (folder / "renew").write_text(units(host_plan(), "/bin/true")["rekindle-renew"])
         self.does("exit 0")
-        # A clock that does not go on by itself stamps with the time that it tells.
+        # A clock that stands still stamps with the time that it shows.
         self.tool("touch", '[ "$1" = -d ] && exec /usr/bin/touch "$@"\nexec /usr/bin/touch -d "@$(date)" "$@"')
 
     def tool(self, name, script):
@@ -128,8 +128,8 @@ class Renewals:
     def command(self, name, interval, phase, *also):
         return ["sh", str(self.folder / "renew"), name, str(interval), str(phase), *also, "--", "renewal"]
 
-    def look(self, now, interval, phase, *also, name="x"):
-        """Whether it was renewed, and the exit status."""
+    def check(self, now, interval, phase, *also, name="x"):
+        """Runs a check; returns whether it renewed, and the exit status."""
         (self.folder / "now").write_text(str(now))
         before = self.count
         done = subprocess.run(self.command(name, interval, phase, *also), env=self.environment, check=False, timeout=20)
@@ -142,88 +142,88 @@ class Renewals:
 
 def test_independent_timers_keep_time_whatever_their_lateness(tmp_path):
     renewals = Renewals(tmp_path)
-    at = [now for now in range(1000, 9000, 70) if renewals.look(now, 1000, 2000) == (True, 0)]
-    assert len(at) == 7  # at 2000, 3000, ..., 8000, each at the next look
+    at = [now for now in range(1000, 9000, 70) if renewals.check(now, 1000, 2000) == (True, 0)]
+    assert len(at) == 7  # at 2000, 3000, ..., 8000, each at the next check
     assert all(0 <= one - 1000 * (index + 2) < 70 for index, one in enumerate(at))
 
 
 def test_coupled_timers_count_from_the_last_renewal(tmp_path):
     renewals = Renewals(tmp_path)
-    assert renewals.look(1000, 500, "-") == (False, 0)  # the first look only begins to count
-    assert renewals.look(1499, 500, "-") == (False, 0)
-    assert renewals.look(1500, 500, "-") == (True, 0)
-    renewals.look(1600, 100, 1650, "x", name="vmm")
-    assert renewals.look(1700, 100, 1650, "x", name="vmm") == (True, 0)  # the VMM's, which sets the other's anew
-    assert renewals.look(2199, 500, "-") == (False, 0)
-    assert renewals.look(2200, 500, "-") == (True, 0)
+    assert renewals.check(1000, 500, "-") == (False, 0)  # the first check only starts to count
+    assert renewals.check(1499, 500, "-") == (False, 0)
+    assert renewals.check(1500, 500, "-") == (True, 0)
+    renewals.check(1600, 100, 1650, "x", name="vmm")
+    assert renewals.check(1700, 100, 1650, "x", name="vmm") == (True, 0)  # the VMM's, which also sets the other's stamp
+    assert renewals.check(2199, 500, "-") == (False, 0)
+    assert renewals.check(2200, 500, "-") == (True, 0)
 
 
-def test_a_renewal_that_fails_is_tried_again_an_hour_later_and_not_at_each_look(tmp_path):
+def test_a_failed_renewal_is_tried_again_after_an_hour_and_not_at_each_check(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 10_000, 2000)
+    renewals.check(1000, 10_000, 2000)
     renewals.does("exit 1")
-    assert renewals.look(2100, 10_000, 2000) == (True, 1)
-    assert [renewals.look(now, 10_000, 2000)[0] for now in range(2400, 5700, 300)] == [False] * 11
+    assert renewals.check(2100, 10_000, 2000) == (True, 1)
+    assert [renewals.check(now, 10_000, 2000)[0] for now in range(2400, 5700, 300)] == [False] * 11
     renewals.does("exit 0")
-    assert renewals.look(5700, 10_000, 2000) == (True, 0)
-    assert renewals.look(11_900, 10_000, 2000) == (False, 0)
-    assert renewals.look(12_000, 10_000, 2000) == (True, 0)
+    assert renewals.check(5700, 10_000, 2000) == (True, 0)
+    assert renewals.check(11_900, 10_000, 2000) == (False, 0)
+    assert renewals.check(12_000, 10_000, 2000) == (True, 0)
 
 
-def test_a_renewal_that_takes_the_host_down_has_its_stamps(tmp_path):
+def test_a_renewal_that_reboots_the_host_sets_its_stamps(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 1000, 2000, "os")
-    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does when `rekindle reboot host` has told it to reboot
-    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    renewals.check(1000, 1000, 2000, "os")
+    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does after a request of `rekindle reboot host` to reboot
+    assert renewals.check(2000, 1000, 2000, "os") == (True, 0)
     assert {name: int((tmp_path / "stamps" / name).stat().st_mtime) for name in ("x", "os")} == {"x": 2000, "os": 2000}
     assert not (tmp_path / "stamps" / ".x.tried").exists()
-    assert renewals.look(2999, 1000, 2000, "os") == (False, 0)
+    assert renewals.check(2999, 1000, 2000, "os") == (False, 0)
 
 
 @pytest.mark.parametrize("does", ["kill -TERM $PPID; exit 1", "kill -TERM $$; sleep 60; exit 0"])
-def test_a_renewal_that_was_cut_off_has_none(tmp_path, does):
+def test_an_interrupted_renewal_sets_no_stamps(tmp_path, does):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 10_000, 2000, "os")
+    renewals.check(1000, 10_000, 2000, "os")
     renewals.does(does)
-    ran, status = renewals.look(2000, 10_000, 2000, "os")
+    ran, status = renewals.check(2000, 10_000, 2000, "os")
     assert ran and status != 0
     assert (tmp_path / "stamps" / "x").stat().st_mtime == 1000
     assert not (tmp_path / "stamps" / "os").exists()
     renewals.does("exit 0")
-    assert renewals.look(5600, 10_000, 2000, "os") == (True, 0)
+    assert renewals.check(5600, 10_000, 2000, "os") == (True, 0)
 
 
-def test_stamps_are_on_disk_before_a_trial_is_forgotten(tmp_path):
+def test_stamps_are_on_disk_before_the_mark_is_removed(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 1000, 2000, "os")
+    renewals.check(1000, 1000, 2000, "os")
     renewals.does(f"echo renewed >> {tmp_path}/synced")
     renewals.tool("sync", f'[ -e {tmp_path}/stamps/.x.tried ] && basename "$1" >> {tmp_path}/synced')
-    assert renewals.look(2000, 1000, 2000, "os") == (True, 0)
+    assert renewals.check(2000, 1000, 2000, "os") == (True, 0)
     assert (tmp_path / "synced").read_text().split() == [".x.tried", "renewed", "x", "os"]
 
 
-def test_nothing_begins_while_the_host_goes_down_or_where_no_stamp_can_be_written(tmp_path):
+def test_nothing_starts_during_a_shutdown_or_without_a_writable_stamp(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 100, 2000)
+    renewals.check(1000, 100, 2000)
     (tmp_path / "system").write_text("stopping")
-    assert renewals.look(2000, 100, 2000) == (False, 0)
+    assert renewals.check(2000, 100, 2000) == (False, 0)
     (tmp_path / "system").unlink()
     (tmp_path / "stamps" / ".x.tried").mkdir()
     renewals.tool("touch", "exit 1")
-    done, status = renewals.look(9000, 100, 2000)
+    done, status = renewals.check(9000, 100, 2000)
     assert not done and status != 0
 
 
 def test_a_clock_that_was_wrong_does_not_stop_renewals(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1_000_000, 100, "-")
-    assert renewals.look(1000, 100, "-") == (False, 0)
-    assert renewals.look(1100, 100, "-") == (True, 0)
+    renewals.check(1_000_000, 100, "-")
+    assert renewals.check(1000, 100, "-") == (False, 0)
+    assert renewals.check(1100, 100, "-") == (True, 0)
 
 
-def test_the_lock_is_not_kept_by_what_lives_on_and_whether_it_is_due_is_seen_within_it(tmp_path):
+def test_remaining_processes_do_not_hold_the_lock_and_due_is_checked_under_it(tmp_path):
     renewals = Renewals(tmp_path)
-    renewals.look(1000, 100, 2000)
+    renewals.check(1000, 100, 2000)
     renewals.does(
         f"setsid sleep 1000 & echo $! > {tmp_path}/left; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 0"
     )
@@ -233,17 +233,17 @@ def test_the_lock_is_not_kept_by_what_lives_on_and_whether_it_is_due_is_seen_wit
         wait_until(lambda: (tmp_path / "left").exists())
         (tmp_path / "go").touch()
         assert (first.wait(20), second.wait(20)) == (0, 0)
-        assert renewals.count == 1  # the other waited, and saw that it was done
+        assert renewals.count == 1  # the other one waited, and was not due any more
         renewals.does("exit 0")
-        assert renewals.look(2100, 100, 2000) == (True, 0)
+        assert renewals.check(2100, 100, 2000) == (True, 0)
     finally:
         os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
 
 
-def test_a_coupled_technique_is_told_the_interval_before_an_os_reboot_more(tmp_path):
+def test_a_missed_target_names_the_interval_with_one_os_reboot_less(tmp_path):
     text = TEXT.replace("vmm_interval_max_d = 28", "vmm_interval_max_d = 28.01").replace(
         "availability = 0.9999", "availability = 0.99985"
     )
     found = make(fleet(text.replace('allow_vmm = ["saved", "cold"]', 'allow_vmm = ["cold"]')))
     (problem,) = found.problems
-    assert "an interval of the VMM of 28.0028 days: one OS reboot less falls into it" in problem
+    assert "an interval of the VMM of 28.0028 days: it contains one OS reboot less" in problem

@@ -62,7 +62,7 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
         actual = kept if every == 0.25 else every
         for how, stopped in (("default", 2.0), ("cow", 3.0), ("basic", 50.0)):
             out += [checkpoint("intervals", how, stopped, every=every, interval=actual) for _ in range(4)]
-            # A full one, and one after a small change: neither counts where it must not.
+            # A full one, and one after a small change: neither counts in the steady state.
             out.append(checkpoint("intervals", how, 900.0, every=every, full=1, interval=actual))
             out.append(
                 checkpoint("intervals", how, stopped, every=every, interval=actual, compressed_bytes=100, bytes=90000)
@@ -132,7 +132,7 @@ def test_known_rows_give_known_figures(tmp_path):
         ({"slower": 1.1}, "slowdown_2s", 0.1),
     ],
 )
-def test_what_misses_its_bar_is_said(tmp_path, changes, id_, value):
+def test_a_missed_bar_is_reported(tmp_path, changes, id_, value):
     figure = figures_of(tmp_path, **changes)[id_]
     assert figure.value == pytest.approx(value)
     assert not figure.met
@@ -171,13 +171,13 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     assert "## Table I" in page
 
 
-def test_no_rows_are_no_figures_but_named(tmp_path):
+def test_missing_rows_are_reported(tmp_path):
     found = analysis.figures(write(tmp_path / "r.csv", [save("full", 1.0)]), "r.csv")
     assert found.figures == []
     assert len(found.absent) == 10  # each of the eight, two of them for either size or policy
 
 
-def test_what_a_quick_run_leaves_out_is_named():
+def test_omissions_of_a_quick_run_are_listed():
     assert left_out(FULL) == []
     text = "\n".join(left_out(QUICK))
     assert "pause at 8G: all of it" in text

@@ -1,6 +1,6 @@
 """A real experiment with guests, from its file to the lines of its runs. Needs root.
 
-`scripts/test lab` names the binary.
+`scripts/test lab` sets the binary.
 """
 
 import json
@@ -52,7 +52,7 @@ needs_binary = pytest.mark.skipif(
 
 
 def command(folder):
-    """One run of each level. In the folder of the project, whatever of it is installed."""
+    """Returns the command for one run of each level, run in the project's folder, even if another copy is installed."""
     (folder / "real.toml").write_text(EXPERIMENT)
     words = [sys.executable, "-m", "rekindle_lab", "experiment", str(folder / "real.toml"), "--trial", "1"]
     return [*words, "--rekindle", BINARY], {"cwd": LAB, "env": {**os.environ, "PYTHONPATH": str(LAB)}}
@@ -63,9 +63,9 @@ def lines(folder, name):
 
 
 def under_load(folder):
-    """Whether wrk is in the namespace of the run that was begun first."""
-    begun = folder / "real-trial" / "begun.jsonl"
-    if not begun.exists() or not (known := lines(folder, begun.name)):
+    """Whether wrk runs in the namespace of the run that was started first."""
+    started = folder / "real-trial" / "begun.jsonl"
+    if not started.exists() or not (known := lines(folder, started.name)):
         return False
     pids = ["ip", "netns", "pids", known[0]["leaves"]["netns"]]
     done = subprocess.run(pids, capture_output=True, text=True, check=False)
@@ -75,7 +75,7 @@ def under_load(folder):
 
 
 def kill_under_load(folder):
-    """Begin, and kill it at once when the client of its first run is at work."""
+    """Starts the experiment, and kills it as soon as the client of its first run works."""
     words, options = command(folder)
     session = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
     try:
@@ -90,12 +90,12 @@ def kill_under_load(folder):
 
 
 @needs_binary
-def test_killed_it_goes_on_and_each_kind_of_run_gives_its_responses_and_leaves_nothing(tmp_path):
+def test_after_a_kill_it_continues_and_each_run_gives_its_responses_and_leaves_nothing(tmp_path):
     kill_under_load(tmp_path)
     words, options = command(tmp_path)
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, **options)
     assert done.returncode == 0, done.stderr
-    assert "run 1, attempt 1: interrupted; done again" in done.stderr
+    assert "run 1, attempt 1: interrupted; repeated" in done.stderr
     found = lines(tmp_path, "runs.jsonl")
     assert [(line["run"], line["attempt"]) for line in found] == [(1, 2), (2, 1)]
     assert {line["treatment"]["technique"] for line in found} == {"cold", "phase"}

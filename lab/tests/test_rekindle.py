@@ -8,7 +8,7 @@ from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_
 
 def fake(tmp_path, script):
     path = tmp_path / "rekindle"
-    # Not bash: it may take a SIGINT that comes while a command runs for that command's.
+    # Not bash, which may attribute a SIGINT during a command to that command.
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return Rekindle(path, tmp_path / "run")
@@ -46,7 +46,7 @@ PROBE = """trap 'echo "{\\"url\\": \\"$2\\", \\"netns\\": \\"$6\\"}"; exit 0' IN
 while :; do sleep 0.01; done"""
 
 
-def test_probes_run_beside_the_body_and_report_when_stopped(tmp_path):
+def test_probes_run_during_the_body_and_report_when_stopped(tmp_path):
     rekindle = fake(tmp_path, PROBE)
     with rekindle.probes([("echo://a:7", "x"), ("echo://b:7", "y")], margin_s=0.2) as probes:
         assert [probe.report for probe in probes] == [{}, {}]

@@ -1,4 +1,4 @@
-"""The report, looked at in a real browser (Debian's chromium, which scripts/setup installs)."""
+"""The report, opened in a real browser (Debian's chromium, which scripts/setup installs)."""
 
 import csv
 import gzip
@@ -41,22 +41,22 @@ def page(folder):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1000, "height": 800})
-        page.said, page.asked = [], []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url.split(",")[0]))
+        page.messages, page.requests = [], []
+        page.on("console", lambda message: page.messages.append(message.text))
+        page.on("pageerror", lambda error: page.messages.append(str(error)))
+        page.on("request", lambda request: page.requests.append(request.url.split(",")[0]))
         page.goto((folder / "report" / "report.html").as_uri())
         yield page
         browser.close()
 
 
-def test_it_needs_nothing_else_and_says_no_error(page):
-    assert page.said == []
-    assert {url.split(":")[0] for url in page.asked} <= {"file", "data"}
-    assert len([url for url in page.asked if url.startswith("file")]) == 1
+def test_it_is_self_contained_and_has_no_errors(page):
+    assert page.messages == []
+    assert {url.split(":")[0] for url in page.requests} <= {"file", "data"}
+    assert len([url for url in page.requests if url.startswith("file")]) == 1
 
 
-def test_its_plots_are_seen(page):
+def test_its_plots_are_shown(page):
     images = page.locator("img")
     assert images.count() == 2
     for index in range(2):
@@ -64,7 +64,7 @@ def test_its_plots_are_seen(page):
         assert size[0] > 1000 and 500 < size[1] <= 1000
 
 
-def test_it_says_what_was_found(page):
+def test_it_states_the_results(page):
     text = page.locator("body").inner_text()
     for words in (
         "Is kexec faster?",
@@ -78,13 +78,13 @@ def test_it_says_what_was_found(page):
     assert verdict.startswith("downtime (s)") and verdict.endswith("yes")
 
 
-def test_nothing_runs_over_its_edges(page):
+def test_nothing_overflows(page):
     for width in (1000, 400):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_failed_run_is_told_and_its_text_is_not_markup(page):
+def test_a_failed_run_is_listed_and_its_text_is_not_markup(page):
     row = page.locator("#runs tr.failed")
     assert row.count() == 1
     assert '<b>no answer</b> & "gone"' in row.inner_text()
@@ -115,7 +115,7 @@ def test_raw_data_is_in_the_page(page, folder):
     assert float(rows[0]["downtime_s"]) == first["responses"]["downtime_s"]
 
 
-def test_files_beside_it(folder):
+def test_files_in_its_folder(folder):
     report = folder / "report"
     assert (report / "downtime_s.png").read_bytes().startswith(b"\x89PNG")
     head, *rows = csv.reader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
@@ -141,7 +141,7 @@ def test_its_tables_are_numbers_with_all_their_digits(folder):
     assert total["P-value"] == ""
 
 
-def test_it_is_made_anew(folder):
+def test_it_is_replaced(folder):
     report = folder / "report"
     before = (report / "report.html").read_text()
     (report / "stray").touch()
@@ -151,7 +151,7 @@ def test_it_is_made_anew(folder):
     assert {path.name for path in folder.iterdir()} == {"order.json", "report", "runs.jsonl"}
 
 
-def test_it_is_published_with_all_that_it_was_made_of(folder, tmp_path):
+def test_it_is_published_with_its_input(folder, tmp_path):
     published = tmp_path / "results" / "made-up"
     published.mkdir(parents=True)
     (published / "stray").touch()
@@ -176,7 +176,7 @@ def test_it_is_published_with_all_that_it_was_made_of(folder, tmp_path):
         assert words in text, words
 
 
-def test_what_was_published_can_be_judged_again(folder, tmp_path):
+def test_published_runs_can_be_analysed_again(folder, tmp_path):
     packed = tmp_path / "runs.jsonl.gz"
     packed.write_bytes(gzip.compress((folder / "runs.jsonl").read_bytes()))
     (tmp_path / "order.json").write_bytes((folder / "order.json").read_bytes())
@@ -190,7 +190,7 @@ def test_what_was_published_can_be_judged_again(folder, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--out", "--publish"])
-def test_a_folder_with_something_else_in_it_is_left_alone(folder, tmp_path, option):
+def test_a_folder_with_other_content_is_not_replaced(folder, tmp_path, option):
     (tmp_path / "mine").touch()
     result = CliRunner().invoke(app, ["report", str(folder / "runs.jsonl"), option, str(tmp_path)])
     assert result.exit_code != 0

@@ -89,7 +89,7 @@ def moved(digest):
     return out
 
 
-def test_work_that_went_on_elsewhere_is_compared(tmp_path):
+def test_work_continued_elsewhere_is_compared(tmp_path):
     first, second = analysis.moves(write(tmp_path / "r.csv", made_up() + moved("aa")))
     assert (first["guest of"], first["results"], first["equal"]) == ("Rekindle", 2, "yes")
     assert (second["guest of"], second["restored in ms"], second["work lost ms"]) == ("libvirt", 121, 400)
@@ -123,7 +123,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-def test_what_a_quick_run_leaves_out_is_named():
+def test_omissions_of_a_quick_run_are_listed():
     assert left_out(FULL) == []
     text = "\n".join(left_out(QUICK))
     assert "restores at 2G: all" in text

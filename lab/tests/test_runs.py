@@ -1,4 +1,4 @@
-"""Bad input is named with its row and column, and never left out without a word."""
+"""Bad input is named with its row and column, and never ignored silently."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_a_missing_run(tmp_path, lines):
     assert "row -, column run: run 5 of 32 is not there" in runs.notes
 
 
-def test_a_run_that_failed_and_was_not_done_again(tmp_path, lines):
+def test_a_run_that_failed_and_was_not_repeated(tmp_path, lines):
     lines[4] |= {"outcome": "failed", "responses": {}, "exit_status": 1}
     level = lines[4]["treatment"]["technique"]
     assert problems(tmp_path, lines) == [f"row 5, column run: run 5 of 32 (technique={level}) failed"]
@@ -68,7 +68,7 @@ def test_a_run_with_another_treatment_or_block_than_was_planned(tmp_path, lines)
     ]
 
 
-def test_a_run_that_failed_and_was_done_again(tmp_path, lines):
+def test_a_run_that_failed_and_was_repeated(tmp_path, lines):
     failed = lines[4] | {"outcome": "failed", "responses": {}, "exit_status": 1}
     runs = read(write(tmp_path / "runs.jsonl", [*lines[:4], failed, lines[4] | {"attempt": 2}, *lines[5:]]))
     assert (len(runs.done), len(runs.failed)) == (32, 1)
@@ -108,12 +108,12 @@ def test_a_level_with_one_run(tmp_path):
         (10**310, f"{10**310} is not a finite number"),
     ],
 )
-def test_a_value_that_is_no_number(tmp_path, lines, value, what):
+def test_a_value_that_is_not_a_number(tmp_path, lines, value, what):
     lines[6]["responses"]["downtime_s"] = value
     assert problems(tmp_path, lines) == [f"row 7, column responses.downtime_s: {what}"]
 
 
-def test_a_response_that_is_not_there_or_not_known(tmp_path, lines):
+def test_a_missing_or_unknown_response(tmp_path, lines):
     lines[6]["responses"]["downtime_ms"] = lines[6]["responses"].pop("downtime_s")
     assert problems(tmp_path, lines) == [
         "row 7, column responses.downtime_s: is not there",
@@ -147,7 +147,7 @@ def test_another_experiments_run(tmp_path, lines):
     assert problems(tmp_path, lines) == ["row 2, column order: 'sha256:4567'; expected 'sha256:0123'"]
 
 
-def test_lines_that_are_none(tmp_path, lines):
+def test_invalid_lines(tmp_path, lines):
     path = write(tmp_path / "runs.jsonl", lines)
     path.write_text(path.read_text() + '[1]\n{"format": 1, "exp')
     with pytest.raises(RunsError) as caught:
@@ -156,7 +156,7 @@ def test_lines_that_are_none(tmp_path, lines):
     assert rows == [(33, "not an object"), (34, "not JSON")]
 
 
-def test_a_key_that_is_not_there_or_of_another_kind(tmp_path, lines):
+def test_a_missing_key_or_one_of_another_type(tmp_path, lines):
     del lines[0]["versions"]
     lines[1]["run"] = "2"
     lines[2]["format"] = 9
@@ -168,7 +168,7 @@ def test_a_key_that_is_not_there_or_of_another_kind(tmp_path, lines):
     ]
 
 
-def test_all_problems_at_once_and_only_so_many_in_words(tmp_path, lines):
+def test_all_problems_are_reported_together_and_a_limited_number_listed(tmp_path, lines):
     for one in lines:
         one["responses"]["downtime_s"] = float("nan")
     path = write(tmp_path / "runs.jsonl", lines)
@@ -186,7 +186,7 @@ def test_no_file_and_an_empty_one(tmp_path):
         read(tmp_path / "empty.jsonl")
 
 
-def test_the_command_line_says_what_and_how_to_go_on(tmp_path, lines):
+def test_the_command_line_names_problem_and_remedy(tmp_path, lines):
     del lines[4]
     write(tmp_path / "runs.jsonl", lines)
     order_json(tmp_path / "order.json", campaign())

@@ -1,4 +1,4 @@
-"""Loop devices: what they leave behind."""
+"""Loop devices are removed with their users."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ with loop_device(Path(sys.argv[1])) as device:
 
 
 def wait_detached(device: str) -> None:
-    """Wait until nothing is attached to the device, or something else."""
+    """Waits until the device is detached, or attached to something else."""
     deadline = time.monotonic() + DEADLINE_S
     while "held.raw" in subprocess.run(["losetup", "--list", device], capture_output=True, text=True).stdout:
         assert time.monotonic() < deadline, f"{device} is still attached"

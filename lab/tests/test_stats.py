@@ -13,7 +13,7 @@ def test_median_and_p95_are_the_known_ones():
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, float("nan")], [float("inf")]])
-def test_no_sample_is_refused(bad):
+def test_an_invalid_sample_is_rejected(bad):
     with pytest.raises(ValueError):
         stats.median(bad)
 
@@ -22,7 +22,7 @@ def test_a_ratio_of_constants_is_exact():
     assert stats.ratio_interval([3.0] * 5, [2.0] * 5) == (1.5, 1.5)
 
 
-def test_a_ratio_to_zero_is_refused():
+def test_a_ratio_to_zero_is_rejected():
     with pytest.raises(ValueError, match="positive"):
         stats.ratio_interval([1.0, 2.0], [0.0, 1.0])
 
@@ -45,7 +45,7 @@ def test_one_raw_file_gives_one_result():
     assert stats.permutation_p(ours, peer) == stats.permutation_p(ours, peer)
 
 
-def test_permutation_p_tells_apart_what_differs_and_only_that():
+def test_permutation_p_is_small_only_for_different_samples():
     low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
     high = [value + 2 for value in low]
     assert stats.permutation_p(low, high) < 0.01

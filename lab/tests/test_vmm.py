@@ -20,7 +20,7 @@ CPR_512 = [10.0, 9.0, 11.0, 10.0, 10.5, 9.5, 10.0, 10.2, 9.8, 10.0]
 
 
 def reboot(case, how, number, stopped_ms, *, mib=512, vms=1, vm="a", guest="micro", **more):
-    """A reboot at 1 s: suspended for a third of the stop, the client's silence 2 ms longer than it."""
+    """A reboot at 1 s: suspended for a third of the stop, the client's gap 2 ms longer than it."""
     stopped_us = int(stopped_ms * 1000)
     stop = START_US + 1_000_000
     third = stopped_ms / 3
@@ -99,7 +99,7 @@ def test_known_rows_give_known_figures(tmp_path):
     many = found["warm_11_vms_total"].as_json()
     assert (many["value"], many["unit"], many["n"], many["met"]) == (0.041, "s", 3, True)
     assert many["ratio_to_one_among_all"] == 5.0
-    assert "verdict" not in many  # 11 of ours against one of ours: nobody loses
+    assert "verdict" not in many  # 11 of ours against one of ours: there is no peer
     assert many["ratio"] == pytest.approx(0.041 / 0.005001, rel=1e-4)
     assert found["warm_vs_saved_2g"].value == pytest.approx(0.005)
     assert (found["warm_losses_50"].value, found["warm_losses_50"].n) == (0, 50)
@@ -107,7 +107,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert all(figure.met for figure in found.values())
 
 
-def test_a_losing_ours_is_reported_as_losing(tmp_path):
+def test_a_worse_result_is_reported_as_worse(tmp_path):
     raw = tmp_path / "vmm-raw.csv"
     write(raw, made_up(warm=CPR_512, cpr=WARM_512))
     result = CliRunner().invoke(app, ["vmm", "--from-raw", str(raw), "--out", str(tmp_path)])
@@ -182,14 +182,14 @@ def test_tasks_before_and_after(tmp_path):
     assert times.loc["cpr-transfer", ["pre_ms", "post_ms"]].isna().all()
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_an_unrelated_file_is_rejected(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="not a raw file"):
         rows.read(path)
 
 
-def test_what_a_quick_run_leaves_out_is_named():
+def test_omissions_of_a_quick_run_are_listed():
     assert left_out(FULL) == []
     text = "\n".join(left_out(QUICK))
     assert "micro with 8G: all of it" in text
@@ -203,6 +203,6 @@ def test_bars():
     assert Bar(0.0, "==").met(0)
 
 
-def test_wrong_usage_is_refused(tmp_path):
+def test_wrong_usage_is_rejected(tmp_path):
     assert CliRunner().invoke(app, ["nonsense"]).exit_code == 2
     assert CliRunner().invoke(app, ["vmm", "--only", "nonsense", "--out", str(tmp_path)]).exit_code == 2

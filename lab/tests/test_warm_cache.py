@@ -76,7 +76,7 @@ def test_known_rows_give_known_figures(tmp_path):
     # More is better here.
     native = by_id["native_vs_qsd"].as_json()
     assert (native["met"], native["verdict"], native["bar"]) == (True, "better", ">= 1")
-    # The peer is the one of the daemon's ways that is the fastest.
+    # The peer is the fastest of the daemon's ways.
     assert native["value"] == pytest.approx(122 / 102, abs=0.02)
     assert (native["server_us_a_request"], native["peer_us_a_request"]) == (12.0, 10.0)
     assert [line for line in found.absent if "write" in line]
@@ -89,8 +89,8 @@ def test_a_topic_is_analysed_again_from_its_rows(tmp_path):
         app, ["warm-cache", "--from-raw", str(tmp_path / "warm-cache-raw.csv"), "--out", str(out)]
     )
     assert done.exit_code == 0, done.output
-    told = json.loads((out / "warm-cache.json").read_text())
-    assert told["figures"]["native_vs_qsd"]["met"]
+    document = json.loads((out / "warm-cache.json").read_text())
+    assert document["figures"]["native_vs_qsd"]["met"]
     assert {"warm-cache-files.png", "warm-cache-figure13.png"} <= {path.name for path in out.iterdir()}
     assert "first 5 s" in (out / "warm-cache.md").read_text()
 
@@ -103,11 +103,11 @@ def test_seconds_are_counted_until_the_reboot_and_since_the_guest_is_well_again(
     assert set(found) == {-3, -2, -1, 1, 2}
     assert sum(found[second] for second in (-3, -2, -1)) == 30
     assert found[1] == found[2] == 10
-    # A second without an answer is one in which nothing came.
+    # A second without an answer counts with nothing.
     assert rates(before, 0.0, 3.0, 5.0, 6.5)[-1] == (1, 0, 0, 0)
 
 
-def test_what_a_quick_run_leaves_out_is_named():
+def test_omissions_of_a_quick_run_are_listed():
     lines = left_out(QUICK)
     assert any("read of 512 bytes" in line for line in lines) and any("peers" in line for line in lines)
     assert left_out(FULL) == []
@@ -120,7 +120,7 @@ def test_there_are_22_queries_and_ways_are_taken_by_turns():
     assert turns(0, ("a", "b")) == ("a", "b") and turns(1, ("a", "b")) == ("b", "a")
 
 
-def test_memory_in_files_that_are_open_counts_once_also_without_a_name(tmp_path):
+def test_memory_in_open_files_counts_once_even_if_unlinked(tmp_path):
     import os
 
     path = tmp_path / "ram"
@@ -136,7 +136,7 @@ def test_memory_in_files_that_are_open_counts_once_also_without_a_name(tmp_path)
     assert private_kib(2**30) == 0
 
 
-def test_a_watch_ends_with_its_body_and_the_host_tells_what_it_caches(tmp_path):
+def test_a_watch_ends_with_its_body_and_the_hosts_cache_is_measured(tmp_path):
     with Watch(str(tmp_path), tmp_path) as watch:
         pass
     assert (watch.ram_kib, watch.private_kib) == (0, 0)

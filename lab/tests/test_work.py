@@ -11,23 +11,23 @@ def window(marks, began=0.0, ended=10.0):
     return Window("compile", 10, began, ended, "", marks)
 
 
-def test_how_far_it_was_between_two_marks():
+def test_progress_between_two_marks():
     even = window([(float(n), n) for n in range(1, 10)])
     assert even.reached(4.5) == pytest.approx(4.5)
     assert even.place(7.25) == pytest.approx(7.25)
     assert even.place(12.0) == 10.0
-    # Files take different times: between two marks it goes as fast as in the undisturbed one.
+    # Files take different times: between two marks progress follows the undisturbed run.
     uneven = window([(1.0, 1), (2.0, 2), (8.0, 3)])
     cut = window([(101.0, 1), (102.0, 2)], began=100.0)
     assert cut.position(105.0, uneven) == pytest.approx(2.5)
     assert uneven.reached(2.5) == pytest.approx(5.0)
 
 
-def test_before_the_first_mark_nothing_was_done():
+def test_no_progress_before_the_first_mark():
     assert window([(3.0, 1)]).position(2.0, window([(3.0, 1)])) == 0.0
 
 
-def test_a_console_gives_whole_lines_and_follows_a_new_file(tmp_path):
+def test_a_console_returns_complete_lines_and_follows_a_new_file(tmp_path):
     path = tmp_path / "console.log"
     path.write_bytes(b"old\n")
     console = Console(path)
@@ -45,7 +45,7 @@ def test_a_console_gives_whole_lines_and_follows_a_new_file(tmp_path):
     assert console.lines() == [b"after a restore"]
 
 
-def test_dd_tells_its_own_time(tmp_path):
+def test_dds_own_time_is_used(tmp_path):
     (tmp_path / "from").write_bytes(bytes(5_000_000))
     us, length = dd(tmp_path / "from", tmp_path / "to", 4_500_000)
     assert length == 4_500_000
@@ -55,8 +55,8 @@ def test_dd_tells_its_own_time(tmp_path):
 
 def test_certificates_are_signed_by_their_authority(tmp_path):
     certificates(tmp_path)
-    for who in ("server", "client"):
-        command = ["openssl", "verify", "-CAfile", str(tmp_path / "ca.pem"), str(tmp_path / f"{who}.pem")]
+    for role in ("server", "client"):
+        command = ["openssl", "verify", "-CAfile", str(tmp_path / "ca.pem"), str(tmp_path / f"{role}.pem")]
         assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""Waiting for something that comes to be."""
+"""Waiting for a condition."""
 
 import time
 

@@ -1,5 +1,5 @@
-"""What wears out, and when: trends in samples of hosts and guests (docs/aging-samples.md).
+"""Trends in samples of hosts and guests, and when a resource will be used up (docs/aging-samples.md).
 
 `samples` (reading them), `trend` (Mann-Kendall corrected for autocorrelation, Sen's slope), `exhaustion` (alarms),
-`quiet` (how often it cries wolf), `command`.
+`quiet` (rate of false alarms), `command`.
 """

@@ -13,10 +13,10 @@ from rekindle_lab.aging.exhaustion import Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
 from rekindle_lab.bench.report import table
+from rekindle_lab.failure import fail
 from rekindle_lab.numbers import finite, for_json
-from rekindle_lab.say import fail
 
-app = typer.Typer(no_args_is_help=True, help="What wears out on a host and its guests, and when.")
+app = typer.Typer(no_args_is_help=True, help="Find resources that run out on a host and its guests.")
 
 
 def _pairs(given: list[str] | None, what: str) -> dict[str, str]:
@@ -30,14 +30,14 @@ def _pairs(given: list[str] | None, what: str) -> dict[str, str]:
 
 
 def left(seconds: float | None) -> str:
-    """A time to exhaustion for people."""
+    """Format a time to exhaustion for the terminal."""
     if seconds is None:
         return ""
     return "never" if math.isinf(seconds) else f"{seconds / 86_400:.3g} d"
 
 
 def row(finding: Finding) -> dict[str, Any]:
-    """A finding for people."""
+    """Return a finding as a row of the table."""
     found = finding.trend
     a_day = 86_400
     return {
@@ -56,7 +56,7 @@ def row(finding: Finding) -> dict[str, Any]:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """A finding for machines; a time that is infinite is `null`, as is one that is not known."""
+    """Return a finding as JSON; a time that is infinite or not known is `null`."""
     found = finding.trend
     return for_json(
         {
@@ -81,13 +81,13 @@ def as_json(finding: Finding) -> dict[str, Any]:
 
 @app.command("trend")
 def trend(
-    samples: Annotated[Path, typer.Argument(help="JSON lines, as `rekindle monitor` writes them.")],
-    limit: Annotated[list[str] | None, typer.Option(help="METRIC=VALUE: where it ends, in its unit.")] = None,
-    alpha: Annotated[float, typer.Option(help="Of an alarm, for all series of a host together.")] = exhaustion.ALPHA,
-    horizon_d: Annotated[float, typer.Option(help="Alarm if used up within so many days.")] = exhaustion.HORIZON_D,
+    samples: Annotated[Path, typer.Argument(help="JSON lines as written by `rekindle monitor`.")],
+    limit: Annotated[list[str] | None, typer.Option(help="METRIC=VALUE: limit of a metric, in its unit.")] = None,
+    alpha: Annotated[float, typer.Option(help="Significance level, for all series of a host.")] = exhaustion.ALPHA,
+    horizon_d: Annotated[float, typer.Option(help="Alarm if exhausted within this many days.")] = exhaustion.HORIZON_D,
     json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Trends, and the time until something is used up. Samples before the last boot are counted and left out.
+    """Show trends and the time until a resource is used up. Samples before the last boot are counted and ignored.
 
     Exit status 0: no alarm; 1: at least one; 2: wrong input.
     """
@@ -122,11 +122,11 @@ def trend(
 
 @app.command("quiet")
 def quiet(
-    host_weeks: Annotated[int, typer.Option(min=1, help="So many made-up hosts of each kind, a week each.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the made-up traces.")] = 1,
+    host_weeks: Annotated[int, typer.Option(min=1, help="Simulated hosts of each kind, one week each.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the simulated traces.")] = 1,
     json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """How often it gives an alarm where nothing wears out: per host and week, on made-up quiet traces."""
+    """Measure false alarms per host and week on simulated traces without aging."""
     found = [false_alarms(kind, host_weeks, seed=seed) for kind in KINDS]
     if json_out:
         print(json.dumps([one.__dict__ for one in found]))

@@ -1,4 +1,4 @@
-"""When something will be used up, and whether that is worth an alarm."""
+"""Time until a resource is used up, and whether that justifies an alarm."""
 
 import math
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from rekindle_lab.analysis.correct import holm
 ALPHA = 0.01
 """An alarm's p, corrected for the number of series, is below this."""
 HORIZON_D = 28.0
-"""And it may be used up within so many days."""
+"""An alarm needs exhaustion within this many days."""
 LEAST_H = 24.0
-"""And it was watched for so long: a day's ups and downs are no aging."""
+"""An alarm needs a series of at least this length, since daily variation is not aging."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a series says. Times to exhaustion are seconds from its last sample; infinite if it does not go there."""
+    """The judgement of one series. Times to exhaustion are seconds from the last sample; infinite if not approached."""
 
     series: Series
     trend: Trend | None
     p: float
     """Corrected for the number of series judged (Holm)."""
     worsens: bool
-    """The slope has the bad sign."""
+    """Whether the slope points towards exhaustion."""
     left_s: float | None
     """`None` without a limit."""
     left_low_s: float | None
@@ -43,7 +43,7 @@ def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
 
 
 def judge(series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:
-    """Judge all series of a host together."""
+    """Judges all series of a host together."""
     trends = [_trend(one) for one in series]
     tested = {index: found.p for index, found in enumerate(trends) if found is not None}
     corrected = dict(zip(tested, holm([*tested.values()]), strict=True))

@@ -1,4 +1,4 @@
-"""How often it cries wolf: quiet made-up hosts, judged once a day as a real one would be, alarms counted."""
+"""Rate of false alarms on simulated hosts without aging, each judged once a day as a real host would be."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rekindle_lab.aging.samples import Series
 
 DAY_S = 86_400
 STEP_S = 900
-"""A sample every quarter of an hour: what more there would be is thinned out before it is judged."""
+"""One sample per quarter of an hour; more would be thinned out before the judgement anyway."""
 
 
 def _times(days: int) -> np.ndarray:
@@ -19,12 +19,12 @@ def _times(days: int) -> np.ndarray:
 
 
 def white(generator: np.random.Generator, n: int) -> np.ndarray:
-    """Each sample by itself."""
+    """Generates independent samples."""
     return generator.normal(size=n)
 
 
 def persistent(share: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """Each sample is `share` of the one before it, and something new."""
+    """Generates samples that each keep `share` of the previous one and add noise."""
 
     def made(generator: np.random.Generator, n: int) -> np.ndarray:
         new = generator.normal(size=n) * np.sqrt(1 - share**2)
@@ -38,13 +38,13 @@ def persistent(share: float) -> Callable[[np.random.Generator, int], np.ndarray]
 
 
 def daily(generator: np.random.Generator, n: int) -> np.ndarray:
-    """Load comes and goes by the day, from any hour on."""
+    """Generates a load with a daily period and a random phase."""
     phase = generator.uniform(0, 2 * np.pi)
     return 2 * np.sin(2 * np.pi * np.arange(n) * STEP_S / DAY_S + phase) + persistent(0.5)(generator, n)
 
 
 def sawtooth(generator: np.random.Generator, n: int) -> np.ndarray:
-    """Fills up and is emptied again, every 5 to 8 hours: garbage collection, caches."""
+    """Generates a level that rises and is reset every 5 to 8 hours: garbage collection, caches."""
     out = np.empty(n)
     at = int(-generator.integers(0, 30))
     while at < n:
@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Quiet:
-    """What quiet hosts of one kind gave. `high` is the upper end of the 95 % interval (Poisson)."""
+    """False alarms of hosts of one kind. `high` is the upper end of the 95 % interval (Poisson)."""
 
     kind: str
     host_weeks: int
@@ -77,10 +77,10 @@ class Quiet:
 
 
 def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True) -> Quiet:
-    """Judge quiet hosts with four metrics each, every day of the second of two weeks on all that is there until then.
+    """Judges hosts with four metrics each, every day of the second of two weeks, on all samples until then.
 
-    An alarm that stays for days counts once. With `near`, limits are so near (6 standard deviations) that time to
-    exhaustion holds no alarm back: what is left is the trend test's own.
+    An alarm that lasts for days counts once. With `near`, limits are so near (6 standard deviations) that the time to
+    exhaustion suppresses no alarm: what is counted is the trend test alone.
     """
     generators = np.random.default_rng(seed).spawn(host_weeks)
     times = _times(14)

@@ -1,4 +1,4 @@
-"""Samples as JSON lines, and series of one metric between two reboots."""
+"""Reads samples (JSON lines) into series of one metric between two reboots."""
 
 import difflib
 import json
@@ -24,16 +24,16 @@ METRICS = {
     "guest_swap_used_kib": 1,
     "guest_open_files": 1,
 }
-"""What is looked at, and which direction is the bad one."""
+"""The metrics that are judged, and the sign of the harmful direction."""
 ABOUT = ("format", "host", "guest", "unix_s", "boot")
-"""What else a sample has."""
+"""The other keys of a sample."""
 KEYS = (*ABOUT, *METRICS, *(f"{metric}_limit" for metric in METRICS))
 LIMITS = {"free_memory_kib": 0.0, "guest_free_memory_kib": 0.0}
-"""Where a metric ends by itself; others have their limit in the samples (`open_files_limit`), or are given one."""
+"""Limits that a metric has by itself; others are in the samples (`open_files_limit`) or given by the user."""
 
 
 class SamplesError(ValueError):
-    """Samples that cannot be used. The text has rows and columns."""
+    """Unusable samples. The text names rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Series:
     values: np.ndarray
     limit: float | None
     before: int = 0
-    """So many samples there are of earlier boots, which are left out."""
+    """Number of samples of earlier boots, which are ignored."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Series:
 
 
 def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
-    """All series of a file, each since the last boot of its host or guest. Raises `SamplesError`."""
+    """Returns all series of a file, each since the last boot of its host or guest. Raises `SamplesError`."""
     problems: list[str] = []
     strange: set[str] = set()
     found: dict[tuple[str, str | None, str], list[tuple[str, float, float, float | None]]] = defaultdict(list)
@@ -84,7 +84,7 @@ def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
 
 
 def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str], strange: set[str]) -> None:
-    """`strange`: unknown keys that were told already."""
+    """Checks one line and adds its values to `found`. `strange`: unknown keys that were reported already."""
     try:
         sample = json.loads(line)
         if not isinstance(sample, dict):
@@ -137,14 +137,14 @@ def _series(
     if (np.diff(seconds) == 0).any():
         at = seconds[int(np.flatnonzero(np.diff(seconds) == 0)[0])]
         problems.append(f"row -, column unix_s: {host} {guest or ''} has two samples of {metric} at {at:.0f}")
-    told = [row[3] for row in mine if row[3] is not None]
-    limit = limits.get(metric, told[-1] if told else LIMITS.get(metric))
+    recorded = [row[3] for row in mine if row[3] is not None]
+    limit = limits.get(metric, recorded[-1] if recorded else LIMITS.get(metric))
     values = np.array([row[2] for row in mine])
     return Series(host, guest, metric, boot, seconds, values, limit, before=len(rows) - len(mine))
 
 
 def thin(series: Series, most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Medians of at most so many equal stretches of time: their middles in seconds, and values."""
+    """Returns medians of at most `most` equal time spans: their middles in seconds, and values."""
     seconds, values = series.seconds, series.values
     if seconds.size <= most:
         return seconds, values

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 LEAST = 10
-"""So many points are needed."""
+"""Least number of points."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Trend:
     slope_low: float
     slope_high: float
     level: float
-    """Where the line is at the end of the series."""
+    """The value of the line at the end of the series."""
     inflation: float
-    """So many times more the count varies than with independent samples."""
+    """Factor by which the count varies more than with independent samples."""
     n: int
 
 
 def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
-    """By how much autocorrelation inflates the variance of Mann and Kendall's count; at least 1.
+    """Returns by how much autocorrelation inflates the variance of Mann and Kendall's count; at least 1.
 
-    Autocorrelations of the detrended ranks are summed up to the first that is not more than 0: those after it are
-    mostly noise. Each is corrected for what a short series and taking its trend away hide of it, (2 + 4 r) / n.
+    Autocorrelations of the detrended ranks are summed up to the first that is not positive: those after it are
+    mostly noise. Each is corrected for the bias of a short, detrended series, (2 + 4 r) / n.
     """
     n = values.size
     ranks = stats.rankdata(values - slope * (seconds - seconds[0]))
@@ -43,7 +43,7 @@ def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
     power = float((centred**2).sum())
     if power == 0:
         return 1.0
-    # Fast enough for a thousand points, and exact.
+    # O(n²) is fast enough for a thousand points, and exact.
     correlation = np.correlate(centred, centred, "full")[n - 1 :] / power
     inflation = 1.0
     for lag in range(1, n - 3):
@@ -56,7 +56,7 @@ def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
 
 
 def trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> Trend:
-    """The trend of a series of at least `LEAST` points; `confidence` is that of the slope's interval."""
+    """Fits the trend of a series of at least `LEAST` points; `confidence` is that of the slope's interval."""
     n = values.size
     if n < LEAST:
         raise ValueError(f"a trend needs at least {LEAST} points, not {n}")

@@ -1,5 +1,5 @@
-"""Judging an experiment: section 4.3 of the evaluation of fast OS reboots, with what has been learnt since beside it.
+"""Analysis of an experiment: section 4.3 of the evaluation of fast OS reboots, with newer methods added.
 
-`runs` (reading them, and what is wrong with them), `anova`, `assumptions`, `effects`, `power`, `judge` (one response,
-then all with their corrections), `tables` (laid out as the paper's 3 to 11), `paper` (its own tables, computed again).
+`runs` (reads and checks them), `anova`, `assumptions`, `effects`, `power`, `judge` (one response,
+then all with their corrections), `tables` (laid out as the paper's 3 to 11), `paper` (recomputes its tables).
 """

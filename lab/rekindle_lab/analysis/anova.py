@@ -10,16 +10,16 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Group:
-    """What the classical tests need to know of one level's values. `mean` and `sd` are in the response's unit."""
+    """Summary of one level's values for the classical tests. `mean` and `sd` are in the response's unit."""
 
     n: int
     mean: float
     sd: float
-    """With n - 1 below."""
+    """Sample standard deviation (n - 1)."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Group":
-        """From the values; at least two."""
+        """Summarizes at least two values."""
         array = np.asarray(values, dtype=float)
         if array.size < 2:
             raise ValueError(f"a group needs at least 2 values, this one has {array.size}")
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Anova:
-    """A table of it: the factor, blocks if there are any, error, total."""
+    """A table of an analysis of variance: the factor, blocks if there are any, error, total."""
 
     lines: tuple[Line, ...]
 
@@ -64,7 +64,7 @@ class Anova:
 
 
 def one_way(groups: Sequence[Group], factor: str = "factor") -> Anova:
-    """One-way analysis of variance from summaries."""
+    """Computes a one-way analysis of variance from summaries."""
     if len(groups) < 2:
         raise ValueError(f"an analysis of variance needs at least 2 groups, not {len(groups)}")
     n = sum(group.n for group in groups)
@@ -83,7 +83,7 @@ def _table(factor: str, df: int, between: float, df_error: int, within: float, d
 
 
 def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int], factor: str = "factor") -> Anova:
-    """Factor and blocks, without interaction; the factor's sum of squares is what it adds to the blocks."""
+    """Analyses factor and blocks without interaction; the factor's sum of squares is what it adds to the blocks."""
     y = np.asarray(values, dtype=float)
     level_columns, block_columns = _dummies(levels), _dummies(blocks)
 
@@ -95,7 +95,7 @@ def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int
     (only_blocks, rank_blocks), (both, rank) = residual(block_columns), residual(level_columns, block_columns)
     df, df_blocks, df_error = rank - rank_blocks, rank - rank_levels, y.size - rank
     if df < level_columns.shape[1] or df_blocks < 1:
-        raise ValueError("levels and blocks fall together, and cannot be told apart")
+        raise ValueError("levels and blocks are confounded and cannot be separated")
     if df_error < 1:
         raise ValueError(f"{y.size} values are too few for {df + 1} levels in {df_blocks + 1} blocks")
     main = _table(factor, df, only_blocks - both, df_error, both, y.size - 1, total)
@@ -106,13 +106,13 @@ def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int
 
 
 def fitted(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int]) -> np.ndarray:
-    """What level and block together make of each value."""
+    """Returns the values that level and block predict."""
     y = np.asarray(values, dtype=float)
     return y - _least_squares(y, _dummies(levels), _dummies(blocks))[0]
 
 
 def _least_squares(y: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, int]:
-    """What is left of `y`, and the rank of what explains it, a constant among that."""
+    """Returns the residual sum of squares of `y`, and the rank of the explaining columns, including a constant."""
     x = np.hstack([np.ones((y.size, 1)), *parts])
     solution, _, rank, _ = np.linalg.lstsq(x, y, rcond=None)
     return y - x @ solution, int(rank)
@@ -139,7 +139,7 @@ class Welch:
 
 
 def welch(groups: Sequence[Group]) -> Welch:
-    """From summaries; every group must vary. For two groups it is Welch's t test."""
+    """Computes Welch's test from summaries; every group must vary. For two groups it is Welch's t test."""
     if len(groups) < 2:
         raise ValueError(f"Welch's test needs at least 2 groups, not {len(groups)}")
     if any(group.sd == 0 for group in groups):
@@ -156,7 +156,7 @@ def welch(groups: Sequence[Group]) -> Welch:
 
 
 def variance_ratio(one: Group, other: Group) -> tuple[float, float]:
-    """The larger variance over the smaller, and how probable that or more is if they are equal (two-sided)."""
+    """Returns the larger variance over the smaller, and the two-sided probability of that ratio if they are equal."""
     large, small = (one, other) if one.sd >= other.sd else (other, one)
     if small.sd == 0:
         raise ValueError("a ratio of variances needs groups that vary")

@@ -1,4 +1,4 @@
-"""What analysis of variance takes for granted: equal variances, normal residuals, runs that do not hang together."""
+"""Tests the assumptions of analysis of variance: equal variances, normal and independent residuals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from rekindle_lab.analysis.anova import Group, fitted, variance_ratio
 from rekindle_lab.stats import SEED
 
 SHAPIRO_MOST = 5000
-"""Shapiro and Wilk's p is not accurate for more values."""
+"""Largest sample for which Shapiro and Wilk's p is accurate."""
 ORDER_RESAMPLES = 1999
 LEAST = 3
-"""Values a level that tests of variances need."""
+"""Least number of values per level for the tests of variances."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A test of an assumption: a small `p` speaks against it."""
+    """A test of an assumption: a small `p` is evidence against it."""
 
     name: str
     statistic: float
@@ -27,15 +27,15 @@ class Check:
 
 
 def equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
-    """The tests that the paper names: O'Brien, Brown-Forsythe, Levene, Bartlett, and for two groups F of variances.
+    """Runs the tests that the paper names: O'Brien, Brown-Forsythe, Levene, Bartlett, F of variances for two groups.
 
-    Every sample must vary. The first three go by deviations from the middle, which say nothing of two values: they are
-    left out if a level has no more.
+    Every sample must vary. The first three use deviations from the middle, which carry no information for two values:
+    they are left out if a level has no more.
     """
     checks = []
     if min(sample.size for sample in samples) < LEAST:
         return _by_variances(samples)
-    # scipy checks its own arithmetic against a bound that has no unit: bytes would fail it. No test knows a scale.
+    # scipy compares its arithmetic with an absolute bound, which values in bytes exceed. The tests are scale-free.
     spread = max(float(sample.std(ddof=1)) for sample in samples)
     transformed = stats.obrientransform(*((sample - sample.mean()) / spread for sample in samples))
     checks.append(Check("O'Brien", *map(float, stats.f_oneway(*transformed))))
@@ -52,7 +52,7 @@ def _by_variances(samples: Sequence[np.ndarray]) -> list[Check]:
 
 
 def residuals(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> np.ndarray:
-    """Each value less its level's mean, or with blocks what level and block make of it; in the order given."""
+    """Returns each value less its level's mean, or less the prediction of level and block; in the order given."""
     if blocks is not None:
         return values - fitted(values, levels, blocks)
     labels = np.asarray(levels)
@@ -64,16 +64,16 @@ def residuals(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] |
 
 
 def normal(residual: np.ndarray) -> Check:
-    """Whether residuals may come from one normal curve."""
+    """Tests whether residuals may be normally distributed."""
     if residual.size <= SHAPIRO_MOST:
         return Check("Shapiro-Wilk", *map(float, stats.shapiro(residual)))
     return Check("D'Agostino-Pearson", *map(float, stats.normaltest(residual)))
 
 
 def independent(residual: np.ndarray) -> list[Check]:
-    """Whether neighbours in the order of the runs are alike: autocorrelation with its p by permutation, Durbin-Watson.
+    """Tests whether successive runs are correlated: autocorrelation with its p by permutation, Durbin-Watson.
 
-    The latter has no p of its own: 2 is none, towards 0 alike, towards 4 alternating.
+    The latter has no p of its own: 2 is none, towards 0 positive, towards 4 negative correlation.
     """
     centred = residual - residual.mean()
     power = float((centred**2).sum())

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
+from rekindle_lab.failure import fail
 from rekindle_lab.numbers import for_json
-from rekindle_lab.say import fail
 
-if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which `--help` need not wait for
+if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which would slow down `--help`
     from rekindle_lab.analysis.judge import Verdict
     from rekindle_lab.analysis.runs import Runs
 
 
 def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
-    """Everything that was found, for machines."""
+    """Returns all results as JSON."""
     found = {
         "experiment": runs.experiment,
         "factor": runs.factor,
@@ -35,7 +35,7 @@ def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
 
 
 def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
-    """The same for people."""
+    """Formats the results for the terminal."""
     from rekindle_lab.analysis import tables
 
     head = f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts"
@@ -57,7 +57,7 @@ def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
 
 
 def paper_table() -> str:
-    """The paper's own numbers, computed again."""
+    """Recomputes the paper's own numbers."""
     from rekindle_lab.analysis import paper
 
     def span(row: paper.Row) -> str:
@@ -75,26 +75,24 @@ def paper_table() -> str:
 def command(
     runs: Annotated[Path | None, typer.Argument(help="runs.jsonl of an experiment, or runs.jsonl.gz.")] = None,
     factor: Annotated[str | None, typer.Option(help="Compare levels of this factor. [default: all treatments]")] = None,
-    alpha: Annotated[float, typer.Option(help="How often a difference may be seen where there is none.")] = 0.05,
-    allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Go on without runs that are not there.")
-    ] = False,
+    alpha: Annotated[float, typer.Option(help="Accepted probability of a false difference.")] = 0.05,
+    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Analyse although runs are missing.")] = False,
     allow_versions: Annotated[
-        bool, typer.Option("--allow-versions", help="Go on with runs of several versions.")
+        bool, typer.Option("--allow-versions", help="Analyse although runs are of several versions.")
     ] = False,
     json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     paper: Annotated[bool, typer.Option("--paper", help="Compute the evaluation paper's own tables again.")] = False,
 ) -> None:
-    """Whether treatments differ, in which responses, and by how much.
+    """Test whether treatments differ, in which responses, and by how much.
 
     One-way analysis of variance or, where variances differ, Welch's test; corrected for the number of responses; with
-    effect sizes, bootstrap intervals and a permutation test beside.
+    effect sizes, bootstrap intervals and a permutation test as a cross-check.
     """
     if paper:
         print(paper_table())
         return
     if runs is None:
-        raise fail("analyse", "which runs? Give runs.jsonl of an experiment, or --paper")
+        raise fail("analyse", "no runs given; name runs.jsonl of an experiment, or use --paper")
     if not 0 < alpha < 1:
         raise fail("analyse", f"--alpha {alpha:g}: it must be between 0 and 1")
     from rekindle_lab.analysis.judge import judge

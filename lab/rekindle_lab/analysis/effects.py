@@ -1,4 +1,4 @@
-"""How large a difference is, with bootstrap intervals; and a permutation test, which assumes nothing but exchange."""
+"""Sizes of differences, with bootstrap intervals; and a permutation test, which assumes only exchangeability."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CHUNK = 60_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % bootstrap interval, which it lacks (`None`) where some resamples have no such figure."""
+    """A figure with its 95 % bootstrap interval, whose ends are `None` where some resamples have no such figure."""
 
     value: float
     low: float | None = None
@@ -36,31 +36,31 @@ class Pair:
 
 @dataclass(frozen=True)
 class Effects:
-    """Of one response."""
+    """Effect sizes of one response."""
 
     eta_squared: Interval | None
     """Share of the variance that the levels explain; `None` where nothing varies."""
     omega_squared: Interval | None
-    """The same without its bias."""
+    """The same, corrected for bias."""
     pairs: tuple[Pair, ...]
 
     @property
     def without_interval(self) -> list[str]:
-        """What has a value and no interval, for people."""
+        """Names the figures that have a value but no interval."""
         named = {"eta²": self.eta_squared, "omega²": self.omega_squared}
         named |= {f"Hedges' g of {pair.level} - {pair.other}": pair.hedges_g for pair in self.pairs}
         return [name for name, one in named.items() if one is not None and one.low is None]
 
 
 def _rounds(width: int, total: int) -> Iterator[int]:
-    """Sizes of chunks that make `total` resamplings of `width` values."""
+    """Yields sizes of chunks that make `total` resamplings of `width` values."""
     size = max(1, min(total, CHUNK // max(1, width)))
     for start in range(0, total, size):
         yield min(size, total - start)
 
 
 def _resampled(values: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Means and variances (n - 1 below) of resampled groups."""
+    """Returns means and variances (n - 1) of resampled groups."""
     means, variances = [], []
     for count in _rounds(values.size, RESAMPLES):
         drawn = values[generator.integers(0, values.size, (count, values.size))]
@@ -79,7 +79,7 @@ def _interval(value: float, resampled: np.ndarray) -> Interval | None:
 
 
 def effects(samples: dict[str, np.ndarray]) -> Effects:
-    """Effect sizes of levels' values, each with at least two."""
+    """Computes effect sizes of levels' values, at least two each."""
     generator = np.random.default_rng(SEED)
     drawn = {level: _resampled(values, generator) for level, values in samples.items()}
     own = {level: (values.mean(), values.var(ddof=1)) for level, values in samples.items()}
@@ -135,7 +135,7 @@ def _pair(
 
 
 def permutation_p(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> float:
-    """How probable so large an F is if levels were handed out by chance, within blocks where there are any (to 1)."""
+    """Returns the probability of so large an F if levels were assigned by chance, within blocks if any (to 1)."""
     labels = np.asarray(levels)
     strata = np.zeros(values.size, dtype=int) if blocks is None else np.asarray(blocks)
     generator = np.random.default_rng(SEED)

@@ -1,4 +1,4 @@
-"""The judgement: each response by itself, then all of them corrected for their number."""
+"""The judgement: each response alone, then all of them corrected for their number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Versus:
 
 @dataclass(frozen=True)
 class Response:
-    """What one response says. p are without correction."""
+    """The result for one response. p are without correction."""
 
     name: str
     groups: dict[str, Group]
@@ -37,7 +37,7 @@ class Response:
     anova: Anova | None
     welch: Welch | None
     test: str
-    """Which decides: `anova`, `welch`, or `permutation` where a level does not vary."""
+    """The test that decides: `anova`, `welch`, or `permutation` where a level does not vary."""
     p: float
     permutation_p: float
     effects: Effects
@@ -47,7 +47,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A response among all."""
+    """A response with the corrections for all responses."""
 
     response: Response
     p_bonferroni: float
@@ -67,7 +67,7 @@ def judge_response(
     blocks: Sequence[int] | None = None,
     alpha: float = ALPHA,
 ) -> Response:
-    """Judge one response; `values` in the order of the runs, at least two for each of at least two levels."""
+    """Judges one response; `values` in the order of the runs, at least two for each of at least two levels."""
     array = np.asarray(values, dtype=float)
     labels = np.asarray(levels)
     samples = {level: array[labels == level] for level in dict.fromkeys(levels)}
@@ -78,8 +78,8 @@ def judge_response(
     constant = [level for level, sample in samples.items() if np.ptp(sample) == 0]
     permutation = effects.permutation_p(array, levels, blocks)
     if constant:
-        told = ", ".join(f"'{level}' is {groups[level].mean:g} in all {groups[level].n} runs" for level in constant)
-        notes.append(f"zero variance: {told}; F and Welch's test do not apply, the permutation test decides")
+        fixed = ", ".join(f"'{level}' is {groups[level].mean:g} in all {groups[level].n} runs" for level in constant)
+        notes.append(f"zero variance: {fixed}; F and Welch's test do not apply, the permutation test decides")
     checks: tuple[Check, ...] = ()
     table, unequal = None, None
     if not constant and blocks is not None:
@@ -111,10 +111,10 @@ def judge_response(
     varied = bool(np.ptp(residual) > 0)
     normal = assumptions.normal(residual) if varied and residual.size >= 3 else None
     if normal is not None and normal.p < alpha:
-        notes.append(f"residuals are not normal ({normal.name}): see the permutation test beside")
+        notes.append(f"residuals are not normal ({normal.name}): see the permutation test")
     independent = tuple(assumptions.independent(residual)) if varied else ()
     if independent and independent[0].p < alpha:
-        notes.append("residuals hang together in the order of the runs: something drifted while they ran")
+        notes.append("residuals are correlated in the order of the runs: something drifted while they ran")
     sizes = effects.effects(samples)
     notes += [f"{name}: no interval, since some resamples do not vary" for name in sizes.without_interval]
     if (permutation < alpha) != (p < alpha):
@@ -147,7 +147,7 @@ def _versus(samples: dict[str, np.ndarray]) -> tuple[Versus, ...]:
 
 
 def judge(runs: Runs, alpha: float = ALPHA) -> list[Verdict]:
-    """All responses of an experiment, corrected for their number by Bonferroni and by Holm."""
+    """Judges all responses of an experiment, corrected for their number by Bonferroni and by Holm."""
     levels = [run.level for run in runs.done]
     blocks = [run.block for run in runs.done]
     responses = [

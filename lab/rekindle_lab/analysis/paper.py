@@ -1,7 +1,7 @@
-"""The evaluation paper's own tables, computed again from its own figures, as far as those determine each other.
+"""Recomputes the evaluation paper's tables from its own figures, as far as those determine each other.
 
-A printed number stands for all that would be printed so, rounded or cut off: `0.0046` for 0.00455 up to 0.0047. What we
-compute from printed numbers is a range then, and agrees if it meets the printed one.
+A printed number stands for every number printed alike, rounded or truncated: `0.0046` for 0.00455 up to 0.0047. A
+result computed from printed numbers is therefore a range, and agrees if it meets the printed one.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from scipy import stats
 from rekindle_lab.analysis.anova import Group, f_critical, one_way, t_critical, t_p, variance_ratio, welch
 
 RUNS = 16
-"""Runs a level."""
+"""Runs per level."""
 DF_ERROR = 30
 
 
 @dataclass(frozen=True)
 class Span:
-    """All numbers that may stand behind a printed one, or that follow from such."""
+    """The range of numbers that a printed one may stand for, or that follow from such ranges."""
 
     low: float
     high: float
@@ -31,32 +31,32 @@ class Span:
 
 
 def printed(text: str) -> Span:
-    """From half a last digit below to a whole one above; towards 0 for what is negative does not occur."""
+    """Returns the range from half a last digit below to a whole one above; negative numbers do not occur."""
     number = Decimal(text)
     last = float(Decimal(1).scaleb(int(number.as_tuple().exponent)))
     return Span(float(number) - last / 2, float(number) + last)
 
 
 def spread(function: Callable[..., float], *spans: Span) -> Span:
-    """What a function that is monotonous in each argument makes of them."""
+    """Returns the range of a function that is monotonic in each argument."""
     values = [function(*corner) for corner in product(*((span.low, span.high) for span in spans))]
     return Span(min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the paper's, and what its own other numbers give."""
+    """A number printed in the paper, and the range computed from its other numbers."""
 
     table: str
     what: str
     print: str
     ours: Span
     whole: bool = False
-    """A whole number, which stands for itself alone."""
+    """Whether it is a whole number, which stands for itself alone."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the print may be so."""
+        """Whether the printed number is in the computed range."""
         number = float(self.print)
         return self.ours.meets(Span(number, number) if self.whole else printed(self.print))
 
@@ -135,7 +135,7 @@ def _degrees(ratio: float) -> float:
 
 
 def rows() -> list[Row]:
-    """Every number that can be computed from others of the paper's."""
+    """Returns every number that can be computed from others in the paper."""
     found = []
     for table, t, df, p, critical in P_OF_T:
         found.append(Row(table, f"p of t = {t}, df = {df}", p, spread(lambda v, df=df: t_p(v, df), printed(t))))

@@ -1,4 +1,4 @@
-"""How many runs a level needs, and what power a number of them has (the paper's section 4.3)."""
+"""The number of runs that a level needs, and the power of a number of runs (the paper's section 4.3)."""
 
 import math
 
@@ -8,9 +8,9 @@ MOST = 100_000
 
 
 def effect_from_sd_increase(increase: float) -> float:
-    """Cohen's f of levels whose differences raise the standard deviation of a value by this share.
+    """Returns Cohen's f of levels whose differences raise the standard deviation of a value by this share.
 
-    So Montgomery puts it, whom the paper follows: 0.15 is a standard deviation of 1.15 times that within a level.
+    This is Montgomery's definition, used in the paper: 0.15 is a standard deviation of 1.15 times that within a level.
     """
     if not 0 < increase < math.inf:
         raise ValueError(f"the increase of the standard deviation is {increase:g}; it must be more than 0")
@@ -18,7 +18,7 @@ def effect_from_sd_increase(increase: float) -> float:
 
 
 def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
-    """Probability that a one-way analysis of variance of `levels` groups of n sees Cohen's f of `effect`."""
+    """Returns the probability that a one-way analysis of variance detects Cohen's f of `effect` with groups of n."""
     if n < 2 or levels < 2:
         raise ValueError(f"power needs at least 2 levels of 2 runs, not {levels} of {n}")
     df, df_error = levels - 1, levels * (n - 1)
@@ -27,7 +27,7 @@ def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
 
 
 def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 0.90) -> int:
-    """The smallest number of runs a level with at least that power."""
+    """Returns the smallest number of runs per level with at least that power."""
     if not 0 < wanted < 1 or not 0 < alpha < 1:
         raise ValueError("alpha and power must be between 0 and 1")
     low, high = 2, 2

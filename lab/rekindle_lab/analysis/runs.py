@@ -1,7 +1,7 @@
-"""Runs of an experiment as they are read: `runs.jsonl`, a line a run (docs/experiment-format.md).
+"""Reads the runs of an experiment: `runs.jsonl`, one line per run (docs/experiment-format.md).
 
-Everything that is wrong is named with its row (line of the file, from 1) and column, all at once, and refused. Two
-kinds can be let pass, and are told then: missing runs, and runs of several versions. Failed runs are counted.
+Every problem is reported, all together, with its row (line of the file, from 1) and column, and the file is rejected.
+Two kinds can be allowed, and are then noted: missing runs, and runs of several versions. Failed runs are counted.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from rekindle_lab.numbers import finite
 
 FORMAT = 1
 SHOWN = 20
-"""So many problems are listed."""
+"""The largest number of problems that are listed."""
 KEYS = {
     "format": int,
     "experiment": str,
@@ -35,21 +35,21 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `row` is a line of the file; `None` where a line is missing or all are meant."""
+    """One problem. `row` is a line of the file; `None` where a line is missing or all are concerned."""
 
     row: int | None
     column: str
     what: str
     kind: str = "bad"
-    """`missing` and `versions` can be let pass, `bad` cannot."""
+    """`missing` and `versions` can be allowed, `bad` cannot."""
 
     def __str__(self) -> str:
-        """Row, column and what."""
+        """Formats row, column and problem."""
         return f"row {self.row if self.row is not None else '-'}, column {self.column}: {self.what}"
 
 
 class RunsError(ValueError):
-    """The runs cannot be analysed as they are. The text has all problems, at most `SHOWN` of them in words."""
+    """The runs cannot be analysed as they are. The text lists at most `SHOWN` problems, and counts the others."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.problems = problems
@@ -60,19 +60,19 @@ class RunsError(ValueError):
         kinds = {problem.kind for problem in problems}
         if kinds <= {"missing", "versions"}:
             options = " ".join(f"--allow-{kind}" for kind in sorted(kinds))
-            lines.append(f"  to analyse them all the same, and have it said in the report: {options}")
+            lines.append(f"  to analyse them anyway, with a note in the report: {options}")
         super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run that gave its responses."""
+    """One successful run with its responses."""
 
     row: int
     run: int
     block: int
     level: str
-    """Of the factor that is analysed; where there are several, all of them: `a=1, b=2`."""
+    """The level of the analysed factor; of several factors, all levels: `a=1, b=2`."""
     responses: dict[str, float]
 
 
@@ -86,9 +86,9 @@ class Runs:
     planned: int
     done: list[Run]
     failed: list[dict[str, Any]]
-    """Lines of failed runs, as they are."""
+    """Lines of failed runs, unchanged."""
     lines: list[dict[str, Any]]
-    """All lines, as they are."""
+    """All lines, unchanged."""
     versions: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Order:
-    """What the committed order of an experiment says: which levels there are, and how many runs."""
+    """The committed order of an experiment: its levels, and the number of runs."""
 
     digest: str
     factors: dict[str, list[str]]
@@ -121,14 +121,14 @@ class Order:
 
     @classmethod
     def load(cls, path: Path) -> "Order":
-        """From `order.json`. Raises `ValueError` that names the file."""
+        """Reads `order.json`. Raises `ValueError` that names the file."""
         try:
             document = json.loads(path.read_text())
             return cls(
                 document["digest"],
                 {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
                 [response["name"] for response in document["responses"]],
-                {run["run"]: (_told(run["treatment"]), run["block"]) for run in document["runs"]},
+                {run["run"]: (_as_texts(run["treatment"]), run["block"]) for run in document["runs"]},
                 document.get("question", ""),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -136,9 +136,9 @@ class Order:
 
 
 def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> Runs:
-    """Read runs with the order beside them, if it is there."""
-    beside = path.parent / "order.json"
-    order = Order.load(beside) if beside.exists() else None
+    """Reads runs, and the order from the same folder if there is one."""
+    order_path = path.parent / "order.json"
+    order = Order.load(order_path) if order_path.exists() else None
     allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
     return read(path, order=order, factor=factor, allow=allow)
 
@@ -146,7 +146,7 @@ def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions:
 def read(
     path: Path, *, order: Order | None = None, factor: str | None = None, allow: frozenset[str] = frozenset()
 ) -> Runs:
-    """Read and check. `order`: what was planned; `allow`: kinds of problems that are told and not refused."""
+    """Reads and checks. `order`: what was planned; `allow`: kinds of problems that are noted instead of rejected."""
     problems: list[Problem] = []
     lines = list(_lines(path, problems))
     good = [(row, line) for row, line in lines if _shape(row, line, problems)]
@@ -172,10 +172,10 @@ def read(
         done.append(Run(row, line["run"], line["block"], levels[row], responses))
     planned = order.runs if order else max((line["of"] for _, line in good), default=0)
     last = {run: row for row, (run, _) in failed.items()}
-    treatments = {line["run"]: _told(line["treatment"]) for _, line in good}
+    treatments = {line["run"]: _as_texts(line["treatment"]) for _, line in good}
     treatments |= {number: treatment for number, (treatment, _) in order.planned.items()} if order else {}
     _missing(planned, attempts, last, treatments, problems)
-    if not any(problem.kind == "bad" for problem in problems):  # else it may only follow from what was said already
+    if not any(problem.kind == "bad" for problem in problems):  # else it may only follow from a problem listed already
         _enough(done, {_label(treatment, factor): None for treatment in treatments.values()}, problems)
     refused = [problem for problem in problems if problem.kind not in allow]
     if refused:
@@ -184,7 +184,7 @@ def read(
     names_of = order.factors if order else first.get("treatment", {})
     notes = [str(problem) for problem in problems if problem.kind in allow]
     if order is None:
-        notes.append("no order.json beside the runs: levels and responses were not held against it")
+        notes.append("no order.json next to the runs: levels and responses were not checked against it")
     return Runs(
         path=path,
         experiment=first.get("experiment", ""),
@@ -199,7 +199,7 @@ def read(
 
 
 def content(path: Path) -> bytes:
-    """What a file of runs holds; one whose name ends in `.gz` is unpacked."""
+    """Returns the content of a file of runs; one whose name ends in `.gz` is unpacked."""
     data = path.read_bytes()
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
@@ -228,7 +228,7 @@ def _lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any
 
 
 def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
-    """Whether a line has what every line must have."""
+    """Whether a line has the required keys."""
     before = len(problems)
     for key, kind in KEYS.items():
         if key not in line:
@@ -253,7 +253,7 @@ def _one_experiment(good: list[tuple[int, dict[str, Any]]], order: Order | None,
 
 
 def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | None, problems: list[Problem]) -> str:
-    treatment = _told(line["treatment"])
+    treatment = _as_texts(line["treatment"])
     if order is not None:
         before = len(problems)
         for name in dict.fromkeys([*order.factors, *treatment]):
@@ -277,12 +277,12 @@ def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | No
     return _label(treatment, factor)
 
 
-def _told(treatment: dict[str, Any]) -> dict[str, str]:
+def _as_texts(treatment: dict[str, Any]) -> dict[str, str]:
     return {name: str(level) for name, level in treatment.items()}
 
 
 def _label(treatment: dict[str, str], factor: str | None) -> str:
-    """What a level is called: that of the factor, or of all factors."""
+    """Returns the name of a level: that of the factor, or of all factors."""
     if factor is not None:
         return treatment.get(factor, "")
     if len(treatment) == 1:
@@ -293,12 +293,12 @@ def _label(treatment: dict[str, str], factor: str | None) -> str:
 def _versions(good: list[tuple[int, dict[str, Any]]], problems: list[Problem]) -> None:
     names = dict.fromkeys(name for _, line in good for name in line["versions"])
     for name in names:
-        # A run that failed early may not know all.
-        told = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
-        seen = Counter(line["versions"].get(name) for _, line in told)
+        # A run that failed early may not know all versions.
+        known = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
+        seen = Counter(line["versions"].get(name) for _, line in known)
         if len(seen) > 1:
             usual = seen.most_common(1)[0][0]
-            for row, line in told:
+            for row, line in known:
                 value = line["versions"].get(name)
                 if value != usual:
                     what = f"{value!r}, most runs have {usual!r}"
@@ -337,7 +337,7 @@ def _missing(
     treatments: dict[int, dict[str, str]],
     problems: list[Problem],
 ) -> None:
-    """`failed`: the row of each run that failed."""
+    """Checks that no run is missing. `failed`: the row of each run that failed."""
     for number in range(1, planned + 1):
         if number not in attempts:
             level = ", ".join(f"{name}={level}" for name, level in treatments.get(number, {}).items())

@@ -1,6 +1,6 @@
 """Tables laid out as the paper's 3 to 11: rows as dictionaries.
 
-`for_people` makes texts of their cells, for the terminal, Markdown and HTML; `for_machines` numbers with all digits.
+`for_people` formats their cells for the terminal, Markdown and HTML; `for_machines` keeps numbers with all digits.
 """
 
 import math
@@ -19,14 +19,14 @@ LIKE_THE_PAPERS = {
     "Means for one-way ANOVA": "3, 5b and 11",
     "Welch's test": "4, 5a and 10",
 }
-"""Which of the paper's tables ours are laid out as, by their titles."""
+"""The paper's tables that each of ours is laid out as, by our titles."""
 
 UNITS = {"pct": "%", "s": "s", "ms": "ms", "us": "µs", "kib": "KiB", "mib": "MiB", "bytes": "B", "d": "days"}
 """The last part of a response's name is its unit."""
 
 
 def heading(name: str) -> str:
-    """A response's name for people: `response_time_ms` is "response time (ms)"."""
+    """Formats a response's name for people: `response_time_ms` is "response time (ms)"."""
     words, _, unit = name.rpartition("_")
     if words.endswith("_per"):
         return f"{words[:-4]} (1/{unit})".replace("_", " ")
@@ -34,7 +34,7 @@ def heading(name: str) -> str:
 
 
 def p_text(p: float) -> str:
-    """A p as the paper prints it."""
+    """Formats a p as the paper prints it."""
     if math.isnan(p):
         return ""
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
@@ -46,25 +46,25 @@ class P(float):
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure with its interval in a cell; shares (to 1) can be told to people in percent."""
+    """A figure with its interval in a cell; shares (to 1) can be shown in percent."""
 
     interval: Interval | None
     percent: bool = False
 
 
 def for_people(rows: Rows) -> Rows:
-    """Rows with p and intervals as texts."""
+    """Formats p and intervals as texts."""
 
-    def told(value: object) -> object:
+    def formatted(value: object) -> object:
         if isinstance(value, P):
             return p_text(value)
         return interval_text(value.interval, percent=value.percent) if isinstance(value, Spread) else value
 
-    return [{name: told(value) for name, value in row.items()} for row in rows]
+    return [{name: formatted(value) for name, value in row.items()} for row in rows]
 
 
 def for_machines(rows: Rows) -> Rows:
-    """Rows of numbers: an interval has a column for its value, one for each end; `None` for what is not there."""
+    """Returns rows of numbers: an interval has a column for its value and one for each end; `None` where missing."""
     flat = []
     for row in rows:
         made: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def for_machines(rows: Rows) -> Rows:
 
 
 def summary(verdicts: list[Verdict]) -> Rows:
-    """As tables 6 and 7: averages and standard deviations, and the difference of two levels."""
+    """Lays out tables 6 and 7: averages and standard deviations, and the difference of two levels."""
     rows: Rows = []
     for verdict in verdicts:
         response = verdict.response
@@ -93,7 +93,7 @@ def summary(verdicts: list[Verdict]) -> Rows:
 
 
 def verdicts_table(verdicts: list[Verdict]) -> Rows:
-    """All responses at a glance: which test decides, its p and the corrected ones, permutation beside, effect."""
+    """Summarizes all responses: the deciding test, its p and the corrected ones, the permutation p, effect."""
     return [
         {
             "response": heading(verdict.response.name),
@@ -110,7 +110,7 @@ def verdicts_table(verdicts: list[Verdict]) -> Rows:
 
 
 def anova(response: Response, factor: str, alpha: float) -> Rows:
-    """As tables 3, 5b, 8, 9 and 11: source, df, SS, MS, F, P-value, F crit."""
+    """Lays out tables 3, 5b, 8, 9 and 11: source, df, SS, MS, F, P-value, F crit."""
     if response.anova is None:
         return []
     error = response.anova.error
@@ -132,7 +132,7 @@ def anova(response: Response, factor: str, alpha: float) -> Rows:
 
 
 def means(response: Response) -> Rows:
-    """As "Means for one-way ANOVA" of tables 3, 5 and 11; the interval is with the error of all levels."""
+    """Lays out "Means for one-way ANOVA" of tables 3, 5 and 11; the interval is with the error of all levels."""
     if response.anova is None:
         return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
     intervals = pooled_intervals(list(response.groups.values()), response.anova.error)
@@ -143,7 +143,7 @@ def means(response: Response) -> Rows:
 
 
 def welch(response: Response, alpha: float) -> Rows:
-    """As tables 4, 5a and 10: ratio of variances, t, degrees of freedom, critical t and p."""
+    """Lays out tables 4, 5a and 10: ratio of variances, t, degrees of freedom, critical t and p."""
     found = response.welch
     if found is None:
         return []
@@ -170,7 +170,7 @@ def welch(response: Response, alpha: float) -> Rows:
 
 
 def assumptions(response: Response) -> Rows:
-    """What analysis of variance takes for granted, tested."""
+    """Lists the tests of the assumptions of analysis of variance."""
     checks = [*response.equal_variances, *([response.normal] if response.normal else []), *response.independent]
     speaks = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(response.normal)
     speaks += ["independent runs"] * len(response.independent)
@@ -181,7 +181,7 @@ def assumptions(response: Response) -> Rows:
 
 
 def pairs(response: Response) -> Rows:
-    """Each two levels: difference, relative difference and Hedges' g, with 95 % bootstrap intervals."""
+    """Lists each pair of levels: difference, relative difference and Hedges' g, with 95 % bootstrap intervals."""
     versus = {(v.level, v.other): v.p for v in response.versus}
     rows = []
     for pair in response.effects.pairs:
@@ -198,20 +198,20 @@ def pairs(response: Response) -> Rows:
 
 
 def interval_text(interval: Interval | None, *, percent: bool = False) -> str:
-    """`1.2 (0.8 to 1.5)`; `1.2` without an interval."""
+    """Formats an interval: `1.2 (0.8 to 1.5)`; `1.2` without one."""
     if interval is None:
         return ""
 
-    def told(value: float) -> str:
+    def formatted(value: float) -> str:
         return f"{100 * value:.3g} %" if percent else f"{value:.4g}"
 
     if interval.low is None or interval.high is None:
-        return told(interval.value)
-    return f"{told(interval.value)} ({told(interval.low)} to {told(interval.high)})"
+        return formatted(interval.value)
+    return f"{formatted(interval.value)} ({formatted(interval.low)} to {formatted(interval.high)})"
 
 
 def of_response(response: Response, factor: str, alpha: float) -> dict[str, Rows]:
-    """All tables of a response by their titles; those that do not apply are left out, and `notes` says why."""
+    """Returns all tables of a response by their titles; `notes` explains why others are left out."""
     titled = {
         "One-way ANOVA": anova(response, factor, alpha),
         "Means for one-way ANOVA": means(response),

@@ -1,1 +1,1 @@
-"""Benchmarks: each topic measures ours and its peers in turn, and analyses the raw rows in a step of its own."""
+"""Benchmarks: each topic measures Rekindle and its peers in turn; the analysis of the raw rows is a separate step."""

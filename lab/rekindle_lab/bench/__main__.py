@@ -4,10 +4,10 @@
     python -m rekindle_lab.bench vmm --from-raw FILE       only analyse and draw
     QUICK=1 python -m rekindle_lab.bench vmm               the same within 8 minutes
     ONLY="sizes memory" python -m rekindle_lab.bench vmm   only these cases
-    TRIAL=1 python -m rekindle_lab.bench vmm               whether every case still works; nothing is measured
+    TRIAL=1 python -m rekindle_lab.bench vmm               check that every case still works; nothing is measured
     TRIAL=1 python -m rekindle_lab.bench all               the same for every topic, three at a time
 
-Exit status 0: everything was measured (a bar that is missed is said in the report, and is no failure of the benchmark);
+Exit status 0: everything was measured (a missed bar is in the report and does not fail the benchmark);
 1: a case failed: the JSON names it under `failed`, and has the figures of the others; 2: wrong usage, or the machine
 cannot run it.
 """
@@ -23,7 +23,7 @@ import typer
 from rekindle_lab.bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
 from rekindle_lab.bench import os as os_reboot
 from rekindle_lab.bench import trial as trials
-from rekindle_lab.bench.run import Task, about_name, bare_report, beside, raw_name
+from rekindle_lab.bench.run import Task, about_name, bare_report, raw_name, read_sidecar
 from rekindle_lab.bench.stage import taken_down_on_signals
 
 TOPICS = {
@@ -40,16 +40,16 @@ TOPICS = {
 
 
 ALL = "all"
-"""Every topic; for a trial."""
+"""Every topic; only for a trial."""
 
 
 def find_root(start: Path) -> Path | None:
-    """The folder of the project: the nearest one upwards that has guest/build."""
+    """Returns the project's folder: the nearest parent that has guest/build."""
     return next((folder for folder in [start, *start.parents] if (folder / "guest" / "build").exists()), None)
 
 
 def refuse(text: str) -> typer.Exit:
-    """Say why it cannot be run."""
+    """Prints why the benchmark cannot be run."""
     print(f"bench: {text}", file=sys.stderr)
     return typer.Exit(2)
 
@@ -63,10 +63,10 @@ def main(
     only: Annotated[list[str] | None, typer.Option(envvar="ONLY", help="Only this case; may be given again.")] = None,
     quick: Annotated[bool, typer.Option(envvar="QUICK", help="Within 8 minutes.")] = False,
     trial: Annotated[
-        bool, typer.Option(envvar="TRIAL", help="Only show that every case works: the smallest of each, once.")
+        bool, typer.Option(envvar="TRIAL", help="Only check that every case works: the smallest of each, once.")
     ] = False,
 ) -> None:
-    """Measure ours and its peers in turn."""
+    """Measure Rekindle and its peers in turn."""
     every = topic == ALL and trial
     if topic not in TOPICS and not every:
         raise refuse(f"no topic '{topic}'; there is: {', '.join(TOPICS)}")
@@ -74,7 +74,7 @@ def main(
         raise refuse("QUICK and TRIAL exclude each other")
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
-        raise refuse("not inside a clone of the project (no guest/build upwards)")
+        raise refuse("not inside a clone of the project (no parent folder has guest/build)")
     folder = (out or root / "target" / "bench" / ("trial" if trial else ".")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if from_raw is not None:
@@ -114,21 +114,21 @@ def main(
 
 
 def command_of(topic: str, only: list[str], *, quick: bool, trial: bool) -> str:
-    """How a user starts this run."""
+    """Returns the command line that starts this run."""
     words = [f"ONLY='{' '.join(only)}'"] if only else []
     words += ["QUICK=1"] * quick + ["TRIAL=1"] * trial
     return " ".join([*words, "make bench", f"TOPIC={topic}"])
 
 
 def finish(topic: str, raw: Path, folder: Path, command: str, errors: list[str]) -> typer.Exit:
-    """Analyse the rows and print the report, whose last line is the JSON; gives how to exit.
+    """Analyses the rows and prints the report, whose last line is the JSON; returns the exit to raise.
 
-    `errors`: what went wrong before. A report is printed in any case.
+    `errors`: errors of the measurement. A report is printed in any case.
     """
     try:
         report = TOPICS[topic].analyse(raw, folder, command)
     except Exception as error:
-        about = beside(raw, about_name(topic), {})
+        about = read_sidecar(raw, about_name(topic), {})
         report = bare_report(topic, about, command, [f"analysis: {type(error).__name__}: {error}"])
     report.errors[:0] = errors
     print(report.text())

@@ -1,4 +1,4 @@
-"""What every topic reports: figures with their bars as JSON for machines, and the same as a table for people."""
+"""The report of every topic: figures with their bars as JSON for machines, and as a table for the terminal."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rekindle_lab.stats import Comparison, compare
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure must reach."""
+    """The value that a figure must reach."""
 
     limit: float
     op: Literal["<=", "<", "==", ">="] = "<="
@@ -25,12 +25,12 @@ class Bar:
         return {"<=": value <= limit, "<": value < limit, "==": value == limit, ">=": value >= limit}[self.op]
 
     def __str__(self) -> str:
-        """As in the table of the issue."""
+        """Formats it as in the table of the issue."""
         return "none" if self == NO_BAR else f"{self.op} {self.limit:g}"
 
 
 NO_BAR = Bar(math.inf)
-"""Of a figure that is told and has nothing to reach."""
+"""The bar of a figure that is only reported."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Figure:
     ratio_bar: Bar | None = None
     """A second bar, for `of.ratio`, where the value itself is not that ratio."""
     of_peer: bool = True
-    """Whether `of` sets ours against somebody else's; else it is ours against ours, and there is nobody to lose to."""
+    """Whether `of` compares Rekindle with a peer; otherwise with itself, so that there is no loss."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers for the JSON."""
     planned: int | None = None
-    """So many there were to be, where fewer are no proof: then the bar is missed, whatever the value."""
+    """Planned number of values, where fewer are no proof: then the bar is missed, whatever the value."""
 
     @property
     def met(self) -> bool:
-        """Whether every bar is met, by as many as were planned."""
+        """Whether every bar is met, by as many values as were planned."""
         if self.planned is not None and self.n < self.planned:
             return False
         ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
@@ -67,14 +67,14 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`of.verdict`; where more is better, the other way round."""
+        """Returns `of.verdict`, inverted where more is better."""
         if self.of is None:
             return ""
         turned = {"better": "worse", "worse": "better"} if self.bar.op == ">=" else {}
         return turned.get(self.of.verdict, self.of.verdict)
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands under `figures`."""
+        """Returns its entry under `figures`."""
         out: dict[str, Any] = {
             "value": _rounded(self.value),
             "unit": self.unit,
@@ -107,7 +107,7 @@ class Figure:
 
 @dataclass
 class Found:
-    """Figures as they are found, and in words those for which there are no rows."""
+    """The figures, and the names of those for which there are no rows."""
 
     raw: str
     """The rows' file."""
@@ -115,11 +115,11 @@ class Found:
     absent: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> None:
-        """There is one."""
+        """Adds a figure."""
         self.figures.append(figure)
 
-    def lacks(self, name: str, what: str = "") -> None:
-        """There are no rows for it, or not for `what`."""
+    def report_missing(self, name: str, what: str = "") -> None:
+        """Records that there are no rows for a figure, or not for `what`."""
         self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
 
     def ratio(
@@ -134,10 +134,10 @@ class Found:
         unit: str = "ms",
         extra: dict[str, float] | None = None,
     ) -> None:
-        """The ratio of two samples' medians, both in `unit`, as a figure."""
+        """Adds the ratio of two samples' medians, both in `unit`, as a figure."""
         if not ours or not peer:
-            lacking = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
-            self.lacks(name, " and ".join(lacking))
+            without_rows = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
+            self.report_missing(name, " and ".join(without_rows))
             return
         of = compare(ours, peer)
         tail = of.ours_p95 / of.peer_p95
@@ -166,7 +166,7 @@ def _rounded(value: float) -> float:
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401
-    """The same for JSON, which has no number for what is infinite or undefined: `None`."""
+    """Replaces infinite and undefined numbers, for which JSON has no value, by `None`."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -176,7 +176,7 @@ def _finite(value: Any) -> Any:  # noqa: ANN401
 
 @dataclass
 class Report:
-    """Everything a run of a topic found."""
+    """All results of a run of a topic."""
 
     topic: str
     command: str
@@ -191,7 +191,7 @@ class Report:
     """Further tables: their rows, by title."""
 
     def as_json(self) -> dict[str, Any]:
-        """The contract of `make bench`."""
+        """Returns the JSON that `make bench` promises."""
         return {
             "topic": self.topic,
             "versions": self.versions,
@@ -205,7 +205,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The tables for people."""
+        """Formats the tables for the terminal."""
         parts = [table(rows, title) for title, rows in self.tables.items() if rows]
         parts.append(table([_line(figure) for figure in self.figures], "Against the bars"))
         for title, lines in (("Left out", self.left_out), ("Errors", self.errors)):
@@ -214,7 +214,7 @@ class Report:
         return "\n\n".join(parts)
 
     def markdown(self) -> str:
-        """The same as a page for `docs/results/`: no figure there is written by hand."""
+        """Formats the report as a page for `docs/results/`: no figure there is written by hand."""
         made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
         parts += ["## Against the bars", pipes([_line(figure) for figure in self.figures])]
@@ -227,7 +227,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def write(self, folder: Path) -> str:
-        """Write TOPIC.json and TOPIC.md, and give the content of the former as one line."""
+        """Writes TOPIC.json and TOPIC.md, and returns the content of the JSON as one line."""
         line = json.dumps(_finite(self.as_json()), allow_nan=False)
         (folder / f"{self.topic}.json").write_text(line + "\n")
         (folder / f"{self.topic}.md").write_text(self.markdown())
@@ -260,7 +260,7 @@ def _line(figure: Figure) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], title: str = "") -> str:
-    """Rows as a table in plain text: numbers to the right, words to the left."""
+    """Formats rows as a table in plain text: numbers to the right, words to the left."""
     if not rows:
         return f"{title}\n  (nothing)" if title else "(nothing)"
     head = list(dict.fromkeys(key for row in rows for key in row))
@@ -277,7 +277,7 @@ def table(rows: list[dict[str, Any]], title: str = "") -> str:
 
 
 def pipes(rows: list[dict[str, Any]]) -> str:
-    """Rows as a table in Markdown."""
+    """Formats rows as a table in Markdown."""
     if not rows:
         return "(nothing)"
     head = list(dict.fromkeys(key for row in rows for key in row))
@@ -292,7 +292,7 @@ def _cell(value: object) -> str:
 
 
 def machine_versions() -> dict[str, str]:
-    """The machine and the lab, as far as they matter to a figure."""
+    """Returns the versions of the machine and the lab, as far as they matter to a figure."""
     import matplotlib
     import numpy
     import pandas
@@ -321,6 +321,6 @@ def machine_versions() -> dict[str, str]:
 
 
 def qemu_version(binary: str) -> str:
-    """The first line of a QEMU's `--version`."""
+    """Returns the first line of a QEMU's `--version`."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[0]

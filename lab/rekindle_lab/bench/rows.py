@@ -1,4 +1,4 @@
-"""Raw data: a CSV file that grows by a row for each thing measured, so that an interrupted run loses nothing."""
+"""Raw data: a CSV file with a row per measurement, written immediately, so that an interrupted run loses nothing."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ import pandas as pd
 
 
 class RowFile:
-    """Appends rows of one dataclass to a file that it starts anew, unless it is to `append` to one of the same kind.
+    """Appends rows of one dataclass to a new file, or with `append` to an existing one of the same kind.
 
     Lists are written as JSON, `None` as nothing.
     """
@@ -19,10 +19,10 @@ class RowFile:
     def __init__(
         self, path: Path, kind: type, *, append: bool = False, check: Callable[[Any], list[str]] | None = None
     ) -> None:
-        """`check` gives what is wrong with a row."""
+        """`check` returns the problems of a row."""
         self.path = path
         self.count = 0
-        """Rows that were appended."""
+        """Number of rows that were appended."""
         self._check = check
         self._problems: list[str] = []
         self._file = path.open("a" if append else "w", newline="")
@@ -32,7 +32,7 @@ class RowFile:
         self._file.flush()
 
     def append(self, row: Any) -> None:  # noqa: ANN401
-        """Write a row, at once."""
+        """Writes a row immediately."""
         values = {
             key: json.dumps(value, separators=(",", ":")) if isinstance(value, list) else value
             for key, value in asdict(row).items()
@@ -44,17 +44,17 @@ class RowFile:
             self._problems += self._check(row)
 
     def take_problems(self) -> list[str]:
-        """What was wrong with rows since this was called last."""
+        """Returns the problems of rows since the last call."""
         problems, self._problems = self._problems, []
         return problems
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
 def read_rows(path: Path, kind: type, topic: str) -> pd.DataFrame:
-    """The rows of a file of `kind`. Numbers that are not there are NaN; lists and objects stay JSON text."""
+    """Reads the rows of a file of `kind`. Missing numbers are NaN; lists and objects stay JSON text."""
     texts = {field.name: str for field in fields(kind) if "str" in str(field.type) or "list" in str(field.type)}
     frame = pd.read_csv(path, dtype=texts)
     missing = [field.name for field in fields(kind) if field.name not in frame.columns]
@@ -64,7 +64,7 @@ def read_rows(path: Path, kind: type, topic: str) -> pd.DataFrame:
 
 
 def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[float]:
-    """The values of a column, for the rows in which the other columns are as given; those not measured left out."""
+    """Returns the values of a column where the other columns are as given, without missing ones."""
     selected = frame
     for key, value in where.items():
         selected = selected[selected[key] == value]

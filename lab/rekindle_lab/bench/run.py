@@ -1,4 +1,4 @@
-"""A run from beginning to end: raw rows into a file, and beside it what they do not say; both are read again."""
+"""A run from start to end: raw rows go into a file, its circumstances into TOPIC-run.json; both can be read again."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from rekindle_lab.rekindle import Rekindle
 
 TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
 BUSY_LOAD = 0.5
-"""A machine that had more to do than this in the last minute (load average) before a run is not called quiet."""
+"""A machine with a higher load average in the minute before a run is not called quiet."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a run is asked for."""
+    """The settings of a run."""
 
     root: Path
     """The folder of the project."""
@@ -34,48 +34,48 @@ class Task:
     """The `rekindle` that is measured."""
     qemu: str
     plan: Any
-    """One of the topic's."""
+    """A plan of the topic."""
     only: list[str]
     """Cases; empty: all."""
     command: str
-    """By which the user started it."""
+    """The command with which the user started it."""
     trial: Trial | None = None
 
     def build_images(self, *kinds: str) -> None:
-        """Build the guest images now, so that it is not in the time of a quick run."""
+        """Builds the guest images now, so that this does not count for the time of a quick run."""
         for kind in () if self.trial else kinds:
             guests.build(self.root, kind)
 
     def left_out(self, words: Callable[[Any], list[str]]) -> list[str]:
-        """What the plan leaves out of the full one. `words` puts that into words."""
+        """Returns what the plan omits from the full one, described by `words`."""
         return [TRIAL_WORDS] if self.trial else words(self.plan)
 
 
 @dataclass
 class Run:
-    """A run that is under way. `stage` is set by the topic once it stands."""
+    """A run that is under way. The topic sets `stage` once it is set up."""
 
     task: Task
     rows: RowFile
     left_out: list[str]
     stage: Stage | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    """What else is to be told; each goes to TOPIC-run.json."""
+    """Further entries for TOPIC-run.json."""
 
     def cases(self, cases: Mapping[str, Callable[[Any, Any], None]]) -> None:
-        """Run the cases on the stage."""
+        """Runs the cases on the stage."""
         assert self.stage is not None
         self.stage.trial = self.task.trial
         self.stage.run(cases, self.task.plan, self.task.only)
 
 
 def cache() -> Path:
-    """A folder on a real disk that outlives runs."""
+    """Returns a folder on a real disk that is kept between runs."""
     return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
 
 
 def load_before() -> float:
-    """What the machine has to do beside us: its load average of the last minute, before a run begins."""
+    """Returns the machine's load average of the last minute, before a run begins."""
     return os.getloadavg()[0]
 
 
@@ -83,9 +83,9 @@ def load_before() -> float:
 def recorded(
     topic: str, kind: type, task: Task, left_out: Callable[[Any], list[str]], *, append: bool = False
 ) -> Iterator[Run]:
-    """Rows of `kind` go to TOPIC-raw.csv, which begins anew unless they are to be appended.
+    """Opens TOPIC-raw.csv for rows of `kind`, as a new file unless they are to be appended.
 
-    However the body ends, TOPIC-run.json has the rest. `left_out` says what a plan leaves out of the full one.
+    However the body ends, TOPIC-run.json has the rest. `left_out` lists what a plan omits from the full one.
     """
     versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
     versions |= machine_versions()
@@ -99,7 +99,7 @@ def recorded(
     try:
         yield run
     except Exception as error:
-        # Outside of the cases. What was measured before counts.
+        # An error outside of the cases. What was measured before counts.
         errors.append(f"{topic}: {type(error).__name__}: {error}")
     finally:
         run.rows.close()
@@ -117,21 +117,21 @@ def recorded(
 
 @dataclass(frozen=True)
 class Topic:
-    """What is measured under one name, and where."""
+    """A topic: what is measured under one name, and where."""
 
     name: str
     image: str
-    """The guest's."""
+    """Kind of the guest's image."""
     row: type
-    """Of the raw file."""
+    """The dataclass of the raw file's rows."""
     cases: Mapping[str, Callable[[Any, Any], None]]
     left_out: Callable[[Any], list[str]]
-    """What a plan does not do of the full one, in words."""
+    """Lists what a plan omits from the full one."""
     stage: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Stage]]
-    """From the project's folder, the binary, QEMU, where rows go, and a folder on a real disk."""
+    """Sets up the stage from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
 
     def measure(self, task: Task) -> Path:
-        """Run the cases and write the raw files; gives the file of rows."""
+        """Runs the cases and writes the raw files; returns the file of rows."""
         task.build_images(self.image)
         with (
             recorded(self.name, self.row, task, self.left_out) as here,
@@ -142,36 +142,36 @@ class Topic:
 
 
 def raw_name(topic: str) -> str:
-    """The file of rows."""
+    """Returns the name of the file of rows."""
     return f"{topic}-raw.csv"
 
 
 def about_name(topic: str) -> str:
-    """The file with what the rows do not say: versions, what was left out, what went wrong."""
+    """Returns the name of the file with a run's circumstances: versions, omissions, errors."""
     return f"{topic}-run.json"
 
 
-def take_over(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
-    """Copy the files of a run into `out` unless they are there, and give what is known of it.
+def copy_run(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Copies the files of a run into `out` unless they are there already, and returns the circumstances of the run.
 
-    `more`: names of further files that may be beside the rows.
+    `more`: names of further files that may be in the folder of the rows.
     """
     if raw.resolve() != (out / raw_name(topic)).resolve():
         for name in (about_name(topic), *more):
             if (raw.parent / name).exists():
                 shutil.copyfile(raw.parent / name, out / name)
         shutil.copyfile(raw, out / raw_name(topic))
-    return beside(raw, about_name(topic), {})
+    return read_sidecar(raw, about_name(topic), {})
 
 
-def beside(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
-    """The JSON of a file beside the rows, or `default` where there is none."""
+def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
+    """Returns the JSON of a file in the folder of the rows, or `default` if there is none."""
     path = raw.parent / name
     return json.loads(path.read_text()) if path.exists() else default
 
 
 def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
-    """A report without figures, of a run that cannot be analysed. `about`: what is known of it."""
+    """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
     made = report(topic, about, command, Found(""), [], {})
     made.errors += errors
     return made
@@ -185,7 +185,7 @@ def report(
     plots: list[str],
     tables: dict[str, list[dict[str, object]]],
 ) -> Report:
-    """What is told of a run. `about`: from `take_over`; `command`: where that does not say it."""
+    """Makes the report of a run. `about`: from `copy_run`; `command`: used if that does not name it."""
     return Report(
         topic=topic,
         command=about.get("command", command),

@@ -1,4 +1,4 @@
-"""Where the measuring happens: folders, a network namespace and VMs, all taken down again, however a run ends."""
+"""The environment of a benchmark: folders, a network namespace and VMs, all removed again, however a run ends."""
 
 import re
 import shutil
@@ -23,16 +23,16 @@ MIB = 1 << 20
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def taken_down_on_signals(who: str) -> None:
-    """From now on a signal to end raises `KeyboardInterrupt`, so that what is under way is taken down.
+def taken_down_on_signals(name: str) -> None:
+    """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
 
-    Once: a second one does not stop that.
+    Only the first one does: a second one does not interrupt the removal.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         for one in _ENDING:
             signal.signal(one, signal.SIG_IGN)
-        print(f"{who}: interrupted; taking everything down", file=sys.stderr, flush=True)
+        print(f"{name}: interrupted; taking everything down", file=sys.stderr, flush=True)
         raise KeyboardInterrupt
 
     for one in _ENDING:
@@ -40,15 +40,15 @@ def taken_down_on_signals(who: str) -> None:
 
 
 class NoRoomError(Exception):
-    """The machine has not enough memory or disk for a case, or lacks what it needs."""
+    """The machine has not enough memory or disk for a case, or a requirement is missing."""
 
 
 class NotPlannedError(Exception):
-    """A plan has none of a case."""
+    """A plan does not include a case."""
 
 
 class Plan(Protocol):
-    """What every topic's plan has."""
+    """The common part of the topics' plans."""
 
     @property
     def budget_s(self) -> float | None:
@@ -57,10 +57,10 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Trial:
-    """A run that only shows that every case still works."""
+    """A run that only checks that every case still works."""
 
     not_tried: Mapping[str, str]
-    """Cases that are left out, and why."""
+    """Cases that are left out, with reasons."""
 
 
 @dataclass
@@ -83,24 +83,24 @@ class Stage:
     trial: Trial | None = field(default=None, kw_only=True)
     images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
 
-    def say(self, text: str) -> None:
-        """Tell a person how far it is."""
+    def log(self, text: str) -> None:
+        """Logs progress."""
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def image(self, kind: str) -> guests.Image:
-        """The guest image, built if need be. In a trial `micro` stands in for the others."""
+        """Returns the guest image, built if need be. In a trial `micro` stands in for the others."""
         if kind not in self.images:
             build = guests.build_stand_in if self.trial and kind != "micro" else guests.build
             self.images[kind] = build(self.root, kind)
         return self.images[kind]
 
     def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
-        """A guest of ours."""
+        """Returns a guest of this stage."""
         image = self.image(kind)
         return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
 
     def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
-        """Raise `NoRoomError` unless so much memory and disk is free, with a little left over."""
+        """Raises `NoRoomError` unless so much memory and disk is free, with a small reserve."""
         available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free_mib = int(available[1]) // 1024 if available else 0
         if free_mib < memory_mib + 1024:
@@ -111,7 +111,7 @@ class Stage:
 
     @contextmanager
     def ours(self, guest: Guest, *, wait: bool = True) -> Iterator[Guest]:
-        """A VM of Rekindle's, ready unless one shall not `wait`; stopped at the end."""
+        """Runs a VM of Rekindle's, ready unless `wait` is false; stops it at the end."""
         definition = guest.write(self.work, self.qemu)
         try:
             self.rekindle.run(definition)
@@ -123,15 +123,15 @@ class Stage:
                 self.rekindle.stop(guest.name)
             except RekindleError as error:
                 if "there is no VM" not in str(error):  # a case that failed may have left none
-                    self.say(f"{guest.name} is perhaps still running: {error}")
+                    self.log(f"{guest.name} may still be running: {error}")
             if guest.disk:
                 guest.disk.unlink(missing_ok=True)
 
     def run(self, cases: Mapping[str, Callable[[Any, Any], None]], plan: Plan, only: list[str]) -> None:
-        """Run the cases, or only those named. What goes wrong in one is written down, and the next gets its turn."""
+        """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
         for name, case in cases.items():
             if only and name not in only:
-                self.left_out.append(f"case {name}: not asked for")
+                self.left_out.append(f"case {name}: not selected")
             elif self.trial and name in self.trial.not_tried:
                 self.left_out.append(f"case {name}: not tried: {self.trial.not_tried[name]}")
             elif plan.budget_s is not None and time.monotonic() - self.began > plan.budget_s:
@@ -153,7 +153,7 @@ class Stage:
                 self.left_out.append(f"case {name}: not part of this plan")
         except Exception as error:
             self.errors.append(f"case {name}: {type(error).__name__}: {error}")
-            self.say(self.errors[-1])
+            self.log(self.errors[-1])
         if self.trial:
             self.errors += [f"case {name}: {problem}" for problem in self.rows.take_problems()]
             if room and self.rows.count == rows and len(self.errors) == errors:
@@ -164,10 +164,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a run keeps its things."""
+    """The folders of a run."""
 
     work: Path
-    """On a tmpfs, as run directories are; and short: it holds unix sockets."""
+    """On a tmpfs, as run directories are; with a short path, since it holds unix sockets."""
     ram_dir: Path
     """A tmpfs of its own for guest RAM."""
     disk_dir: Path
@@ -176,7 +176,7 @@ class Folders:
 
 @contextmanager
 def folders(disk: Path) -> Iterator[Folders]:
-    """The folders of a run, gone at its end. `disk`: a folder on a real disk, for guest disks, saved RAM and stores."""
+    """Makes the folders of a run, removed at its end. `disk`: a folder on a real disk, for disks, RAM and stores."""
     with ExitStack() as stack:
         work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
         stack.callback(shutil.rmtree, work, ignore_errors=True)

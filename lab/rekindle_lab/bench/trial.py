@@ -1,7 +1,7 @@
 """The trial of the benchmarks (`TRIAL=1`): every case once, with the smallest guest, for the shortest time.
 
 It shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
-(`plausible`), and that the analysis takes them. Times in it mean nothing. `make test` runs all of them (part
+(`plausible`), and that the analysis accepts them. Times in it mean nothing. `make test` runs all of them (part
 `benches`), three topics at a time, with a debug build. `micro` stands in for the Debian guests (guest/stand-in).
 """
 
@@ -34,7 +34,7 @@ PLANS: dict[str, Any] = {
         stores=("disk", "slow", "tls"),
         store_restores=1,
         prepared=1,
-        # A second pair goes through what the first one has left behind.
+        # The second pair meets what the first one has left behind.
         after={"compile": 2, "transcode": 1},
         pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
         units=Units(40, 200),
@@ -42,7 +42,7 @@ PLANS: dict[str, Any] = {
     "warm-cache": warm_cache.Plan(
         native=1,
         native_s=0.2,
-        attic=1,
+        retained=1,
         files=(
             Files("read", 4096, 16, 1),
             Files("read", 1024, 4, 1),
@@ -94,7 +94,7 @@ PLANS: dict[str, Any] = {
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
 }
-"""By topic. Those that take the longest come first, so that all lanes end together."""
+"""The plans by topic. The slowest come first, so that all lanes end together."""
 
 _DISTRIBUTION = "its reboots in every way take minutes without KVM; part `unit` of make test reboots `immutable`"
 _EMULATED = "the emulated host takes minutes; part `host` of make test reboots it"
@@ -106,18 +106,18 @@ NOT_TRIED: dict[str, dict[str, str]] = {
 """The cases that a trial leaves out, by topic, and why."""
 
 LANES = 3
-"""Topics at a time: much of each is waiting."""
+"""Number of concurrent topics: much of each is waiting."""
 
 
 def trial(topic: str) -> Trial:
-    """What the stage of a topic must know."""
+    """Returns what the stage of a topic needs to know."""
     return Trial(NOT_TRIED.get(topic, {}))
 
 
 def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
-    """Run the trials of these topics, each as a process of its own; gives how many failed.
+    """Runs the trials of these topics, each as a process of its own; returns how many failed.
 
-    `words`: options for each of them. What each prints is in `out`/TOPIC.log; of those that fail it is printed, too.
+    `words`: options for each of them. Their output is in `out`/TOPIC.log; that of failed ones is printed, too.
     """
     waiting, lock = list(topics), threading.Lock()
     failed: list[str] = []
@@ -159,20 +159,20 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
         with lock:
             waiting.clear()
         for process in running:
-            process.terminate()  # it takes everything of its own down
+            process.terminate()  # it removes everything that it has made
         for one in lanes:
             one.join()
         raise
-    said = f"failed: {', '.join(failed)}" if failed else "all of them work"
-    print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {said}", flush=True)
+    summary = f"failed: {', '.join(failed)}" if failed else "all of them work"
+    print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {summary}", flush=True)
     return len(failed)
 
 
 def left_out(log: Path) -> list[str]:
-    """The cases that a trial has left out, as the JSON line at the end of what it printed has them."""
+    """Returns the cases that a trial has left out, from the JSON line at the end of its output."""
     lines = log.read_text().splitlines()
     try:
-        told = json.loads(lines[-1])["left_out"] if lines else []
+        omitted = json.loads(lines[-1])["left_out"] if lines else []
     except (ValueError, TypeError, KeyError):
         return []
-    return [line for line in told if line.startswith(("case ", "slow stores"))]
+    return [line for line in omitted if line.startswith(("case ", "slow stores"))]

@@ -1,4 +1,4 @@
-"""The test bed `cluster/bed` from Python, and what is watched in it.
+"""Drives the test bed `cluster/bed`, and watches what happens in it.
 
 The modules `counter`, `running`, `judge` and `timeline` need nothing but Python itself.
 """

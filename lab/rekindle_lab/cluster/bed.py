@@ -1,4 +1,4 @@
-"""`cluster/bed` from Python: up, faults, what is watched meanwhile; all is taken down at the end."""
+"""Drives `cluster/bed`: starts it, injects faults, watches; removes everything at the end."""
 
 import json
 import os
@@ -23,16 +23,16 @@ STORE = "tls://10.99.0.100:7001/web"
 
 
 class BedError(Exception):
-    """Something did not come about in time, or `cluster/bed` has failed."""
+    """A condition was not met in time, or `cluster/bed` has failed."""
 
 
 SELDOM_S = 0.25
-"""Between two questions to Pacemaker, each of which starts processes."""
+"""Interval of queries to Pacemaker, each of which starts processes."""
 BEAT_DEADLINE_S = 10.0
 
 
 def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLINE_S, every_s: float = 0.02) -> T:
-    """Ask until there is an answer."""
+    """Polls until there is a result."""
     until = time.monotonic() + deadline_s
     while True:
         answer = ask()
@@ -45,34 +45,34 @@ def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLIN
 
 @dataclass
 class Bed:
-    """A test bed that is up."""
+    """A running test bed."""
 
     root: Path
     """The project's folder."""
     folder: Path
-    """The bed's own."""
+    """The bed's own folder."""
     environment: dict[str, str]
     client: subprocess.Popen[bytes] | None = None
     watcher: subprocess.Popen[bytes] | None = None
     _answers: list[counter.Answer] = field(default_factory=list)
-    _told: list[dict[str, Any]] = field(default_factory=list)
+    _watch_events: list[dict[str, Any]] = field(default_factory=list)
     _node: str | None = None
-    """Where the guest began to run last."""
+    """Where the guest last began to run."""
     _checkpoints: list[dict[str, Any]] = field(default_factory=list)
     _tails: dict[str, Tail] = field(default_factory=dict)
 
     @property
     def counter_file(self) -> Path:
-        """What the client writes."""
+        """The file that the client writes."""
         return self.folder.parent / "counter.jsonl"
 
     @property
     def running_file(self) -> Path:
-        """What the QEMUs say."""
+        """The file that the watch over the QEMUs writes."""
         return self.folder.parent / "running.jsonl"
 
     def call(self, *words: str, check: bool = True) -> str:
-        """Run `cluster/bed WORDS`."""
+        """Runs `cluster/bed WORDS`."""
         done = subprocess.run(
             [self.root / "cluster" / "bed", *words],
             env=self.environment,
@@ -86,7 +86,7 @@ class Bed:
         return done.stdout.strip()
 
     def listen(self, patience_s: float = counter.PATIENCE) -> None:
-        """Start the client, or another one in the place of the one that there is: an answer may take it so long."""
+        """Starts the client, or replaces it with one that waits `patience_s` for an answer."""
         self.deaf()
         inside = [
             str(self.root / "cluster" / "bed"),
@@ -98,70 +98,70 @@ class Bed:
         self.client = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
 
     def deaf(self) -> None:
-        """End the client."""
+        """Ends the client."""
         if self.client is not None:
             self.client.terminate()
             self.client.wait()
             self.client = None
 
     def where(self) -> str | None:
-        """The node on which Pacemaker has the VM."""
+        """Returns the node on which Pacemaker runs the VM."""
         return self.call("where", VM, check=False) or None
 
     def pid(self, node: str) -> int | None:
-        """A node's PID 1; none when it is off."""
+        """Returns a node's PID 1; `None` when it is off."""
         path = self.folder / f"pid.{node}"
         return int(path.read_text()) if path.exists() else None
 
     def events(self) -> list[tuple[float, str]]:
-        """What was done to nodes and store, and what the switch has done: seconds since 1970, and words."""
+        """Returns the faults of nodes and store, and the actions of the switch: seconds since 1970, and text."""
         lines = (self.folder / "shared" / "events").read_text().splitlines()
         return [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]
 
     def fenced_us(self, node: str, since_us: int) -> int | None:
-        """When the switch had ended a node."""
+        """Returns when the switch had ended a node."""
         done = f"switch off {node} rc=0"
         found = [at for at, words in self.events() if words == done and at * 1e6 >= since_us]
         return int(found[0] * 1e6) if found else None
 
     def _new(self, what: str, path: Path) -> list[str]:
-        """What is new in a file; from its beginning, where it is not the one that was read under this name before."""
+        """Returns the new lines of a file; all lines if it was replaced since it was last read."""
         tail = self._tails.get(what)
         if tail is None or tail.path != path:
             tail = self._tails[what] = Tail(path)
         return tail.lines()
 
     def answers(self) -> list[counter.Answer]:
-        """All that the client was told so far; the same list each time, which grows."""
+        """Returns all answers to the client so far; the same list each time, which grows."""
         lines = self._new("answers", self.counter_file)
         self._answers += [counter.Answer(**json.loads(line)) for line in lines]
         return self._answers
 
-    def told(self) -> list[dict[str, Any]]:
-        """All that the watch over the QEMUs has told so far; the same list each time, which grows."""
-        for line in self._new("told", self.running_file):
+    def watch_events(self) -> list[dict[str, Any]]:
+        """Returns all events of the watch over the QEMUs so far; the same list each time, which grows."""
+        for line in self._new("running", self.running_file):
             event = json.loads(line)
-            self._told.append(event)
+            self._watch_events.append(event)
             if event.get("runs"):
                 self._node = event["node"]
-        return self._told
+        return self._watch_events
 
     def spans(self) -> list[running.Span]:
-        """When a guest ran."""
-        return running.spans(self.told(), time.time_ns() // 1000)
+        """Returns when a guest ran."""
+        return running.spans(self.watch_events(), time.time_ns() // 1000)
 
     def watched(self) -> tuple[int, str]:
-        """The one QEMU that there is, and its node, by a watch that has just looked.
+        """Returns the only QEMU and its node, from a watch event after this call.
 
-        Raises `BedError` where watch or client have ended, and where there is not just one.
+        Raises `BedError` if the watch or the client has ended, or if there is not exactly one QEMU.
         """
-        for who, process in (("the watch over the QEMUs", self.watcher), ("the client", self.client)):
+        for name, process in (("the watch over the QEMUs", self.watcher), ("the client", self.client)):
             if process is None or process.poll() is not None:
-                raise BedError(f"{who} has ended")
+                raise BedError(f"{name} has ended")
         since = time.time_ns() // 1000
 
         def beat() -> list[tuple[int, str]] | None:
-            last = next((event for event in reversed(self.told()) if "beat" in event), None)
+            last = next((event for event in reversed(self.watch_events()) if "beat" in event), None)
             return [(pid, node) for pid, node in last["beat"]] if last and last["host_us"] > since else None
 
         seen = wait_for("the watch over the QEMUs", beat, BEAT_DEADLINE_S)
@@ -170,12 +170,12 @@ class Bed:
         return seen[0]
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """What the protector of the VM has said of its checkpoints, on the node where its guest runs."""
-        self.told()
+        """Returns the checkpoint events of the VM's protector, on the node where its guest runs."""
+        self.watch_events()
         pid = self.pid(self._node) if self._node else None
         if pid is None:
             return []
-        # Not by the link in the run directory: it is absolute, and would lead out of the node.
+        # Not through the link in the run directory, which is absolute and would lead out of the node.
         path = Path(f"/proc/{pid}/root/var/log/rekindle/{VM}/protect.log")
         before = self._tails.get("checkpoints")
         if before is None or before.path != path:
@@ -188,20 +188,20 @@ class Bed:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # a word to people
+                continue  # a message for people
             if isinstance(event, dict) and event.get("event") == "checkpoint":
                 self._checkpoints.append(event)
         return self._checkpoints
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
-        """Wait until all nodes are members, the client is answered, and so many checkpoints came in a row; those."""
+        """Waits until all nodes are members, the client is answered, and so many checkpoints follow; returns those."""
         heard = len(self.answers())
-        # Nothing is asked of Pacemaker until then: whatever takes of the processor makes a fail-over longer.
+        # Does not query Pacemaker until then, since its use of the processor makes a fail-over longer.
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
         since = max((event["number"] for event in self.checkpoints()), default=0)
 
         def all_online() -> bool:
-            # Not before it was fenced: it would be so once more. Nor while its guest is waited for.
+            # Not before the node was fenced, since it would be fenced once more. Nor while its guest is restored.
             for node in NODES:
                 if self.pid(node) is None and is_switched_off(self.events(), node):
                     self.call("on", node)
@@ -210,10 +210,10 @@ class Bed:
         wait_for("all nodes to be online", all_online, every_s=SELDOM_S)
 
         def newer() -> list[dict[str, Any]] | None:
-            told = [event for event in self.checkpoints() if event["number"] > since]
-            return told[-checkpoints:] if len(told) > checkpoints else None
+            checkpoints_since = [event for event in self.checkpoints() if event["number"] > since]
+            return checkpoints_since[-checkpoints:] if len(checkpoints_since) > checkpoints else None
 
-        # The first of them may have had to wait for what was before.
+        # The first checkpoint may have had to wait for what was before.
         return wait_for("checkpoints", newer, every_s=0.1)
 
     def _online(self) -> set[str]:
@@ -226,7 +226,7 @@ class Bed:
 
 
 def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
-    """Whether the last that is known of a node is that the switch has ended it.
+    """Whether the last event of a node is that the switch has ended it.
 
     >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
     False
@@ -250,7 +250,7 @@ def bed(
     output_commit: bool = False,
     patience_s: float = counter.PATIENCE,
 ) -> Iterator[Bed]:
-    """A bed with a VM and its client, watched. `work`: a folder of its own, on a real disk."""
+    """Starts a bed with a VM and its client, watched. `work`: a folder of its own, on a real disk."""
     environment = os.environ | {
         "BED": str(work / "bed"),
         "REKINDLE": str(rekindle),

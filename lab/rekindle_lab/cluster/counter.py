@@ -1,11 +1,11 @@
-"""A client of the micro guest's counter, which grows with each of its ticks: how far a fail-over takes it back.
+"""A client of the micro guest's counter, which grows with each tick; shows how far a fail-over sets it back.
 
     python3 counter.py ADDRESS OUT [EVERY_MS [PATIENCE_S]]
 
-Until it is ended it writes a JSON line an answer: {"host_us", "tick"}.
+Until it is ended it writes a JSON line for each answer: {"host_us", "tick"}.
 
-Needs nothing but Python itself. An answer that does not come within `PATIENCE` makes a new connection: the guest of a
-checkpoint does not know what came after it.
+Needs only Python itself. It reconnects when an answer takes longer than `PATIENCE`, since a guest restored from a
+checkpoint does not know later connections.
 """
 
 import json
@@ -24,7 +24,7 @@ PATIENCE = 0.15
 
 @dataclass(frozen=True)
 class Answer:
-    """What the counter was when the answer came, in microseconds since 1970."""
+    """The counter in one answer, and when it arrived, in microseconds since 1970."""
 
     host_us: int
     tick: int
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Drop:
-    """It went back, or was silent: the last answer before, the highest count so far, the first answer after."""
+    """A decrease of the counter, or a silence: last answer before, highest count so far, first answer after."""
 
     before: Answer
     highest: int
@@ -40,23 +40,23 @@ class Drop:
 
     @property
     def gap_s(self) -> float:
-        """How long there was no answer."""
+        """Time without an answer."""
         return (self.after.host_us - self.before.host_us) / 1e6
 
     @property
     def back(self) -> int:
-        """Ticks that a client had seen, and that have not been."""
+        """Ticks that a client had seen and that are lost."""
         return max(0, self.highest - self.after.tick)
 
 
 def read(path: Path) -> list[Answer]:
-    """The answers of a file; a last line that was cut off is left out."""
+    """Reads the answers of a file; an incomplete last line is ignored."""
     lines = path.read_text().splitlines(keepends=True)
     return [Answer(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Drop]:
-    """Where the counter went back, and where nothing was heard for longer than `silence_s`.
+    """Finds where the counter decreased, and where there was no answer for longer than `silence_s`.
 
     >>> list(drops([Answer(0, 5), Answer(100_000, 6), Answer(900_000, 4), Answer(1_000_000, 5)]))[0].back
     2
@@ -81,12 +81,12 @@ def _exchange(line: socket.socket) -> int:
         reply += part
     word, tick = reply.split()
     if word != b"ok":
-        raise ConnectionError(f"said {reply!r}")
+        raise ConnectionError(f"unexpected answer {reply!r}")
     return int(tick)
 
 
 def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE) -> None:
-    """Ask again and again, and write what is answered."""
+    """Asks repeatedly, and writes the answers."""
     line: socket.socket | None = None
     with out.open("a", buffering=1) as file:
         while True:
@@ -104,7 +104,7 @@ def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE)
 
 
 def main() -> None:
-    """As the command line says."""
+    """Runs as the command line requests."""
     address, out, *rest = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     every, patience = (*rest, *("20", str(PATIENCE))[len(rest) :])

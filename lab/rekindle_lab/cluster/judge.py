@@ -1,13 +1,13 @@
-"""What a client and the QEMUs have told of a run in the test bed, and whether that is as promised.
+"""Judges a run in the test bed from the records of its client and of the QEMUs.
 
     python3 -m rekindle_lab.cluster.judge COUNTER RUNNING --every S --kills N
 
-Exit status 1: two guests ran at once, or the counter went back by more than checkpoints allow, or more often than
-guests were killed.
+Exit status 1: two guests ran at the same time, or the counter was set back by more than checkpoints allow, or more
+there were kills.
 
-What was taken back is told from the first tick of the guest in its new QEMU, not from the first answer of it: until
-that comes the guest counts on, by its own clock, and what was lost is hidden.
-Needs nothing but Python itself.
+A loss is computed from the first tick of the guest in its new QEMU, not from its first answer: until that arrives
+the guest counts on, which would hide part of the loss.
+Needs only Python itself.
 """
 
 import argparse
@@ -22,28 +22,28 @@ from pathlib import Path
 from . import counter, running
 
 PERIOD_S = 0.05
-"""Of the guest's ticks, as `cluster/bed` has them."""
+"""Period of the guest's ticks, the default of `cluster/bed`."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a guest that goes on in another QEMU knows no more."""
+    """The ticks that a guest has lost when it continues in another QEMU."""
 
     start: running.Start
-    told: int
-    """The highest tick that a client was told of in the QEMU before."""
+    last_seen: int
+    """The highest tick that a client has received from the QEMU before."""
 
     @property
     def back(self) -> int | None:
-        """Ticks that a client has seen, and that have not been; none where the guest's first tick was not seen."""
+        """Ticks that a client has seen and that are lost; `None` if the guest's first tick was not seen."""
         if self.start.tick is None:
             return None
-        # Before it ticked for the first time it was at the one before.
-        return max(0, self.told - (self.start.tick - 1))
+        # Before its first tick the counter was one less.
+        return max(0, self.last_seen - (self.start.tick - 1))
 
 
 def losses(starts: Sequence[running.Start], answers: Iterable[counter.Answer]) -> list[Loss]:
-    """One for each QEMU but the first; `starts` in their order.
+    """Returns a loss for each QEMU but the first; `starts` in their order.
 
     >>> first, second = running.Start(1, "a", 0, 1), running.Start(2, "b", 900_000, 4)
     >>> answers = [counter.Answer(0, 5), counter.Answer(100_000, 6), counter.Answer(1_500_000, 12)]
@@ -53,18 +53,18 @@ def losses(starts: Sequence[running.Start], answers: Iterable[counter.Answer]) -
     known = list(answers)
     found = []
     for before, start in pairwise(starts):
-        told = [answer.tick for answer in known if before.begin_us <= answer.host_us < start.begin_us]
-        found.append(Loss(start, max(told, default=0)))
+        seen = [answer.tick for answer in known if before.begin_us <= answer.host_us < start.begin_us]
+        found.append(Loss(start, max(seen, default=0)))
     return found
 
 
 def main() -> None:
-    """As the command line says."""
+    """Runs as the command line requests."""
     parser = argparse.ArgumentParser(prog="judge")
     parser.add_argument("counter", type=Path)
     parser.add_argument("running", type=Path)
-    parser.add_argument("--every", type=float, required=True, help="from one checkpoint to the next, in seconds")
-    parser.add_argument("--kills", type=int, required=True, help="how often a node was killed")
+    parser.add_argument("--every", type=float, required=True, help="checkpoint interval in seconds")
+    parser.add_argument("--kills", type=int, required=True, help="number of nodes killed")
     arguments = parser.parse_args()
     answers = counter.read(arguments.counter)
     events = [json.loads(line) for line in arguments.running.read_text().splitlines()]
@@ -72,18 +72,18 @@ def main() -> None:
     lost = losses(running.starts(events), answers)
     wrong = []
     for drop in counter.drops(answers):
-        print(f"silence of {drop.gap_s:.2f} s")
+        print(f"no answer for {drop.gap_s:.2f} s")
     for loss in lost:
-        ticks = "nobody knows how far" if loss.back is None else f"{loss.back} ticks ({loss.back * PERIOD_S:.2f} s)"
-        print(f"{loss.start.node}: it goes on {ticks} behind what a client was told")
+        ticks = "unknown ticks" if loss.back is None else f"{loss.back} ticks ({loss.back * PERIOD_S:.2f} s)"
+        print(f"{loss.start.node}: it continues {ticks} behind the last answer to a client")
     wrong += [f"the first tick on {loss.start.node} was not seen" for loss in lost if loss.back is None]
-    # What was done while the checkpoint was being committed is lost, too: as long again is allowed on a busy machine.
+    # What happened while the checkpoint was being committed is lost, too: a busy machine may take as long again.
     allowed = 2 * arguments.every / PERIOD_S
     backs = [loss.back for loss in lost if loss.back is not None]
     wrong += [f"the counter went back by {back} ticks" for back in backs if back > allowed]
     if len([back for back in backs if back > arguments.every / PERIOD_S / 4]) > arguments.kills:
         wrong.append(f"it went back more often than {arguments.kills} times")
-    wrong += [f"two guests ran at once: {one} and {other}" for one, other in running.overlaps(spans)]
+    wrong += [f"two guests ran at the same time: {one} and {other}" for one, other in running.overlaps(spans)]
     if len({span.pid for span in spans}) < arguments.kills + 1:
         wrong.append(f"only {len(spans)} QEMUs were seen: they were not watched")
     for line in wrong:

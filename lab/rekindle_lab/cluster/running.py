@@ -1,14 +1,14 @@
-"""Which QEMU runs a VM's guest, and when, over all nodes of the test bed: as their own QMP sockets tell it.
+"""Records which QEMU runs a VM's guest, and when, over all nodes of the test bed, from their QMP sockets.
 
-    python3 running.py VM OUT     watch until it is ended
+    python3 running.py VM OUT     watch until ended
 
-It writes a JSON line each time a guest begins or ends to run ({"pid", "node", "runs", "host_us"}); one for the first
-tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), which is what a restored guest goes on
-with; and, twice a second, one with the QEMUs that there are ({"beat": [[pid, node], ...], "host_us"}).
+It writes a JSON line each time a guest starts or stops running ({"pid", "node", "runs", "host_us"}); one for the first
+tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), from which a restored guest continues;
+and, twice a second, one with the present QEMUs ({"beat": [[pid, node], ...], "host_us"}).
 
 A QEMU of the VM is found by its arguments, among the processes of the whole machine, and reached through its node's
-own root. One that is frozen counts as one that runs: it might go on.
-Needs nothing but Python itself, and little of a processor: what it watches is measured beside it.
+own root. A frozen QEMU counts as running, since it might continue.
+Needs only Python itself, and little processor time, since it runs during measurements.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LOOK_S = 0.05
-"""For a new QEMU, and for its first tick. What a QEMU says wakes the watch at once."""
+POLL_S = 0.05
+"""Interval of the search for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
 YOUNG_S = 1.0
-"""A process is looked at for so long: it may yet become another program."""
+"""How long a new process is inspected, since it may yet execute another program."""
 ALL_S = 2.0
-"""All processes are looked at so often."""
+"""Interval at which all processes are inspected."""
 BEAT_S = 0.5
 TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
 
 
 @dataclass(frozen=True)
 class Span:
-    """A QEMU, and from when to when its guest ran, in microseconds since 1970."""
+    """A QEMU, and when its guest ran, in microseconds since 1970."""
 
     pid: int
     node: str
@@ -46,7 +46,7 @@ class Span:
 
 
 def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
-    """Two QEMUs whose guests ran at once.
+    """Finds pairs of QEMUs whose guests ran at the same time.
 
     >>> overlaps([Span(1, "a", 0, 10), Span(2, "b", 10, 20), Span(3, "c", 15, 30)])
     [(Span(pid=2, node='b', begin_us=10, end_us=20), Span(pid=3, node='c', begin_us=15, end_us=30))]
@@ -61,12 +61,12 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 
 def read(path: Path, now_us: int) -> list[Span]:
-    """The spans of a file; one that has no end ran until `now_us`."""
+    """Reads the spans of a file; one without an end ran until `now_us`."""
     return spans(map(json.loads, path.read_text().splitlines()), now_us)
 
 
 def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
-    """The spans that a watch has told of; one that has no end ran until `now_us`."""
+    """Returns the spans in a watch's events; one without an end ran until `now_us`."""
     began: dict[int, tuple[str, int]] = {}
     found = []
     for event in events:
@@ -82,7 +82,7 @@ def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class Start:
-    """A guest's beginning in a QEMU: when, and the first tick of its counter there, where that was seen."""
+    """A guest's start in a QEMU: when, and the first tick of its counter there, if it was seen."""
 
     pid: int
     node: str
@@ -91,7 +91,7 @@ class Start:
 
 
 def starts(events: Iterable[dict[str, Any]]) -> list[Start]:
-    """Each QEMU that a watch has told of, by when its guest began to run in it."""
+    """Returns each QEMU in a watch's events, by when its guest began to run in it."""
     began: dict[int, tuple[str, int]] = {}
     ticks: dict[int, int] = {}
     for event in events:
@@ -104,7 +104,7 @@ def starts(events: Iterable[dict[str, Any]]) -> list[Start]:
 
 
 class Console:
-    """A guest's console, as one QEMU writes it: what was there before, of another QEMU, is passed over."""
+    """A guest's console, as one QEMU writes it: earlier output, of another QEMU, is skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class Console:
         self.rest = b""
 
     def first_tick(self) -> int | None:
-        """The first whole tick since. A line that another QEMU has begun does not look like one."""
+        """Returns the first complete tick since. A line that another QEMU has started does not match."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self.at)
             text = file.read()
@@ -126,10 +126,10 @@ class Console:
 
 
 class Qemu:
-    """One QEMU of the VM, through a socket that nobody else uses."""
+    """One QEMU of the VM, through a QMP socket that only the watch uses."""
 
     def __init__(self, pid: int, vm: str, console: Console | None, *, new: bool) -> None:
-        """Connect; raises `OSError` while it does not listen yet. `new`: it was seen before its guest could run."""
+        """Connects; raises `OSError` while it does not listen yet. `new`: it was seen before its guest could run."""
         self.pid = pid
         self.new = new
         self.node = _node(pid)
@@ -143,8 +143,8 @@ class Qemu:
             self.socket.sendall(json.dumps({"execute": command}).encode() + b"\n")
         self.socket.settimeout(0.0)
 
-    def look(self) -> list[tuple[bool, int]]:
-        """What it has said: whether the guest runs, from when on. Raises `ConnectionError` when it has ended."""
+    def poll(self) -> list[tuple[bool, int]]:
+        """Returns its new events: whether the guest runs, and since when. Raises `ConnectionError` if it has ended."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 part = self.socket.recv(65536)
@@ -152,22 +152,22 @@ class Qemu:
                     raise ConnectionError("ended")
                 self.buffer += part
         *lines, self.buffer = self.buffer.split(b"\n")
-        told = []
+        changes = []
         for message in map(json.loads, lines):
             runs, host_us = None, time.time_ns() // 1000
             answer = message.get("return")
             if isinstance(answer, dict) and "running" in answer:
                 runs = answer["running"]
                 if runs and not self.new:
-                    self.console = None  # for how long already is not known, nor what its first tick was
+                    self.console = None  # it started at an unknown time, and its first tick has passed
             elif message.get("event") in ("RESUME", "STOP"):
                 runs = message["event"] == "RESUME"
                 stamp = message["timestamp"]
                 host_us = stamp["seconds"] * 1_000_000 + stamp["microseconds"]
             if runs is not None and runs != self.runs:
                 self.runs = runs
-                told.append((runs, host_us))
-        return told
+                changes.append((runs, host_us))
+        return changes
 
 
 def _node(pid: int) -> str:
@@ -184,18 +184,18 @@ class Processes:
     vm: str
     machine: Path = Path("/proc")
     _seen: dict[str, float] = field(default_factory=dict)
-    """Since when a process is known."""
+    """When each process was first seen."""
     _all: float = 0.0
-    _begun: float | None = None
+    _first_call: float | None = None
 
     def is_new(self, pid: int) -> bool:
-        """Whether it has begun since the first look."""
-        return self._begun is not None and self._seen.get(str(pid), self._begun) > self._begun
+        """Whether it has started since the first call of `qemus`."""
+        return self._first_call is not None and self._seen.get(str(pid), self._first_call) > self._first_call
 
     def qemus(self, now: float) -> dict[int, Path | None]:
-        """Those found among what is new, by the monotonic clock, and where their guest's console goes."""
+        """Returns the QEMUs among new processes, by the monotonic clock, with the files of their guests' consoles."""
         wanted = f"/run/spy-{self.vm}.sock".encode()
-        self._begun = now if self._begun is None else self._begun
+        self._first_call = now if self._first_call is None else self._first_call
         everything = now - self._all > ALL_S
         if everything:
             self._all = now
@@ -215,11 +215,11 @@ class Processes:
 
 
 def watch(vm: str, out: Path) -> None:
-    """Watch until ended."""
+    """Watches until ended."""
     known: dict[int, Qemu] = {}
     consoles: dict[int, Console | None] = {}
     processes = Processes(vm)
-    looked = told = 0.0
+    searched = reported = 0.0
     with out.open("a", buffering=1) as file:
 
         def note(qemu: Qemu, host_us: int, **what: Any) -> None:  # noqa: ANN401
@@ -227,8 +227,8 @@ def watch(vm: str, out: Path) -> None:
 
         while True:
             now = time.monotonic()
-            if now - looked >= LOOK_S:
-                looked = now
+            if now - searched >= POLL_S:
+                searched = now
                 for pid, log in processes.qemus(now).items():
                     consoles.setdefault(pid, Console(log) if log else None)
                 for pid in [pid for pid in consoles if pid not in known]:
@@ -241,14 +241,14 @@ def watch(vm: str, out: Path) -> None:
                     if qemu.console and qemu.runs and (tick := qemu.console.first_tick()) is not None:
                         qemu.console = None
                         note(qemu, time.time_ns() // 1000, tick=tick)
-            if now - told >= BEAT_S:
-                told = now
+            if now - reported >= BEAT_S:
+                reported = now
                 beat = [[qemu.pid, qemu.node] for qemu in known.values()]
                 file.write(json.dumps({"beat": beat, "host_us": time.time_ns() // 1000}) + "\n")
-            ready, _, _ = select.select([qemu.socket for qemu in known.values()], [], [], LOOK_S)
+            ready, _, _ = select.select([qemu.socket for qemu in known.values()], [], [], POLL_S)
             for pid, qemu in [pair for pair in known.items() if pair[1].socket in ready]:
                 try:
-                    for runs, host_us in qemu.look():
+                    for runs, host_us in qemu.poll():
                         note(qemu, host_us, runs=runs)
                 except OSError:
                     if qemu.runs:
@@ -258,7 +258,7 @@ def watch(vm: str, out: Path) -> None:
 
 
 def main() -> None:
-    """As the command line says."""
+    """Runs as the command line requests."""
     vm, out = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     watch(vm, Path(out))

@@ -1,4 +1,4 @@
-"""A file that grows: what is new in it. What was read before is not read again."""
+"""Reads the new lines of a growing file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 
 @dataclass
 class Tail:
-    """Its whole lines, as they come."""
+    """The complete lines of a file, as they appear."""
 
     path: Path
     _at: int = 0
     _inode: int = 0
 
     def lines(self) -> list[str]:
-        """Those since the last time; none where there is no file. One in its place, or that was cut off, begins anew.
+        """Returns the lines since the last call; none if there is no file. A replaced or truncated file is read anew.
 
         Raises `OSError` for a file that cannot be read.
         """
@@ -28,6 +28,6 @@ class Tail:
         with self.path.open("rb") as file:
             file.seek(self._at)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # nothing of a line that is being written
+        whole = text[: text.rfind(b"\n") + 1]  # without a line that is still being written
         self._at += len(whole)
         return whole.decode(errors="replace").splitlines()

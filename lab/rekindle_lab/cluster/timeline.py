@@ -1,8 +1,8 @@
-"""What happened when a node died, in a picture of characters: from the bed's events, the QEMUs and the client.
+"""Draws what happened when a node died, as text: from the bed's events, the QEMUs and the client.
 
     python3 -m rekindle_lab.cluster.timeline BED COUNTER RUNNING
 
-Needs nothing but Python itself.
+Needs only Python itself.
 """
 
 import json
@@ -18,7 +18,7 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class Part:
-    """Something that took from when to when, in microseconds since 1970."""
+    """A phase with its start and end, in microseconds since 1970."""
 
     name: str
     begin_us: int
@@ -28,9 +28,9 @@ class Part:
 def parts(
     events: list[tuple[float, str]], spans: list[running.Span], answers: list[counter.Answer]
 ) -> tuple[str, list[Part]]:
-    """The last kill of a node: which one, and the parts of what came of it.
+    """Returns the parts of the last fail-over after a kill.
 
-    Raises `ValueError` when there was none, or nothing came of it.
+    Raises `ValueError` if there was no kill, or no fail-over after it.
     """
     kills = [(round(at * 1e6), words.removeprefix("kill ")) for at, words in events if words.startswith("kill ")]
     if not kills:
@@ -49,12 +49,12 @@ def parts(
         Part(f"{node} is dead; seen, fenced, confirmed", killed_us, fenced[0]),
         Part(f"{began[0].node} chosen; restored", fenced[0], began[0].begin_us),
         Part("its guest runs; first answer", began[0].begin_us, after[0].host_us),
-        Part("silence for the client", max(before, default=killed_us), after[0].host_us),
+        Part("no answer for the client", max(before, default=killed_us), after[0].host_us),
     ]
 
 
 def draw(found: list[Part]) -> str:
-    """A line a part."""
+    """Draws a line per part."""
     begin = min(part.begin_us for part in found)
     whole = max(max(part.end_us for part in found) - begin, 1)
     lines = []
@@ -67,7 +67,7 @@ def draw(found: list[Part]) -> str:
 
 
 def main() -> None:
-    """As the command line says."""
+    """Runs as the command line requests."""
     bed, counted, ran = map(Path, sys.argv[1:])
     lines = (bed / "shared" / "events").read_text().splitlines()
     events = [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]
@@ -77,10 +77,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"timeline: {error}")
     print(draw(found))
-    told = map(json.loads, ran.read_text().splitlines())
-    for loss in judge.losses(running.starts(told), answers):
+    watched = map(json.loads, ran.read_text().splitlines())
+    for loss in judge.losses(running.starts(watched), answers):
         if loss.back and loss.start.tick is not None:
-            print(f"the counter went back from {loss.told} to {loss.start.tick - 1}: {loss.back} ticks")
+            print(f"the counter was set back from {loss.last_seen} to {loss.start.tick - 1}: {loss.back} ticks")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What `make demo` measures and draws: the VMM replaced under a guest, and the guest rebooted."""
+"""Measurements and drawings of `make demo`: the VMM replaced under a guest, and the guest rebooted."""

@@ -1,9 +1,9 @@
-"""The plan for the VM that the demo has measured: how its VMM and its OS are to be renewed, and what that gives.
+"""Writes a plan for the VM that the demo has measured: how to renew its VMM and its OS, and the resulting availability.
 
     python -m rekindle_lab.demo.plan --web web.json --out plan.toml warm.json saved.json cold.json
 
-The records are those of `demo.vmm`, `web.json` is written by `demo.web`. `plan.toml` is a plan's file as every other
-one (lab/README.md): to be changed, and given to `rekindle-lab plan`.
+The records are those of `demo.vmm`, `web.json` is written by `demo.web`. `plan.toml` has the usual format of a plan
+(lab/README.md); edit it, then give it to `rekindle-lab plan`.
 """
 
 import json
@@ -23,9 +23,9 @@ from rekindle_lab.records import Record, load
 from rekindle_lab.toml import DefinitionError
 
 HEAD = """\
-# Written by the demo: what it measured, once each, and what is wanted. Change it, then: rekindle-lab plan plan.toml
+# Written by the demo from single measurements. Edit it, then run: rekindle-lab plan plan.toml
 scope = "vmm"
-vmm_interval_max_d = 28      # as in RootHammer; what aging allows, `rekindle-lab aging` finds out
+vmm_interval_max_d = 28      # as in RootHammer; `rekindle-lab aging` finds what aging allows
 os_interval_max_d = 7
 [target]
 availability = 0.9999
@@ -40,11 +40,11 @@ name = "demo"
 
 
 def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
-    """The plan's file: service gaps of the VMM's renewals, and of the OS's, with how much slower it served then.
+    """Returns the plan's file: service gaps of the renewals of the VMM and of the OS, with the loss of throughput.
 
-    The second guest's disk is held to a rate, the first one's is not. So what a cold renewal of the VMM takes, which
-    boots the guest in a new QEMU, is taken from the second one's cold reboot, which does the same: else one and the
-    same boot would have two lengths.
+    The second guest's disk has a rate limit, the first one's has none. A cold renewal of the VMM boots the guest in
+    a new QEMU, so its gap is that of the second guest's cold reboot, which does the same: otherwise one boot had
+    two durations.
     """
     parts = [HEAD]
     for record in records:
@@ -61,7 +61,7 @@ def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
 
 
 def text(plan: Plan) -> str:
-    """Every pair of techniques, and the one that is taken."""
+    """Lists every pair of techniques, and marks the chosen one."""
     fleet = plan.fleet
     longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
     (choice,) = plan.choices.values()
@@ -88,15 +88,15 @@ def text(plan: Plan) -> str:
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="Records of the VMM's renewals.")],
-    web: Annotated[Path, typer.Option(help="What `demo.web` has measured.")],
+    web: Annotated[Path, typer.Option(help="JSON written by `demo.web`.")],
     out: Annotated[Path, typer.Option(help="The plan's file to write.")],
 ) -> None:
-    """Write the plan's file, and print what it comes to."""
+    """Write the plan's file, and print the plan."""
     try:
         out.write_text(write([load(path) for path in files], json.loads(web.read_text())))
         plan = make(load_fleet(out))
     except KeyError as error:
-        print(f"demo: {web}: not what demo.web has written: no {error}", file=sys.stderr)
+        print(f"demo: {web}: not a file of demo.web: it has no {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     except (OSError, ValueError, TypeError, DefinitionError, ParameterError) as error:
         print(f"demo: {error}", file=sys.stderr)

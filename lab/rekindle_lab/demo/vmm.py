@@ -1,4 +1,4 @@
-"""Draw what the demo saw: throughput over time for each way to reboot, and a table.
+"""Draws the demo's measurements: throughput over time for each way to reboot, and a table.
 
     python -m rekindle_lab.demo.vmm --out demo.png warm.json saved.json cold.json
 
@@ -18,7 +18,7 @@ from rekindle_lab.records import Record, load
 
 
 def summary(records: Sequence[Record]) -> str:
-    """The table for people."""
+    """Formats the table for the terminal."""
 
     def stopped(record: Record) -> str:
         return "- (shut down, booted)" if record.stopped_ms is None else style.duration(record.stopped_ms)

@@ -1,9 +1,9 @@
-"""A web server through a cold and through a warm-cache reboot of its guest: measured, drawn side by side, and a table.
+"""Measures a web server through a cold and a warm-cache reboot of its guest, and draws both side by side.
 
     python -m rekindle_lab.demo.web --rekindle BINARY --qemu QEMU --out web.png
 
-The guest is `debian`. Rekindle's server has its disk, and holds it to a rate that the VM's definition says (`bps`), so
-this is the same on every machine. What comes out of the guest's former memory does not count for that rate.
+The guest is `debian`. Rekindle's server has its disk, with the rate limit of the VM's definition (`bps`), so
+the result does not depend on the machine's disk. Reads from the retained cache are not limited.
 """
 
 import itertools
@@ -31,54 +31,54 @@ from rekindle_lab.web import Answer, Client
 COLD, WARM = "cold", "warm-cache"
 FILES = 200
 PATHS = [f"/files/{n:03}.bin" for n in range(FILES)]
-"""All that the web server has: 50 MB."""
+"""Number of files of the web server: 50 MB in total."""
 BYTES_PER_S = 5_000_000
-"""What the disk is held to: slow, as everything is that an emulated processor does."""
+"""Rate limit of the disk: slow, as everything on an emulated processor is."""
 MEMORY_MIB = 1024
 BEFORE_S = 5.0
-"""So long the server is watched before a reboot."""
+"""Duration of the measurement before a reboot."""
 AFTER = 3 * FILES
-"""So many files are to come after it."""
+"""Number of files to be served after it."""
 STEP_S = 0.5
-"""The picture shows throughput in steps of this."""
+"""Time step of the throughput in the picture."""
 
 
 @dataclass
 class Row:
-    """One file that came, in the raw data."""
+    """One file that was served, in the raw data."""
 
     how: str
     at_ms: int
-    """When: since the command to reboot."""
+    """Time since the command to reboot."""
     bytes: int
     us: int
-    """How long it took."""
+    """Duration of the request."""
 
 
 @dataclass(frozen=True)
 class Reboot:
-    """One reboot, as the client of the web server saw it. Times in s since the command."""
+    """One reboot as seen by the web server's client. Times in s since the command."""
 
     how: str
     answers: list[Answer]
     well: float
     """When all services of the guest answered again."""
     end: float
-    """Until when it was watched."""
-    attic: int
-    """Bytes of its disk that the guest was given out of its former memory."""
+    """End of the measurement."""
+    retained_bytes: int
+    """Bytes that the guest has read from its retained cache."""
 
     @property
     def gap_s(self) -> float:
-        """The longest silence that ended after the command."""
+        """The longest time without an answer that ended after the command."""
         return max(later.at - one.at for one, later in itertools.pairwise(self.answers) if later.at > 0)
 
     def after(self) -> list[Answer]:
-        """What came since the guest is well again."""
+        """Answers since the guest is well again."""
         return [answer for answer in self.answers if answer.at >= self.well]
 
     def served(self) -> float:
-        """When as many files had come as there are, since the guest is well again."""
+        """When as many files were served as there are, since the guest is well again."""
         return self.after()[FILES - 1].at
 
     def rate_before(self) -> float:
@@ -86,38 +86,38 @@ class Reboot:
         return sum(one.bytes for one in self.answers if -BEFORE_S <= one.at < 0) / BEFORE_S / 1e6
 
     def rate_after(self) -> float:
-        """MB/s from then on when the guest is well again until `served`."""
+        """MB/s from when the guest is well again until `served`."""
         return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
 
 
 def through(on: Stage, guest: CacheGuest, client: Client, how: str) -> Reboot:
-    """Reboot the guest while its web server is used."""
+    """Reboots the guest while its web server is used."""
     time.sleep(BEFORE_S)
-    told = time.monotonic()
+    started = time.monotonic()
     on.reboot(guest, how)
-    well = time.monotonic() - told
+    well = time.monotonic() - started
     client.wait(AFTER)
-    end = time.monotonic() - told
-    answers = [Answer(one.at - told, one.took_s, one.bytes) for one in client.answers]
+    end = time.monotonic() - started
+    answers = [Answer(one.at - started, one.took_s, one.bytes) for one in client.answers]
     seen = [one for one in answers if -BEFORE_S <= one.at <= end]
-    return Reboot(how, seen, well, end, on.from_attic(guest))
+    return Reboot(how, seen, well, end, on.from_retained_cache(guest))
 
 
 def measure(on: Stage) -> list[Reboot]:
-    """A guest, a client, and both reboots."""
+    """Measures both reboots of one guest, with a client."""
     image = on.image("debian")
     guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
     reboots = []
     with on.ours(guest):
-        # It would begin while the web server works already.
+        # It would start while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
         with Client(guest.netns, guest.address, PATHS) as client:
             for how in (COLD, WARM):
-                client.wait(FILES)  # so that the guest has all in its cache
+                client.wait(FILES)  # so that the guest has cached all of them
                 reboots.append(through(on, guest, client, how))
                 for one in reboots[-1].answers:
                     on.rows.append(Row(how, round(one.at * 1e3), one.bytes, round(one.took_s * 1e6)))
-                on.say(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
+                on.log(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
     return reboots
 
 
@@ -138,7 +138,7 @@ def _panel(axes: Axes, reboot: Reboot, begin: float, end: float) -> None:
 
 
 def draw(reboots: Sequence[Reboot], path: Path) -> None:
-    """A panel for each reboot, side by side, with the same axes."""
+    """Draws a panel for each reboot, side by side, with the same axes."""
     style.apply()
     figure, all_axes = plt.subplots(
         1, len(reboots), figsize=(5.2 * len(reboots), 3.8), squeeze=False, sharey=True, layout="constrained"
@@ -148,7 +148,7 @@ def draw(reboots: Sequence[Reboot], path: Path) -> None:
     all_axes[0][0].set_ylabel("MB/s")
     all_axes[0][0].set_ylim(0)
     figure.suptitle(
-        f"A web server while its guest is rebooted; its disk is held to {BYTES_PER_S / 1e6:g} MB/s",
+        f"A web server while its guest is rebooted; its disk is limited to {BYTES_PER_S / 1e6:g} MB/s",
         x=0.01,
         ha="left",
         fontweight="bold",
@@ -160,7 +160,7 @@ def draw(reboots: Sequence[Reboot], path: Path) -> None:
 
 
 def summary(reboots: Sequence[Reboot]) -> str:
-    """The table for people."""
+    """Formats the table for the terminal."""
     return table(
         [
             {
@@ -169,7 +169,7 @@ def summary(reboots: Sequence[Reboot]) -> str:
                 f"{FILES} files served after": style.duration(reboot.served() * 1e3),
                 "MB/s before": round(reboot.rate_before(), 1),
                 "MB/s of these files": round(reboot.rate_after(), 1),
-                "MB from former memory": round(reboot.attic / 1e6, 1),
+                "MB from retained cache": round(reboot.retained_bytes / 1e6, 1),
             }
             for reboot in reboots
         ]
@@ -177,7 +177,7 @@ def summary(reboots: Sequence[Reboot]) -> str:
 
 
 def as_json(reboots: Sequence[Reboot]) -> list[dict[str, Any]]:
-    """What a plan needs of it (`demo.plan`)."""
+    """Returns the input of `demo.plan`."""
     return [
         {
             "how": reboot.how,
@@ -194,12 +194,12 @@ def as_json(reboots: Sequence[Reboot]) -> list[dict[str, Any]]:
 def main(
     rekindle: Annotated[Path, typer.Option(help="The binary.")],
     qemu: Annotated[str, typer.Option(help="The QEMU.")],
-    out: Annotated[Path, typer.Option(help="The PNG to write; raw data and disks go beside it.")],
+    out: Annotated[Path, typer.Option(help="The PNG to write; raw data and disks are written next to it.")],
 ) -> None:
     """Watch a web server through both reboots, draw its throughput, and print a table."""
     taken_down_on_signals("demo")
     root = Path(__file__).resolve().parents[3]
-    out = out.resolve()  # the disks beside it are named in definitions, which are elsewhere
+    out = out.resolve()  # definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
         with stage(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
@@ -213,7 +213,7 @@ def main(
         rows.close()
     draw(reboots, out)
     out.with_suffix(".json").write_text(json.dumps(as_json(reboots)) + "\n")
-    print(f"The guest's disk is held to {BYTES_PER_S / 1e6:g} MB/s by its server (`bps` in the definition).")
+    print(f"The guest's disk is limited to {BYTES_PER_S / 1e6:g} MB/s by its server (`bps` in the definition).")
     print(summary(reboots))
 
 

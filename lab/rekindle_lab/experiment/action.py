@@ -1,4 +1,4 @@
-"""What a level does to its guest: a reboot, with a client at it. Downtime is the longest time without an answer."""
+"""The action of a level: a reboot, with a client at the guest. Downtime is the longest time without an answer."""
 
 import time
 from typing import Any
@@ -11,12 +11,12 @@ from rekindle_lab.experiment.subject import NAME, Subject
 from rekindle_lab.rekindle import Rekindle, failed_requests, gap_around
 
 ANSWERS = 10
-"""So many must have come, before and after, for a silence between them to be one."""
+"""Answers that must have arrived before and after, for a gap between them to count."""
 UNDISTURBED_S = 0.5
 
 
 def reboot(rekindle: Rekindle, guest: Subject, about: About, settings: dict[str, Any], measured: Measured) -> None:
-    """Do it, and add what was seen to `measured`."""
+    """Reboots, and adds the responses to `measured`."""
     how = ["--how", settings["how"]] if "how" in settings else []
     words = ["reboot", settings["reboot"], NAME, *how, *settings.get("options", [])]
     act = _vmm if settings["reboot"] == "vmm" else _os
@@ -24,7 +24,7 @@ def reboot(rekindle: Rekindle, guest: Subject, about: About, settings: dict[str,
 
 
 def _vmm(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
-    """The QEMU under a guest is replaced: the client keeps its connections."""
+    """Replaces the QEMU under a guest: the client keeps its connections."""
     patience = "5s" if "cold" in words else "300s"
     options = ("--connections", str(about.connections), "--timeout", patience)
     with rekindle.probes([(guest.service_url, guest.netns)], *options, every=about.every) as probes:
@@ -39,7 +39,7 @@ def _vmm(rekindle: Rekindle, guest: Subject, about: About, words: list[str], mea
 
 
 def _os(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
-    """Its system is rebooted: the client makes a new connection for each request, for the old ones are dead then."""
+    """Reboots its system: the client makes a new connection for each request, since a reboot kills the old ones."""
     ask_often(guest.netns)
     with Client(guest.netns, guest.address, guest.path) as client:
         client.wait(ANSWERS)
@@ -51,7 +51,7 @@ def _os(rekindle: Rekindle, guest: Subject, about: About, words: list[str], meas
         time.sleep(about.settle_s)
     phase = document.get("phase") or {}
     if guest.phases and not phase.get("candidate"):
-        raise RunError(f"{NAME}: it was booted, and goes on from no phase: {phase.get('skipped')}", measured=measured)
+        raise RunError(f"{NAME}: it was booted, not resumed from a phase: {phase.get('skipped')}", measured=measured)
     gap = longest_gap(client.answers, began_us)
     at_ms = sorted((answer.host_us - began_us) // 1000 for answer in client.answers)
     seen = {"began_host_us": began_us, "answers_ms": at_ms, "first_us": gap.first_us}

@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from rekindle_lab.say import fail
+from rekindle_lab.failure import fail
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Once: the run under way is taken down, and a second signal does not stop that."""
+    """Removes the run under way; only once, so that a second signal does not interrupt that."""
     del number, frame
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
@@ -25,26 +25,26 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def command(
     file: Annotated[Path, typer.Argument(help="The experiment: factors, levels, responses (TOML).")],
-    out: Annotated[Path | None, typer.Option(help="Folder of its runs. [default: NAME beside the file]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of its runs. [default: NAME next to the file]")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only draw and show the order; run nothing.")] = False,
-    most: Annotated[int | None, typer.Option(min=1, help="Do so many runs at most, and leave the rest.")] = None,
-    trial: Annotated[int | None, typer.Option(min=1, help="Try it: so many runs a treatment, in NAME-trial.")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Do failed runs once more.")] = False,
+    most: Annotated[int | None, typer.Option(min=1, help="Do at most this many runs.")] = None,
+    trial: Annotated[int | None, typer.Option(min=1, help="Trial: this many runs per treatment.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Repeat failed runs.")] = False,
     rekindle: Annotated[Path | None, typer.Option(help="The binary. [default: target/release/rekindle]")] = None,
     qemu: Annotated[str, typer.Option(help="QEMU, for guests.")] = "qemu-system-x86_64",
-    report: Annotated[bool, typer.Option(help="When all is done, judge it and write the report.")] = True,
+    report: Annotated[bool, typer.Option(help="Analyse and write the report when all runs are done.")] = True,
 ) -> None:
     """Run a designed experiment: a random order, committed before the first run; a line on disk for each run.
 
-    It may be killed at any moment: started again it goes on, and no run is lost or done twice. Exit status 0: all runs
-    are done; 1: some failed or are left; 2: the definition or the machine is not as it must be.
+    It may be killed at any moment: started again it continues, and no run is lost or done twice. Exit status 0: all
+    runs are done; 1: some failed or are left; 2: the definition or the machine is unsuitable.
     """
     from rekindle_lab.experiment import order as orders
     from rekindle_lab.experiment.definition import load
     from rekindle_lab.experiment.guest import GuestRunner
     from rekindle_lab.experiment.ledger import RUNS, LedgerError
     from rekindle_lab.experiment.runner import CommandRunner, RunError
-    from rekindle_lab.experiment.session import ORDER, Session, SessionError
+    from rekindle_lab.experiment.session import ORDER, ExperimentSession, ExperimentStoppedError
     from rekindle_lab.experiment.settings import check
     from rekindle_lab.toml import DefinitionError
 
@@ -73,12 +73,12 @@ def command(
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, _interrupt)
     try:
-        left = Session(experiment, folder, runner, versions).go(retry_failed=retry_failed, most=most)
+        left = ExperimentSession(experiment, folder, runner, versions).go(retry_failed=retry_failed, most=most)
     except KeyboardInterrupt:
-        raise fail("experiment", f"interrupted; {folder} keeps what is done, start it again to go on", 130) from None
+        raise fail("experiment", f"interrupted; {folder} has the finished runs, start again to continue", 130) from None
     except (orders.OrderError, DefinitionError) as error:
         raise fail("experiment", error) from error
-    except (SessionError, LedgerError, RunError, OSError, subprocess.SubprocessError) as error:
+    except (ExperimentStoppedError, LedgerError, RunError, OSError, subprocess.SubprocessError) as error:
         raise fail("experiment", error, 1) from error
     if left:
         raise fail("experiment", f"{left} runs are not done; {folder / RUNS} has the others", 1)
@@ -92,15 +92,15 @@ def command(
 
 
 def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
-    """The project's root, the binary and QEMU's path; raises `typer.Exit` where something is missing."""
+    """Returns the project's root, the binary and QEMU's path; raises `typer.Exit` if something is missing."""
     from rekindle_lab.bench.__main__ import find_root
 
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
-        raise fail("experiment", "not inside a clone of the project (no guest/build upwards)")
+        raise fail("experiment", "not inside a clone of the project (no parent folder has guest/build)")
     binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
     if not binary.exists():
-        raise fail("experiment", f"{binary} is not there; run: make build")
+        raise fail("experiment", f"{binary} does not exist; run: make build")
     found = shutil.which(qemu)
     if found is None:
         raise fail("experiment", f"no {qemu} in PATH; run: scripts/setup")

@@ -1,4 +1,4 @@
-"""An experiment as its owner writes it: factors, levels, responses, how often, and what runs."""
+"""The definition of an experiment: factors, levels, responses, repetitions, and the runner."""
 
 import json
 import math
@@ -17,7 +17,7 @@ RESPONSE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Factor:
-    """Something that is varied. Each level has settings, which the runner understands."""
+    """A factor that is varied. Each level has settings, which the runner understands."""
 
     name: str
     levels: dict[str, dict[str, Any]]
@@ -32,28 +32,28 @@ class Guest:
     definition: str = ""
     """Further lines of the VM's definition, in TOML, for all levels."""
     disk_server: bool = True
-    """Rekindle's servers have its disks, or QEMU has them; a level may say otherwise."""
+    """Whether Rekindle's servers have its disks, or QEMU has them; a level may override it."""
     disk_cache: str = ""
-    """How its disks are cached on the host; as `rekindle` has it where nothing is said."""
+    """How its disks are cached on the host; the default of `rekindle` if empty."""
     load: str = "probe"
-    """What puts the guest under load: `probe`, at a rate, or `wrk`, as fast as it answers."""
+    """The load on the guest: `probe`, at a rate, or `wrk`, as fast as it answers."""
     every: str = "10ms"
-    """`probe` asks so often on each connection."""
+    """Interval of the requests of `probe` on each connection."""
     connections: int = 1
     files: int = 1
-    """`wrk` asks for so many files of the guest's web server by turns."""
+    """Number of files of the guest's web server that `wrk` requests by turns."""
     drop_caches_every_s: float = 0.0
-    """The guest drops its page cache so often while it is under load; 0: never."""
+    """Interval at which the guest drops its page cache while it is under load; 0: never."""
     warm_up_s: float = 5.0
     measure_s: float = 15.0
-    """How long throughput and response time are taken, before the level's action."""
+    """Duration of the window before the level's action, for throughput and response time."""
     settle_s: float = 2.0
     """How long the client stays after the action."""
     after_s: float = 10.0
-    """How long throughput and response time are taken after it, if they are asked for."""
+    """Duration of the window after it, if one of its responses is measured."""
     sample_every_s: float = 15.0
     leak_mib: int = 0
-    """So much kernel memory is leaked before the action; 0: none."""
+    """Kernel memory that is leaked before the action; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A whole definition. Its `document` is what the digest of the order covers."""
+    """A complete definition. The digest of the order covers its `document`."""
 
     name: str
     question: str
@@ -79,18 +79,18 @@ class Experiment:
     guest: Guest = field(default_factory=Guest)
     command: Command = field(default_factory=Command)
     run_s: float | None = None
-    """How long a run takes, about; for what is told before the first one is over."""
+    """Approximate duration of a run, for the estimate before the first one has finished."""
     document: dict[str, Any] = field(default_factory=dict)
 
     def treatments(self) -> list[dict[str, str]]:
-        """All combinations of levels, in the order of the file."""
+        """Returns all combinations of levels, in the order of the file."""
         found: list[dict[str, str]] = [{}]
         for factor in self.factors:
             found = [{**treatment, factor.name: level} for treatment in found for level in factor.levels]
         return found
 
     def settings(self, treatment: dict[str, str]) -> dict[str, Any]:
-        """What the levels of a treatment set, all factors together."""
+        """Returns the settings of a treatment, of all factors together."""
         merged: dict[str, Any] = {}
         for factor in self.factors:
             merged |= factor.levels[treatment[factor.name]]
@@ -104,7 +104,7 @@ RUNNERS = ("guest", "command")
 
 
 def load(path: Path, trial: int | None = None) -> Experiment:
-    """Read and check a definition. `trial`: so many replications instead of its own, in one block."""
+    """Reads and checks a definition. `trial`: number of replications instead of its own, in one block."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -118,7 +118,7 @@ def load(path: Path, trial: int | None = None) -> Experiment:
 
 
 def parse(document: dict[str, Any], least: int = 2) -> Experiment:
-    """From the TOML's content. `least`: so many replications there must be; one cannot be judged."""
+    """Parses the TOML's content. `least`: minimum of replications; one cannot be analysed."""
     known(document, TOP, "the file")
     try:
         json.dumps(document, allow_nan=False)
@@ -134,7 +134,7 @@ def parse(document: dict[str, Any], least: int = 2) -> Experiment:
             raise DefinitionError(f"no [[{what}]]; at least one is needed")
         double = next((one for one in names if names.count(one) > 1), None)
         if double is not None:
-            raise DefinitionError(f"{what}: '{double}' is there twice")
+            raise DefinitionError(f"{what}: '{double}' is defined twice")
     _set_once(factors)
     runner = document.get("runner", "guest")
     if runner not in RUNNERS:
@@ -154,7 +154,7 @@ def parse(document: dict[str, Any], least: int = 2) -> Experiment:
         document=document,
     )
     if runner == "command" and not made.command.argv:
-        raise DefinitionError("command.argv: is not there; it names the program of a run")
+        raise DefinitionError("command.argv: is missing; it names the program of a run")
     replications = _replications(document, len(made.treatments()), least)
     if replications % made.blocks:
         raise DefinitionError(f"blocks: {made.blocks}; {replications} replications cannot be split evenly into them")
@@ -171,12 +171,12 @@ def _run_s(document: dict[str, Any]) -> float | None:
 
 
 def _replications(document: dict[str, Any], treatments: int, least: int) -> int:
-    """Given, or from a power analysis and then rounded up to whole blocks."""
+    """Returns the number given, or that of a power analysis rounded up to whole blocks."""
     given = document.get("replications")
     if isinstance(given, dict):
         known(given, REPLICATIONS, "replications")
         if "sd_increase" not in given:
-            raise DefinitionError("replications.sd_increase: is not there; 0.15 is the paper's")
+            raise DefinitionError("replications.sd_increase: is missing; 0.15 is the paper's")
         effect = power.effect_from_sd_increase(float(given["sd_increase"]))
         n = power.smallest_n(treatments, effect, float(given.get("alpha", 0.05)), float(given.get("power", 0.90)))
         blocks = document.get("blocks", 1)
@@ -197,7 +197,7 @@ def _factor(table: dict[str, Any]) -> Factor:
 
 
 def _set_once(factors: tuple[Factor, ...]) -> None:
-    """A setting is of one factor: of two, what the earlier one says would never be."""
+    """Checks that a setting belongs to one factor: of two, the earlier value would never apply."""
     owner: dict[str, str] = {}
     for factor in factors:
         for key in dict.fromkeys(key for settings in factor.levels.values() for key in settings):
@@ -218,7 +218,7 @@ def _response(table: dict[str, Any]) -> str:
 
 
 def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
-    """A dataclass from a table: keys and kinds are those of its fields, numbers must be more than 0, or the default."""
+    """Builds a dataclass from a table: keys and types as its fields, numbers more than 0, or the default."""
     if not isinstance(table, dict):
         raise DefinitionError(f"{where}: must be a table")
     fields = {name: one.default for name, one in kind.__dataclass_fields__.items()}

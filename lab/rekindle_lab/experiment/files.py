@@ -1,22 +1,22 @@
-"""Files that are whole or not there."""
+"""Files that are complete or absent."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that after a crash it is there with all of `text`, or as it was before."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w") as file:
+    """Writes a file so that after a crash it has all of `text`, or its previous content."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
+    new.rename(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Syncs the names in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

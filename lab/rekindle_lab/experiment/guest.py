@@ -1,7 +1,7 @@
 """A run with a guest of Rekindle's: fresh state, warm-up, load and samples, the level's action with a client at it.
 
-What of it happens follows from the responses that are asked for (`settings`): without one of the window there is no
-window, without one of afterwards nothing is measured afterwards.
+The measured responses (`settings`) decide which parts are done: without one of a window, that window is left
+out.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ class GuestRunner:
     disk: Path
     """A folder on a real disk, for copies of the guest's disk and stores."""
     key: str
-    """Makes names of this experiment's runs its own."""
+    """Prefix that makes the names of this experiment's runs unique."""
 
     def versions(self) -> dict[str, str]:
-        """Of all that takes part."""
+        """Returns the versions of all parts."""
         about = self.experiment.guest
         found = {
             "rekindle": f"{Rekindle(self.binary, self.root).version()} ({_digest(self.binary)})",
@@ -59,12 +59,12 @@ class GuestRunner:
         return found | ({"wrk": _wrk_version()} if about.load == "wrk" else {})
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Names of the namespace and folders that the run will make."""
+        """Returns the names of the namespace and folders that the run will make."""
         name = f"rkx-{self.key}-{planned.run}-{attempt}"
         return {"netns": name, "work": f"/dev/shm/{name}", "disk": str(self.disk / name)}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """End the VM of a run, and whatever a kill has left of it; remove its folders and its namespace."""
+        """Ends the VM of a run, and what a kill has left; removes its folders and its namespace."""
         work = Path(leaves["work"])
         if (work / "run").exists():
             rekindle = Rekindle(self.binary, work / "run")
@@ -72,7 +72,7 @@ class GuestRunner:
                 rekindle.stop(NAME)
             except (RekindleError, subprocess.TimeoutExpired) as error:
                 if "there is no VM" not in str(error) and mentioning(str(work)):
-                    raise RunError(f"{work}: what a killed run left cannot be ended: {error}") from error
+                    raise RunError(f"{work}: processes of a killed run cannot be ended: {error}") from error
         end_processes(work / "run", leaves["netns"])
         subprocess.run(["umount", "-l", work / "ram"], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", leaves["netns"]], capture_output=True, check=False)
@@ -133,7 +133,7 @@ class GuestRunner:
     def _before(
         self, rekindle: Rekindle, guest: Subject, work: Path, measured: Measured, protector: Protector | None
     ) -> None:
-        """Warm-up, then throughput and response time under the client's load, with samples of host and guest."""
+        """Warms up, then measures throughput and response time under load, with samples of host and guest."""
         about = self.experiment.guest
         with ExitStack() as stack:
             status = None
@@ -159,12 +159,12 @@ class GuestRunner:
             taken = protector.of("checkpoint")[already:]
             measured.samples.append({"checkpoints": taken})
             if not taken:
-                raise RunError(f"{NAME}: no checkpoint in the window: it was not protected then", measured=measured)
+                raise RunError(f"{NAME}: no checkpoint in the window, so it was not protected", measured=measured)
 
     def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
-        """The action, with a leak before it if there is to be one, and the load afterwards.
+        """Does the action, after a leak if configured, and applies the load afterwards.
 
-        A kernel's other slabs differ from one way to boot to the next by more than what is left of a leak, so the guest
+        A kernel's other slabs differ between ways to boot by more than what is left of a leak, so the guest
         of a leak has been rebooted in the same way before it.
         """
         about = self.experiment.guest
@@ -187,7 +187,7 @@ class GuestRunner:
 
 
 class _Leak:
-    """A leak of kernel memory, made at once, and what of it is back later."""
+    """A leak of kernel memory, made in one step, and how much of it is recovered later."""
 
     def __init__(self, guest: Subject, root: Path, mib: int) -> None:
         self.guest: Leaky = leaky(guest, leak_image(root))
@@ -196,7 +196,7 @@ class _Leak:
         self.leaked = self.guest.memory()
 
     def judge(self, measured: Measured) -> None:
-        """The responses, by what the kernel has allocated and, as in the paper, by what is free."""
+        """Adds the responses, computed from the kernel's allocations and, as in the paper, from free memory."""
         after = self.guest.memory()
         measured.samples.append(
             {
@@ -214,12 +214,12 @@ def _kib(memory: Memory) -> dict[str, int]:
 
 
 def _digest(binary: Path) -> str:
-    """Tells two builds of one version apart."""
+    """Returns a digest that distinguishes two builds of one version."""
     with binary.open("rb") as file:
         return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
 
 
 def _wrk_version() -> str:
-    """The first line of what wrk says of itself, as far as it names the version."""
+    """Returns the version in the first line of wrk's output."""
     done = subprocess.run(["wrk", "--version"], capture_output=True, text=True, check=False)
     return (done.stdout or done.stderr).split("Copyright")[0].strip()

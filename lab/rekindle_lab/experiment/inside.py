@@ -1,6 +1,6 @@
-"""Samples from inside a debian guest, over ssh: the paper's CPU, load, free memory and I/O of table 2.
+"""Samples inside a debian guest, over ssh: the paper's CPU, load, free memory and I/O of table 2.
 
-One session stays open for all of them: to log in takes an emulated processor a second, and would be in the window.
+One session stays open for all of them: a login takes an emulated processor a second, which would be in the window.
 """
 
 import os
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 class GuestStatus:
-    """Asks one guest, from `__enter__` to `__exit__`. A sample that fails raises: a run without them has failed."""
+    """Samples one guest, from `__enter__` to `__exit__`. A failing sample raises, so that its run fails."""
 
     def __init__(self, guest: OsGuest) -> None:
         self.guest = guest
@@ -33,7 +33,7 @@ class GuestStatus:
             start_new_session=True,
         )
         try:
-            self.take()  # the login is over then
+            self.take()  # so that the login is done
         except BaseException:
             self.__exit__()
             raise
@@ -45,23 +45,23 @@ class GuestStatus:
         self._shell.communicate()
 
     def take(self) -> dict[str, Any]:
-        """One sample: times in units of the guest's clock ticks, memory in KiB, pages in and out in KiB."""
+        """Takes a sample: times in units of the guest's clock ticks, memory in KiB, pages in and out in KiB."""
         assert self._shell is not None and self._shell.stdin is not None and self._shell.stdout is not None
         self._shell.stdin.write(ASK.encode())
         self._shell.stdin.flush()
-        said, deadline = b"", time.monotonic() + DEADLINE_S
-        while not said.endswith(f"{END}\n".encode()):
+        output, deadline = b"", time.monotonic() + DEADLINE_S
+        while not output.endswith(f"{END}\n".encode()):
             ready, _, _ = select.select([self._shell.stdout], [], [], max(deadline - time.monotonic(), 0.0))
             data = os.read(self._shell.stdout.fileno(), 65536) if ready else b""
             if not data:
-                what = "ended" if ready else f"said nothing more within {DEADLINE_S:g} s"
-                raise RuntimeError(f"{self.guest.name}: ssh: {what}: {said[-500:].decode(errors='replace')}")
-            said += data
-        return parse(said.decode())
+                what = "ended" if ready else f"no more output within {DEADLINE_S:g} s"
+                raise RuntimeError(f"{self.guest.name}: ssh: {what}: {output[-500:].decode(errors='replace')}")
+            output += data
+        return parse(output.decode())
 
     @staticmethod
     def responses(samples: list[dict[str, Any]]) -> dict[str, float]:
-        """The responses of a window: load and free memory are averages, CPU and I/O go from its first to its last."""
+        """Returns the responses of a window: load and free memory are averages, CPU and I/O its total."""
         inside = [sample["guest"] for sample in samples]
         first, last = inside[0], inside[-1]
         ticks = last["ticks"] - first["ticks"]
@@ -75,7 +75,7 @@ class GuestStatus:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """From what `ASK` prints. Free memory is all that is available, with buffers and caches, as in the paper."""
+    """Parses the output of `ASK`. Free memory includes buffers and caches, as in the paper."""
     lines = [line for line in text.splitlines() if line != END]
     cpu = [int(word) for word in lines[1].split()[1:]]
     numbers = {key.rstrip(":"): int(value.split()[0]) for key, _, value in (line.partition(" ") for line in lines[2:])}

@@ -1,8 +1,8 @@
-"""What has been done: `runs.jsonl`, a line for each finished attempt, and `begun.jsonl`, a line before each.
+"""Records of finished runs: `runs.jsonl`, a line for each finished attempt, and `begun.jsonl`, a line before each.
 
-A run counts when its line is on disk, whole. Killed before that, it is done again; killed after, it is not. A line that
-was cut off, by a kill or a full disk, is the last one: it is taken off when the ledger is opened. Two at once are kept
-apart by a lock.
+A run counts once its whole line is on disk. If it is killed before, it is repeated. A line that a kill or a full disk
+has truncated is the last one, and is removed when the ledger is opened. A lock prevents two sessions at the same
+time.
 """
 
 import fcntl
@@ -15,11 +15,11 @@ from typing import Any, Self
 from rekindle_lab.experiment.files import sync_folder
 
 RUNS = "runs.jsonl"
-BEGUN = "begun.jsonl"
+STARTED = "begun.jsonl"
 
 
 class LedgerError(RuntimeError):
-    """The ledger cannot be used. The text says why and what to do."""
+    """The ledger cannot be used. The text has the reason and the remedy."""
 
 
 class Ledger:
@@ -34,10 +34,10 @@ class Ledger:
             os.close(self._lock)
             raise LedgerError(f"{folder}: this experiment is running already") from error
         try:
-            self.cut_off = sum(_mend(folder / name) for name in (RUNS, BEGUN))
-            """Lines that a crash had cut off."""
+            self.truncated = sum(_remove_truncated_line(folder / name) for name in (RUNS, STARTED))
+            """Number of lines that a crash had truncated."""
             self.runs = _lines(folder / RUNS)
-            self.begun = _lines(folder / BEGUN)
+            self.started = _lines(folder / STARTED)
         except BaseException:
             os.close(self._lock)
             raise
@@ -52,41 +52,41 @@ class Ledger:
 
     @property
     def done(self) -> set[int]:
-        """Numbers of the runs that are done."""
+        """Returns the numbers of the runs that are done."""
         return {line["run"] for line in self.runs if line["outcome"] == "done"}
 
     @property
     def failed(self) -> set[int]:
-        """Numbers of the runs that failed and are not done."""
+        """Returns the numbers of the runs that failed and are not done."""
         return {line["run"] for line in self.runs if line["outcome"] == "failed"} - self.done
 
     def attempts(self, run: int) -> int:
-        """How often a run was begun."""
-        return sum(line["run"] == run and not line.get("cleared") for line in self.begun)
+        """Returns how often a run was started."""
+        return sum(line["run"] == run and not line.get("cleared") for line in self.started)
 
     def interrupted(self) -> list[dict[str, Any]]:
-        """Attempts that were begun and of which there is no line: what they left must be cleared away."""
-        cleared = [line for line in self.begun if line.get("cleared")]
+        """Returns attempts that were started but have no result: their remains must be removed."""
+        cleared = [line for line in self.started if line.get("cleared")]
         over = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
-        return [line for line in self.begun if (line["run"], line["attempt"]) not in over]
+        return [line for line in self.started if (line["run"], line["attempt"]) not in over]
 
-    def clear(self, begun: dict[str, Any]) -> None:
-        """Say that what an interrupted attempt had left is gone."""
-        self.begin({"run": begun["run"], "attempt": begun["attempt"], "cleared": True})
+    def clear(self, started: dict[str, Any]) -> None:
+        """Records that the remains of an interrupted attempt are removed."""
+        self.begin({"run": started["run"], "attempt": started["attempt"], "cleared": True})
 
     def begin(self, line: dict[str, Any]) -> None:
-        """Say that an attempt begins, before it does anything."""
-        _append(self.folder / BEGUN, line)
-        self.begun.append(line)
+        """Records that an attempt starts, before it does anything."""
+        _append(self.folder / STARTED, line)
+        self.started.append(line)
 
     def end(self, line: dict[str, Any]) -> None:
-        """Say how it ended. From now on it counts."""
+        """Records its result. From now on it counts."""
         _append(self.folder / RUNS, line)
         self.runs.append(line)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    """Append a line and make it last; if that fails, the file is as it was."""
+    """Appends a line and syncs it; if that fails, restores the file."""
     new = not path.exists()
     data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
@@ -98,13 +98,13 @@ def _append(path: Path, line: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         except OSError as error:
             file.truncate(before)
-            raise LedgerError(f"{path}: {error}; make room, and start the experiment again: it goes on") from error
+            raise LedgerError(f"{path}: {error}; make room, then start the experiment again to continue") from error
     if new:
         sync_folder(path.parent)
 
 
-def _mend(path: Path) -> int:
-    """Take off a last line that was cut off; gives how many there were."""
+def _remove_truncated_line(path: Path) -> int:
+    """Removes a truncated last line; returns the number of lines removed."""
     if not path.exists():
         return 0
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a run that was killed may have left beside its VM: a protector, a client, an ssh session."""
+"""Ends what a killed run may have left in addition to its VM: a protector, a client, an ssh session."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from rekindle_lab.experiment.processes import with_variable
 
 
 def end_processes(run_dir: Path, namespace: str) -> None:
-    """End all that Rekindle commands of this run directory have started, and all in this network namespace.
+    """Ends all processes of Rekindle commands for this run directory, and all in this network namespace.
 
-    Both are a run's own: nobody else's process is found there. The VM is to be stopped before.
+    Both belong to the run alone, so no other process can be hit. The VM must have been stopped before.
     """
     for pid in {*with_variable("REKINDLE_RUN_DIR", str(run_dir)), *_in_namespace(namespace)}:
         with suppress(ProcessLookupError):

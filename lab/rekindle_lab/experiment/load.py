@@ -1,6 +1,6 @@
-"""Load for a guest's web server, and what its client saw: throughput and response time of a window.
+"""Load for a guest's web server, and its client's results: throughput and response time of a window.
 
-`probe` is Rekindle's own, asks at a rate and keeps its connections; `wrk` asks as fast as it is answered, for several
+`probe` is Rekindle's own, sends at a rate and keeps its connections; `wrk` sends as fast as it is answered, for several
 files by turns.
 """
 
@@ -21,14 +21,14 @@ from rekindle_lab.rekindle import Rekindle, failed_requests, last_json
 
 SCRIPT = Path(__file__).with_name("wrk.lua")
 PATIENCE_S = 10
-"""wrk counts an answer that takes longer as one that did not come in time."""
+"""wrk counts a slower answer as a timeout."""
 MARGIN_S = 60.0
-"""So much longer than it was told wrk may take."""
+"""How much longer than configured wrk may take."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a client saw, and its whole report."""
+    """The results of a client, with its whole report."""
 
     throughput_per_s: float
     """Good answers."""
@@ -39,7 +39,7 @@ class Window:
 
 
 def measure(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
-    """Put the guest under load for so long."""
+    """Puts the guest under load for so long."""
     window = _wrk(guest, about, seconds) if about.load == "wrk" else _probe(rekindle, guest, about, seconds)
     if window.throughput_per_s <= 0:
         raise RunError(f"{guest.name}: no answer under load within {seconds:g} s")
@@ -56,7 +56,7 @@ def _probe(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> 
 
 
 def paths(guest: Subject, files: int) -> list[str]:
-    """So many files of its web server; the same in every run."""
+    """Returns paths of files of its web server; the same in every run."""
     return [guest.path] if guest.kind == "micro" else [f"/files/{number:03}.bin" for number in range(files)]
 
 
@@ -66,25 +66,25 @@ def _wrk(guest: Subject, about: About, seconds: float) -> Window:
     command += [f"http://{guest.address}/", "--", *paths(guest, about.files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + MARGIN_S, check=False)
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip())[-500:]
-        raise RunError(f"wrk: exit status {done.returncode}: {said}", done.returncode)
+        output = (done.stderr.strip() or done.stdout.strip())[-500:]
+        raise RunError(f"wrk: exit status {done.returncode}: {output}", done.returncode)
     return of_wrk(done.stdout)
 
 
-def of_wrk(said: str) -> Window:
-    """From what wrk prints with our script."""
+def of_wrk(output: str) -> Window:
+    """Parses the output of wrk with our script."""
     try:
-        report = last_json(said)
+        report = last_json(output)
         failed = sum(report["failed"].values())
         good = report["requests"] - report["failed"]["status"]
         return Window(good / (report["duration_us"] / 1e6), report["latency"]["p50_us"] / 1e3, failed, {"wrk": report})
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise RunError(f"wrk: its last line is not a result ({error!r}): {said[-500:]}") from error
+        raise RunError(f"wrk: its last line is not a result ({error!r}): {output[-500:]}") from error
 
 
 @contextmanager
 def without_caches(guest: Subject, every_s: float) -> Iterator[None]:
-    """While the body runs the guest drops its page cache so often: what it reads then comes from its disk."""
+    """Lets the guest drop its page cache at an interval while the body runs, so that reads come from its disk."""
     if not every_s:
         yield
         return
@@ -97,7 +97,7 @@ def without_caches(guest: Subject, every_s: float) -> Iterator[None]:
                 reply = guest.command("drop-caches")
                 if not reply.startswith("ok"):
                     raise RunError(f"{guest.name}: drop-caches: {reply}")
-        except Exception as error:  # told by the thread that waits for us
+        except Exception as error:  # raised by the thread that waits for this one
             failure.append(error)
 
     thread = Thread(target=drop, daemon=True)

@@ -1,7 +1,7 @@
-"""The order of an experiment's runs: drawn at random once, and on disk before the first run begins.
+"""The order of an experiment's runs: drawn at random once, and on disk before the first run starts.
 
-Within a block every treatment comes equally often, in a new random order. The file has the definition's own content and
-a digest of all, which every run's line repeats: a run of another order cannot be taken for one of this.
+Within a block every treatment comes equally often, in a new random order. The file has the definition's content and
+a digest of all, which every run's line repeats, so that a run of another order is detected.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ FORMAT = 1
 
 
 class OrderError(ValueError):
-    """There is an order already, of another experiment."""
+    """The existing order belongs to another experiment."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run that is to be done. Numbers count from 1."""
+    """A run of the order. Numbers count from 1."""
 
     run: int
     block: int
@@ -41,7 +41,7 @@ class Order:
 
 
 def draw(experiment: Experiment) -> tuple[Planned, ...]:
-    """Draw the order from the experiment's seed."""
+    """Draws the order from the experiment's seed."""
     generator = np.random.default_rng(experiment.seed)
     treatments = experiment.treatments()
     each = experiment.replications // experiment.blocks
@@ -55,7 +55,7 @@ def draw(experiment: Experiment) -> tuple[Planned, ...]:
 
 
 def content(experiment: Experiment, runs: tuple[Planned, ...]) -> dict[str, Any]:
-    """What `order.json` says, with its digest."""
+    """Returns the content of `order.json`, with its digest."""
     document: dict[str, Any] = {
         "format": FORMAT,
         "experiment": experiment.name,
@@ -73,20 +73,20 @@ def content(experiment: Experiment, runs: tuple[Planned, ...]) -> dict[str, Any]
 
 
 def commit(experiment: Experiment, path: Path) -> Order:
-    """The order at `path`, drawn and written if there is none. Raises `OrderError` if it is another experiment's."""
+    """Returns the order at `path`, drawn and written if missing. Raises `OrderError` for that of another experiment."""
     if not path.exists():
         document = content(experiment, draw(experiment))
         write_whole(path, json.dumps(document, indent=1) + "\n")
     try:
         document = json.loads(path.read_text())
         runs = tuple(Planned(**run) for run in document["runs"])
-        # The runs are the file's, not drawn again: numpy may draw others from a seed one day.
+        # The runs are read from the file, not drawn again: a later numpy may draw others from the same seed.
         expected = content(experiment, runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OrderError(f"{path}: not the order of an experiment ({error!r}); give another --out") from error
     for key in expected:
         if document.get(key) != expected[key] and key != "digest":
-            raise OrderError(f"{path}: its {key} is not the definition's; give another --out")
+            raise OrderError(f"{path}: its {key} differs from the definition's; give another --out")
     if document["digest"] != expected["digest"]:
         raise OrderError(f"{path}: its digest is wrong: the order was changed after it was committed")
     return Order(document["digest"], runs)

@@ -1,4 +1,4 @@
-"""Processes of a run, found by what only they have: a run starts others, which nobody has a list of."""
+"""Finds the processes of a run by its environment or command lines, since a run starts processes that no list has."""
 
 import os
 from collections.abc import Callable
@@ -6,19 +6,19 @@ from pathlib import Path
 
 
 def mentioning(text: str) -> list[int]:
-    """Those whose environment or command line has `text`: all that works in a folder."""
+    """Returns processes whose environment or command line contains `text`: all that work in a folder."""
     needle = text.encode()
     return _of(lambda folder: any(needle in (folder / file).read_bytes() for file in ("cmdline", "environ")))
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """Those whose environment has just this variable: who only speaks of it is another."""
+    """Returns processes whose environment has exactly this variable; those that only mention it do not count."""
     wanted = f"{name}={value}".encode()
     return _of(lambda folder: wanted in (folder / "environ").read_bytes().split(b"\0"))
 
 
 def _of(fits: Callable[[Path], bool]) -> list[int]:
-    """All but ourselves whose folder in /proc fits."""
+    """Returns all processes but this one whose folder in /proc fits."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -27,5 +27,5 @@ def _of(fits: Callable[[Path], bool]) -> list[int]:
             if fits(folder):
                 found.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or is not ours
+            continue  # it has ended, or belongs to another user
     return found

@@ -1,4 +1,4 @@
-"""What a run is: something that is given a treatment and gives responses, raw samples and versions."""
+"""The interface of a run: it takes a treatment, and returns responses, raw samples and versions."""
 
 import json
 import os
@@ -19,43 +19,43 @@ MARK = "REKINDLE_LAB_MARK"
 
 
 class RunError(Exception):
-    """A run failed. `exit_status` is that of the program that did."""
+    """A run failed. `exit_status` is that of the failed program."""
 
     def __init__(self, text: str, exit_status: int = 1, measured: "Measured | None" = None) -> None:
         self.exit_status = exit_status
         self.measured = measured
-        """What there is of it all the same."""
+        """Partial results."""
         super().__init__(text)
 
 
 @dataclass
 class Measured:
-    """What a run gave."""
+    """The results of a run."""
 
     responses: dict[str, float] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Every raw sample, as it came."""
+    """Every raw sample, unchanged."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
 class Runner(Protocol):
-    """Does runs, one at a time."""
+    """Executes runs, one at a time."""
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """What names the things that a run will make, so that `clear` finds them; JSON."""
+        """Returns the names of what a run will make, so that `clear` finds it; JSON."""
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
-        """Do a run from a fresh state, and leave nothing. Raises `RunError`."""
+        """Executes a run from a fresh state, and leaves nothing. Raises `RunError`."""
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """Remove what a run that was killed has left. May be called again."""
+        """Removes the remains of a killed run. May be called again."""
 
 
 class CommandRunner:
-    """Each run is a program that is given its treatment as JSON in `REKINDLE_LAB_RUN`.
+    """Executes each run as a program that gets its treatment as JSON in `REKINDLE_LAB_RUN`.
 
     Its last line of standard output is `{"responses": {..}, "samples": [..], "versions": {..}}`; the latter two may be
-    left out. Another exit status than 0 is a failed run.
+    left out. An exit status other than 0 is a failed run.
     """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
@@ -63,17 +63,17 @@ class CommandRunner:
         self.folder = folder
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """A mark in the environment of all that it starts; what else it makes is its own business."""
+        """Returns a mark in the environment of all that it starts; it must remove other things itself."""
         return {"mark": f"{planned.run}-{attempt}-{uuid.uuid4()}"}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """End what goes on though nobody waits for it any more: it would run beside its second attempt."""
+        """Ends processes of an attempt that was killed, since they would run during the next attempt."""
         for pid in with_variable(MARK, leaves["mark"]) if "mark" in leaves else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
-        """Run the program, in the folder of the definition."""
+        """Runs the program in the folder of the definition."""
         given = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
         argv = list(self.experiment.command.argv)
         try:

@@ -1,4 +1,4 @@
-"""Samples of the host's share of a run: what QEMU and Rekindle's processes take. Read from /proc every so often."""
+"""Samples the resource use of QEMU and Rekindle's processes on the host, from /proc at an interval."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def process(pid: int) -> dict[str, Any] | None:
-    """Time of a processor, memory and disk traffic of a process; `None` once it has ended."""
+    """Returns processor time, memory and disk traffic of a process; `None` once it has ended."""
     folder = Path("/proc") / str(pid)
     try:
         name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
@@ -31,7 +31,7 @@ def process(pid: int) -> dict[str, Any] | None:
 
 
 def host() -> dict[str, Any]:
-    """Load and available memory of the host."""
+    """Returns load and available memory of the host."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {"load_1min": os.getloadavg()[0], "available_kib": int(memory["MemAvailable"].split()[0])}
 
@@ -45,25 +45,25 @@ class Sampler:
         self.every_s = every_s
         self.pids = pids
         self.inside = inside
-        """Gives the guest's own figures."""
+        """Returns the guest's own figures."""
         self.error: Exception | None = None
         self.samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._go, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def take(self) -> None:
-        """One sample, now."""
+        """Takes a sample now."""
         at = round(time.monotonic() - self._began, 3)
         alive = [found for pid in self.pids() if (found := process(pid)) is not None]
         guest = {"guest": self.inside()} if self.inside else {}
         self.samples.append({"t_s": at, "host": host(), "processes": alive, **guest})
 
-    def _go(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._stop.wait(self.every_s):
                 self.take()
-        except Exception as error:  # told by the thread that waits for us
+        except Exception as error:  # raised by the thread that waits for this one
             self.error = error
 
     def __enter__(self) -> "Sampler":
@@ -80,9 +80,9 @@ class Sampler:
         self.take()
 
     def share(self) -> dict[str, float]:
-        """What all processes together took, from the first to the last sample: responses by their names.
+        """Returns the use of all processes together from the first to the last sample: responses by their names.
 
-        Of one that ended in between it is what the last sample that saw it told.
+        A process that ended in between counts with its last sample.
         """
         first, last = self.samples[0], self.samples[-1]
         seconds = max(last["t_s"] - first["t_s"], 1e-3)

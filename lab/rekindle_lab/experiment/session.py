@@ -1,4 +1,4 @@
-"""One run after the other, in the committed order; started again after an interruption it goes on."""
+"""Executes the runs in the committed order; resumes after an interruption."""
 
 import statistics
 import sys
@@ -18,25 +18,25 @@ from rekindle_lab.numbers import finite, for_json
 
 ORDER = "order.json"
 MOST_FAILURES = 3
-"""So many failures one after the other end a session: it is not the run then."""
+"""A session ends after so many failures in a row, since their cause is then not the run."""
 
 
-class SessionError(RuntimeError):
-    """A session ended early. What was done is kept."""
+class ExperimentStoppedError(RuntimeError):
+    """A session ended early. Finished runs are kept."""
 
 
 @dataclass
-class Session:
-    """A session of an experiment in `folder`. `say` tells a person how far it is."""
+class ExperimentSession:
+    """A session of an experiment in `folder`. `log` prints progress."""
 
     experiment: Experiment
     folder: Path
     runner: Runner
     versions: dict[str, str]
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
     def go(self, *, retry_failed: bool = False, most: int | None = None) -> int:
-        """Do the runs that are not done, `most` of them if that is given; gives how many are not done then."""
+        """Executes the remaining runs, at most `most` of them; returns how many remain then."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ledger(self.folder) as ledger:
             order = orders.commit(self.experiment, self.folder / ORDER)
@@ -44,17 +44,17 @@ class Session:
                 if line.get("order") != order.digest:
                     raise orders.OrderError(
                         f"{self.folder / RUNS}, row {row}, column order: {line.get('order')!r} is not "
-                        f"{order.digest!r} of {ORDER}: these runs are of another order; give another --out, or the "
-                        "definition that they are of"
+                        f"{order.digest!r} of {ORDER}: these runs belong to another order; give another --out, or "
+                        "their own definition"
                     )
-            if ledger.cut_off:
-                self.say(f"{ledger.cut_off} line was cut off by a crash; that run is done again")
+            if ledger.truncated:
+                self.log(f"{ledger.truncated} line was truncated by a crash; that run is repeated")
             self._clear(ledger)
             over = ledger.done if retry_failed else ledger.done | ledger.failed
             todo = [planned for planned in order.runs if planned.run not in over]
             usual_s = self._usual_s(ledger)
             about = f", about {duration(len(todo) * usual_s)}" if todo and usual_s else ""
-            self.say(
+            self.log(
                 f"{self.experiment.name}: {len(order.runs)} runs, {len(ledger.done)} done, "
                 f"{len(ledger.failed)} failed, {len(todo)} to do{about}"
             )
@@ -62,20 +62,20 @@ class Session:
             for index, planned in enumerate(todo[:most]):
                 line = self._one(ledger, order, planned)
                 in_a_row = in_a_row + 1 if line["outcome"] == "failed" else 0
-                self._tell(ledger, planned, line, len(todo) - index - 1)
+                self._log_run(ledger, planned, line, len(todo) - index - 1)
                 if in_a_row == MOST_FAILURES:
-                    raise SessionError(
+                    raise ExperimentStoppedError(
                         f"{MOST_FAILURES} runs failed one after the other, the last with: {line['error']}; "
-                        f"mend it and start again with --retry-failed"
+                        f"fix the cause, then start again with --retry-failed"
                     )
             return len(order.runs) - len(ledger.done)
 
     def _clear(self, ledger: Ledger) -> None:
-        """Remove what interrupted attempts have left."""
-        for begun in ledger.interrupted():
-            self.runner.clear(begun["leaves"])
-            ledger.clear(begun)
-            self.say(f"run {begun['run']}, attempt {begun['attempt']}: interrupted; done again")
+        """Removes the remains of interrupted attempts."""
+        for started in ledger.interrupted():
+            self.runner.clear(started["leaves"])
+            ledger.clear(started)
+            self.log(f"run {started['run']}, attempt {started['attempt']}: interrupted; repeated")
 
     def _one(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
         attempt = ledger.attempts(planned.run) + 1
@@ -112,19 +112,19 @@ class Session:
         return line
 
     def _usual_s(self, ledger: Ledger) -> float | None:
-        """How long a run takes: the median of those that are over, else what the definition says."""
+        """Returns the usual duration of a run: the median so far, or the estimate in the definition."""
         return statistics.median(one["took_s"] for one in ledger.runs) if ledger.runs else self.experiment.run_s
 
-    def _tell(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
+    def _log_run(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
         treatment = ", ".join(f"{name}={level}" for name, level in planned.treatment.items())
         rest = f"{left} left, about {duration(left * (self._usual_s(ledger) or 0.0))}" if left else "the last"
         failed = f" FAILED: {line['error']}" if line["error"] else ""
         took = f"{line['outcome']} in {duration(line['took_s'])}"
-        self.say(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")
+        self.log(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")
 
 
 def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
-    """A run that lacks a response, or has none that is a number, has failed."""
+    """Raises for a run without a response, or whose response is not a finite number."""
     for name in wanted:
         value = measured.responses.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
@@ -133,7 +133,7 @@ def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """For people: `12 s`, `3 min`, `2 h 10 min`."""
+    """Formats a duration for people: `12 s`, `3 min`, `2 h 10 min`."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)

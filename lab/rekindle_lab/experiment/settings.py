@@ -1,9 +1,9 @@
-"""What a run with a guest understands: settings of levels, responses, and which of them go together.
+"""Settings and responses of a run with a guest, and which of them can be combined.
 
-Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; `phase` without:
-the guest keeps phases of its boot), `options` (more of the reboot's arguments), `protect_every` (a protector beside,
-`"2s"`), `disk_server` (instead of the guest's), `touch` (memory that the guest fills), `definition` (lines of TOML for
-the VM's definition).
+Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; `phase` without a
+reboot: the guest keeps phases of its boot), `options` (more arguments of the reboot), `protect_every` (interval of a
+protector, `"2s"`), `disk_server` (overrides the guest's), `touch` (memory that the guest fills), `definition` (lines of
+TOML for the VM's definition).
 """
 
 import shutil
@@ -25,7 +25,7 @@ SETTINGS = {
 IMAGES = ("micro", "debian", "immutable")
 LOADS = ("probe", "wrk")
 FILES = {"micro": 1, "debian": 200, "immutable": 200}
-"""How many files each guest's web server has."""
+"""Number of files of each guest's web server."""
 IN_WINDOW = (
     "throughput_per_s",
     "response_time_ms",
@@ -39,13 +39,13 @@ IN_WINDOW = (
     "guest_free_kib",
     "guest_io_blocks",
 )
-"""Taken under load, before the action. A run of which none is asked for has no such window."""
+"""Responses of the window before the action. A run that measures none of them has no such window."""
 IN_GUEST = tuple(name for name in IN_WINDOW if name.startswith("guest_"))
 AROUND = ("downtime_s", "recovered_memory_pct", "recovered_available_pct")
-"""Of the action."""
+"""Responses of the action."""
 RECOVERED = AROUND[1:]
 AFTER = ("throughput_after_per_s", "response_time_after_ms")
-"""Under load, after it."""
+"""Responses of the window after it."""
 RESPONSES = (*IN_WINDOW, *AROUND, *AFTER)
 WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
 NEED_SERVERS = ("warm-cache", "phase")
@@ -53,7 +53,7 @@ NEED_AGENT = ("kexec",)
 
 
 def check(experiment: Experiment) -> None:
-    """Raise `DefinitionError` for what a run with a guest does not know, before anything is drawn or run."""
+    """Raises `DefinitionError` for what a run with a guest does not support, before anything is drawn or run."""
     guest = experiment.guest
     _one_of("guest.image", guest.image, IMAGES)
     _one_of("guest.load", guest.load, LOADS)
@@ -62,7 +62,7 @@ def check(experiment: Experiment) -> None:
     if guest.files > FILES[guest.image]:
         raise DefinitionError(f"guest.files: {guest.files}; {guest.image} has {FILES[guest.image]}")
     if guest.files > 1 and guest.load != "wrk":
-        raise DefinitionError(f'guest.files: {guest.files}; only wrk asks for several (load = "wrk")')
+        raise DefinitionError(f'guest.files: {guest.files}; only wrk requests several (load = "wrk")')
     for factor in experiment.factors:
         for level, settings in factor.levels.items():
             _level(f"factor '{factor.name}', level '{level}'", settings)
@@ -70,7 +70,7 @@ def check(experiment: Experiment) -> None:
         if name not in RESPONSES:
             raise DefinitionError(f"response: unknown '{name}'; a guest has: {', '.join(RESPONSES)}")
         if name in IN_GUEST and guest.image == "micro":
-            raise DefinitionError(f"response: '{name}' needs a debian image; micro tells nothing of it")
+            raise DefinitionError(f"response: '{name}' needs a debian image; micro does not report it")
         if name in RECOVERED and not guest.leak_mib:
             raise DefinitionError(f"response: '{name}', but nothing is leaked; set guest.leak_mib")
     for treatment in experiment.treatments():
@@ -91,14 +91,14 @@ def _level(where: str, settings: dict[str, Any]) -> None:
 
 
 def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
-    """What the settings of all factors together must be."""
+    """Checks the settings of all factors together."""
     settings = experiment.settings(treatment)
     reboot, how = settings.get("reboot"), settings.get("how")
     if reboot is None:
-        if how not in (None, "phase"):  # which has the guest keep phases of its boot: that may cost something
-            raise DefinitionError(f"treatment {treatment}: how: '{how}' of what reboot? Set reboot, or leave how out")
+        if how not in (None, "phase"):  # the guest then keeps phases of its boot, whose cost is measured
+            raise DefinitionError(f"treatment {treatment}: how: '{how}' without a reboot; set reboot, or leave how out")
         if "options" in settings:
-            raise DefinitionError(f"treatment {treatment}: options of what reboot? Set reboot, or leave options out")
+            raise DefinitionError(f"treatment {treatment}: options without a reboot; set reboot, or leave options out")
         needs = next((name for name in experiment.responses if name in (*AROUND, *AFTER)), None)
         if needs is not None:
             raise DefinitionError(f"response: '{needs}', but treatment {treatment} reboots nothing")
@@ -109,4 +109,4 @@ def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
     if how in NEED_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
         raise DefinitionError(f"treatment {treatment}: {how} needs disks with servers; set disk_server = true")
     if how in NEED_AGENT and experiment.guest.image == "micro":
-        raise DefinitionError(f"treatment {treatment}: {how} needs an agent in the guest, which micro has not")
+        raise DefinitionError(f"treatment {treatment}: {how} needs an agent in the guest, which micro does not have")

@@ -1,4 +1,4 @@
-"""The guest of a run. All of it is made anew for each: definition, disk, memory, network."""
+"""The guest of a run. All of it is made anew for each run: definition, disk, memory, network."""
 
 import json
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ SERVED = "server = true"
 
 @dataclass(frozen=True)
 class Subject(OsGuest):
-    """A guest as an experiment and the level of a run want it."""
+    """A guest with the settings of an experiment and of a run's level."""
 
     served: bool = True
-    """Rekindle's servers have its disks; else QEMU has them."""
+    """Whether Rekindle's servers have its disks; otherwise QEMU has them."""
     cache: str = ""
     """How its disks are cached on the host."""
     more: str = ""
@@ -33,7 +33,7 @@ class Subject(OsGuest):
         return f"{line} rekindle.touch={self.touch}" if self.touch else line
 
     def disk_lines(self) -> list[str]:
-        """What its VM definition says of its disks."""
+        """Returns the disks of its VM definition."""
         lines = []
         for line in super().disk_lines():
             lines.append(line if self.served or line != SERVED else guests.QEMUS_OWN)
@@ -42,19 +42,19 @@ class Subject(OsGuest):
         return lines
 
     def definition(self, qemu: str) -> str:
-        """Its VM definition in TOML, for this QEMU binary."""
+        """Returns its VM definition in TOML, for this QEMU binary."""
         return f"{self.more}\n{super().definition(qemu)}"
 
 
 def image(root: Path, about: About) -> Image:
-    """The image, built if need be; micro has the injector of leaks in one of its own."""
+    """Returns the image, built if need be; for leaks, micro's image with the leak module."""
     if about.image == "micro" and about.leak_mib:
         return Image("micro", leak_image(root))
     return guests.build(root, about.image)
 
 
 def subject(about: About, settings: dict[str, Any], image: Image, space: str, ram: Path, disk: Path) -> Subject:
-    """The guest for these settings, in the network namespace `space`, with its RAM and its disk in these folders."""
+    """Returns the guest for these settings, in the network namespace `space`, with RAM and disk in these folders."""
     return Subject(
         NAME,
         image,

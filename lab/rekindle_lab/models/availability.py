@@ -6,9 +6,9 @@ from rekindle_lab.models.parameters import OsReboot, ParameterError, Technique, 
 
 
 def os_reboots(technique: Technique, timers: Timers) -> float:
-    """How many OS reboots fall into one interval of the VMM, on average (N_w, N_s, N_m, N_l; the floor of N_c).
+    """Returns the average number of OS reboots in one interval of the VMM (N_w, N_s, N_m, N_l; the floor of N_c).
 
-    The OS's timer stands still while the VMM is renewed. A coupled technique starts it anew, so that only whole
+    The OS's timer stands still while the VMM is renewed. A coupled technique restarts it, so that only whole
     intervals count; the OS reboot that goes with the VMM is part of `vmm_downtime_s` and not counted.
     """
     if technique.vmm_downtime_s >= timers.vmm_interval_s:
@@ -21,12 +21,12 @@ def os_reboots(technique: Technique, timers: Timers) -> float:
 
 
 def downtime_s(technique: Technique, os: OsReboot, timers: Timers) -> float:
-    """Planned downtime of one VM in one interval of the VMM, in seconds."""
+    """Returns the planned downtime of one VM in one interval of the VMM, in seconds."""
     return technique.vmm_downtime_s + os_reboots(technique, timers) * os.downtime_s
 
 
 def availability(technique: Technique, os: OsReboot, timers: Timers) -> float:
-    """Share of time (to 1) in which a VM's service is up: A_w (1), A_c (2), A_s, A_m, A_l.
+    """Returns the share of time (to 1) in which a VM's service is up: A_w (1), A_c (2), A_s, A_m, A_l.
 
     Failures are left out, as in the paper. Where the timers are shorter than the downtimes allow, it is below 0.
     """
@@ -34,10 +34,10 @@ def availability(technique: Technique, os: OsReboot, timers: Timers) -> float:
 
 
 def nines(value: float) -> int:
-    """How many nines an availability begins with: 0.99993 has 4; 1 has more than can be counted: 99."""
+    """Returns the number of nines of an availability: 0.99993 has 4; 1 has infinitely many, returned as 99."""
     if value >= 1.0:
         return 99
     if value <= 0.0:
         return 0
-    # The small term keeps 0.999 at 3, which as a binary fraction lies just below.
+    # The small term keeps 0.999 at 3, whose binary fraction is just below it.
     return max(0, math.floor(-math.log10(1.0 - value) + 1e-9))

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
+from rekindle_lab.failure import fail
 from rekindle_lab.models import crossing, figures, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
 from rekindle_lab.models.moves import with_moves
 from rekindle_lab.models.parameters import DAY_S, PAPER, ParameterError, Parameters, Timers, by_hand, measured
 from rekindle_lab.models.simulation import simulate
-from rekindle_lab.say import fail
 
 
 def chosen(
@@ -23,7 +23,7 @@ def chosen(
     os_guests: str | None,
     os_downtime_s: float | None,
 ) -> Parameters:
-    """The parameters that the options name. Raises `ParameterError`."""
+    """Returns the parameters that the options select. Raises `ParameterError`."""
     if sum(given is not None for given in (paper, file, results)) != 1:
         raise ParameterError("give one of --paper, --parameters and --measured")
     if paper is not None:
@@ -38,7 +38,7 @@ def chosen(
 
 
 def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
-    """What the models say of each technique, with units in the names."""
+    """Returns the models' results for each technique, with units in the names."""
     found = []
     for name, technique in parameters.techniques.items():
         at = (technique, parameters.os, parameters.timers)
@@ -58,9 +58,9 @@ def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
 
 
 def cross(parameters: Parameters) -> list[dict[str, Any]]:
-    """All crossings of each two techniques: in hosts, and in both intervals up to four times what they are.
+    """Returns all crossings of each two techniques: in hosts, and in both intervals up to four times their values.
 
-    Only where both are possible: a cluster larger than what they keep empty, an interval longer than a renewal.
+    Only where both are possible: clusters larger than their spare hosts, intervals longer than a renewal.
     """
     names = list(parameters.techniques)
     timers = parameters.timers
@@ -90,7 +90,7 @@ def cross(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
-    """Closed form and simulation side by side."""
+    """Compares closed form and simulation."""
     found = []
     for name, technique in parameters.techniques.items():
         at = (technique, parameters.os, parameters.timers)
@@ -113,7 +113,7 @@ def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
 
 
 def write_figures(own: Parameters | None, out: Path) -> list[Path]:
-    """Figures 9, 10 and 16 as PNG, with the paper's parameters and beside them one's `own`; their curves as CSV."""
+    """Draws figures 9, 10 and 16 as PNG, with the paper's parameters and `own` ones; writes their curves as CSV."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for number, curves, paper, label in (
@@ -138,7 +138,7 @@ SHARES = ("availability", "performance", "formula", "simulated", "ci99_low", "ci
 
 
 def readable(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for people: shares near 1 with their digits."""
+    """Formats rows for the terminal: shares near 1 with more digits."""
 
     def cell(key: str, value: object) -> object:
         share = key in SHARES or key.startswith("index_of")
@@ -151,24 +151,24 @@ def command(
     paper: Annotated[str | None, typer.Option(help="RootHammer's own figures: jboss (5.5) or cluster (6).")] = None,
     parameters: Annotated[Path | None, typer.Option(help="A TOML file with measured figures.")] = None,
     measured: Annotated[Path | None, typer.Option(help="The JSON of `make bench TOPIC=vmm`.")] = None,
-    guests: Annotated[str | None, typer.Option(help='Its rows to take, such as "11 x micro 256M".')] = None,
-    os_guests: Annotated[str | None, typer.Option(help="Its rows whose cold gap is an OS reboot's.")] = None,
-    os_downtime_s: Annotated[float | None, typer.Option(help="Or how long an OS reboot takes.")] = None,
-    moves: Annotated[Path | None, typer.Option(help="The JSON of `make bench TOPIC=move`: its ways, besides.")] = None,
-    move_guest: Annotated[str, typer.Option(help="Its guest to take.")] = "512M",
-    move_load: Annotated[str, typer.Option(help="That guest's load.")] = "dirty 20",
-    move_vms: Annotated[int, typer.Option(help="So many such guests move, one after the other.")] = 11,
-    vmm_interval_d: Annotated[float | None, typer.Option(help="Renew the VMM every so many days.")] = None,
-    os_interval_d: Annotated[float | None, typer.Option(help="Reboot each OS every so many days.")] = None,
+    guests: Annotated[str | None, typer.Option(help='Rows of that file to use, such as "11 x micro 256M".')] = None,
+    os_guests: Annotated[str | None, typer.Option(help="Rows whose cold gap is that of an OS reboot.")] = None,
+    os_downtime_s: Annotated[float | None, typer.Option(help="Downtime of an OS reboot, instead.")] = None,
+    moves: Annotated[Path | None, typer.Option(help="The JSON of `make bench TOPIC=move`, to add.")] = None,
+    move_guest: Annotated[str, typer.Option(help="Size of the guest in that file.")] = "512M",
+    move_load: Annotated[str, typer.Option(help="Load of that guest.")] = "dirty 20",
+    move_vms: Annotated[int, typer.Option(help="Number of such guests, which move one after the other.")] = 11,
+    vmm_interval_d: Annotated[float | None, typer.Option(help="Interval of VMM renewals in days.")] = None,
+    os_interval_d: Annotated[float | None, typer.Option(help="Interval of OS reboots in days.")] = None,
     hosts: Annotated[int, typer.Option(help="Size of the cluster.")] = 100,
     simulation: Annotated[bool, typer.Option("--simulate", help="Check each formula by simulation.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 1,
     figures_to: Annotated[
         Path | None, typer.Option("--figures", help="Draw figures 9, 10, 16 into this folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """What measured downtimes mean: availability, nines, cluster throughput, and where techniques cross.
+    """Compute availability, nines and cluster throughput from measured downtimes, and where techniques cross.
 
     Example: rekindle-lab model --paper jboss --simulate
     """

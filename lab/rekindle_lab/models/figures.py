@@ -20,14 +20,14 @@ LINES = {**style.LINES, "migration": (0, (5, 1)), "live": (0, (3, 1, 1, 1)), "li
 
 
 def figure_9(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
-    """Availability (share, to 1) against the OS's interval in days, the VMM's as it is."""
+    """Computes availability (share, to 1) by the OS's interval in days, at the given interval of the VMM."""
     days = np.geomspace(0.25, longest_d, POINTS)
     vmm_s = parameters.timers.vmm_interval_s
     return _curves(parameters, "os_interval_d", days, lambda day: Timers(vmm_s, day * DAY_S))
 
 
 def figure_10(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
-    """Availability (share, to 1) against the VMM's interval in days, the OS's as it is; none shorter than a renewal."""
+    """Computes availability (share, to 1) by the VMM's interval in days, at the given interval of the OS."""
     renewal_d = max(technique.vmm_downtime_s for technique in parameters.techniques.values()) / DAY_S
     days = np.geomspace(max(0.25, renewal_d * 1.01), max(longest_d, renewal_d * 100), POINTS)
     os_s = parameters.timers.os_interval_s
@@ -44,7 +44,7 @@ def _curves(
 
 
 def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
-    """Performance index (share, to 1) against the number of hosts of a cluster, from the smallest for all."""
+    """Computes the performance index (share, to 1) by the number of hosts of a cluster, from the smallest for all."""
     fewest = throughput.fewest_hosts(parameters.techniques.values())
     hosts = np.unique(np.geomspace(fewest, max(most_hosts, fewest * 10), POINTS).round())
     table = {"hosts": list(hosts)}
@@ -56,7 +56,7 @@ def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
 
 
 def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> None:
-    """A panel for each `(title, curves)`, side by side. The y axis is what is missing to 1, on a logarithmic scale."""
+    """Draws a panel for each `(title, curves)`, side by side. The y axis is the difference to 1, logarithmic."""
     style.apply()
     figure, all_axes = plt.subplots(
         1, len(curves), figsize=(6.2 * len(curves), 4.2), squeeze=False, layout="constrained"
@@ -78,7 +78,7 @@ def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> 
 
 
 def _towards_one(axes: Axes, missing: np.ndarray) -> None:
-    """1 is far up; 0.9, 0.99, 0.999, ... are equally far apart."""
+    """Scales the axis so that 0.9, 0.99, 0.999, ... have equal distances, with 1 far up."""
     axes.set_yscale("log")
     seen = missing[missing > 0]
     low, high = (float(seen.min()) / 1.5, min(1.0, float(seen.max()) * 1.5)) if seen.size else (1e-6, 1e-3)

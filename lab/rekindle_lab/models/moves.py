@@ -1,4 +1,4 @@
-"""Techniques that move guests to another host, out of the JSON of `make bench TOPIC=move`: D_m, M_l and gamma."""
+"""Reads techniques that move guests to another host from the JSON of `make bench TOPIC=move`: D_m, M_l and gamma."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,11 @@ from pathlib import Path
 from rekindle_lab.models.parameters import ParameterError, Parameters, Technique
 
 TABLE = "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)"
-"""The table of `make bench TOPIC=move` that they are taken from."""
+"""The table of `make bench TOPIC=move` that is read."""
 
 
 def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Technique], tuple[str, ...]]:
-    """Techniques by name, and what is assumed. `vms` guests of a host move one after the other.
+    """Returns techniques by name, and the assumptions. `vms` guests of a host move one after the other.
 
     `guest` and `load`: which rows (`512M`, `dirty 20`). Non-live migration is `migration`, as in the paper. Of all
     others the guest's stopped time counts as its downtime, with pauses before, and each is degraded while all of them
@@ -35,7 +35,7 @@ def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Techni
     if "non-live" in found:
         notes.append("how much others are disturbed by a non-live migration is not in these results; it is taken as 0")
     if stuck:
-        notes.append(f"left out, for not every one came to its end: {', '.join(stuck)}")
+        notes.append(f"left out, since not all of them converged: {', '.join(stuck)}")
     unknown = [row["how"] for row in own if row["degraded"] is None and row["how"] != "non-live"]
     if unknown:
         notes.append(f"degradation of {', '.join(unknown)} is not in these results; it is taken as 0")
@@ -47,13 +47,13 @@ def _technique(row: dict[str, float], vms: int) -> Technique:
     how = str(row["how"])
     if how == "non-live":
         return Technique("migration", stopped_s, 0.0, (vms - 1) * stopped_s, spare_hosts=1)
-    # Served faster than before, by chance: then it was not slowed down.
+    # Served faster than before, by chance: then there was no degradation.
     slower = min(1.0, max(0.0, row["degraded"] or 0.0))
     return Technique(how, stopped_s, slower, vms * row["whole s"], spare_hosts=1)
 
 
 def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:
-    """The same with these techniques besides; they take the place of others of their names."""
+    """Returns the parameters with these techniques added; they replace others of the same name."""
     found, notes = moved(path, guest, load, vms)
     return replace(
         parameters,

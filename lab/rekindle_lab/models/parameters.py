@@ -1,4 +1,4 @@
-"""What the models start from: measured downtimes and degradations, and the two timers. Every name ends in its unit."""
+"""The input of the models: measured downtimes and degradations, and the two timers. Every name ends in its unit."""
 
 import json
 import math
@@ -36,7 +36,7 @@ class Timers:
 
 @dataclass(frozen=True)
 class OsReboot:
-    """Rebooting one guest's OS: D_os, and delta and R_os of the paper."""
+    """The reboot of one guest's OS: D_os, and delta and R_os of the paper."""
 
     downtime_s: float
     degraded_rate: float = 0.0
@@ -54,16 +54,16 @@ class Technique:
     """One way to renew the VMM under n guests.
 
     The paper's techniques differ in two switches only: with `coupled`, guests are rebooted with the VMM, so that the
-    timer of the OS starts anew (cold); with a `spare_hosts` of 1, a host stands empty for guests to move to.
+    timer of the OS restarts (cold); with a `spare_hosts` of 1, a host stands empty for guests to move to.
     """
 
     name: str
     vmm_downtime_s: float
-    """D(n): of one VM, for one renewal of the VMM."""
+    """D(n): downtime of one VM, for one renewal of the VMM."""
     degraded_rate: float = 0.0
     """Omega, omega', gamma or gamma': share of throughput lost (0 to 1) because of the renewal, while the VM is up."""
     degraded_s: float = 0.0
-    """R_vmm, R'_vmm, (n - 1) D_m or M_l: for how long."""
+    """R_vmm, R'_vmm, (n - 1) D_m or M_l: duration of that loss."""
     coupled: bool = False
     spare_hosts: int = 0
 
@@ -79,40 +79,40 @@ class Technique:
 
     @property
     def away_s(self) -> float:
-        """For how long one renewal has a VM down or degraded."""
+        """How long a VM is down or degraded in one renewal."""
         return self.vmm_downtime_s + self.degraded_s
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """One set of figures: what was measured on one kind of host."""
+    """One set of parameters, measured on one kind of host."""
 
     source: str
-    """Where they come from."""
+    """Their source."""
     os: OsReboot
     techniques: dict[str, Technique]
     timers: Timers = field(default_factory=Timers)
     notes: tuple[str, ...] = ()
-    """What is not measured but assumed."""
+    """Assumptions."""
 
     def technique(self, name: str) -> Technique:
-        """The technique of that name. Raises `ParameterError` that lists those there are."""
+        """Returns the technique of that name. Raises `ParameterError` with the known ones."""
         if name not in self.techniques:
             raise ParameterError(f"no technique '{name}' in {self.source}; there are: {', '.join(self.techniques)}")
         return self.techniques[name]
 
     def at(self, timers: Timers) -> "Parameters":
-        """The same with other timers."""
+        """Returns the same with other timers."""
         return replace(self, timers=timers)
 
 
 def non_live(vm_downtime_s: float, vms: int, degraded_rate: float) -> Technique:
-    """Non-live migration: guests move one by one, each disturbed while the other n - 1 move (section 6.2.1)."""
+    """Returns non-live migration: guests move one by one, each disturbed while the other n - 1 move (section 6.2.1)."""
     return Technique("migration", vm_downtime_s, degraded_rate, (vms - 1) * vm_downtime_s, spare_hosts=1)
 
 
 def live(migration_s: float, degraded_rate: float, name: str = "live") -> Technique:
-    """Live migration: no downtime of its own, degraded for as long as it takes (section 6.2.2)."""
+    """Returns live migration: no downtime of its own, degraded for its whole duration (section 6.2.2)."""
     return Technique(name, 0.0, degraded_rate, migration_s, spare_hosts=1)
 
 
@@ -144,7 +144,7 @@ PAPER = {"jboss": ROOTHAMMER_JBOSS, "cluster": ROOTHAMMER_CLUSTER}
 
 
 def by_hand(path: Path) -> Parameters:
-    """Parameters from a TOML file: tables `timers`, `os` and `technique.NAME` with the fields' names as keys."""
+    """Reads parameters from a TOML file: tables `timers`, `os` and `technique.NAME` with the fields' names as keys."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -178,15 +178,15 @@ def _build(kind: type, where: str, table: object, **given: str) -> Any:  # noqa:
 
 
 GAPS_TABLE = "Guest-stopped time and service gap"
-"""The table of `make bench TOPIC=vmm` that the downtimes are taken from."""
+"""The table of `make bench TOPIC=vmm` with the downtimes."""
 COUPLED = ("cold",)
 
 
 def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_s: float | None = None) -> Parameters:
-    """Parameters from the JSON of `make bench TOPIC=vmm`: downtimes are median service gaps as a client saw them.
+    """Reads parameters from the JSON of `make bench TOPIC=vmm`: downtimes are median service gaps seen by a client.
 
     `guests`: which rows (`"11 x micro 256M"`). The downtime of an OS reboot is given, or it is the cold gap of the rows
-    `os_guests`. Degradation is not in these results and is taken as 0, which `notes` says.
+    `os_guests`. Degradation is not in these results and is taken as 0, as noted in `notes`.
     """
     try:
         document = json.loads(path.read_text())
@@ -209,7 +209,7 @@ def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_
     ]
     if os_downtime_s is None:
         if os_guests is None:
-            raise ParameterError("the downtime of an OS reboot is not known: give it, or the guests to take it from")
+            raise ParameterError("the downtime of an OS reboot is not known: give it, or guests for its cold gap")
         cold = gaps_s(os_guests)
         if "cold" not in cold:
             raise ParameterError(f"{path}: no row 'cold' for guests '{os_guests}'")

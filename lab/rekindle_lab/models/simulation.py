@@ -1,8 +1,8 @@
-"""The rejuvenation timers of figures 2 and 3, event by event, to check the closed forms and the rules they assume.
+"""Simulates the rejuvenation timers of figures 2 and 3, to check the closed forms and the assumptions behind them.
 
 A VM has two timers. While the VMM is renewed the VM is down and its OS timer stands still (`Rules.os_timer_stops`);
-an OS reboot under way then is held up, not lost. A coupled technique reboots the guests with the VMM: the OS timer
-starts anew (`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded
+an OS reboot under way then is delayed, not lost. A coupled technique reboots the guests with the VMM: the OS timer
+restarts (`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded
 time runs only while the VM is up.
 """
 
@@ -19,12 +19,12 @@ from rekindle_lab.models.parameters import OsReboot, Technique, Timers
 
 @dataclass(frozen=True)
 class Rules:
-    """The paper's assumptions; each can be turned off to see what it is worth."""
+    """The paper's assumptions; each can be turned off to measure its effect."""
 
     os_timer_stops: bool = True
     """The timer of the OS stands still while the VMM is renewed."""
     coupled_resets: bool = True
-    """A coupled renewal of the VMM starts the timer of the OS anew."""
+    """A coupled renewal of the VMM restarts the timer of the OS."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Estimate:
     n: int
 
     def holds(self, value: float) -> bool:
-        """Whether the interval has the value in it."""
+        """Whether the interval contains the value."""
         return self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation found."""
+    """The results of a simulation."""
 
     availability: Estimate
     performance: Estimate
@@ -54,7 +54,7 @@ VMM_DUE, VMM_DONE, OS_DUE, OS_DONE = range(4)
 
 @dataclass
 class _Vm:
-    """One VM's life. Times are seconds."""
+    """The state of one VM. Times are seconds."""
 
     technique: Technique
     os: OsReboot
@@ -66,26 +66,26 @@ class _Vm:
     down: float = 0.0
     lost: float = 0.0
     renewing: bool = False
-    """The VMM is away."""
+    """Whether the VMM is being renewed."""
     rebooting: bool = False
-    """The OS is; it may be held up by the VMM."""
+    """Whether the OS is; a renewal of the VMM may delay it."""
     windows: list[list[float]] = field(default_factory=list)
-    """Degraded times under way: share lost, seconds that are left."""
+    """Current degradations: share lost, seconds left."""
     queue: list[tuple[float, int, int]] = field(default_factory=list)
     ticket: int = 0
     os_event: tuple[int, float, int] | None = None
     """Ticket, time and kind of the OS's next event; events with another ticket are void."""
     held: tuple[float, int] | None = None
-    """What is held up while the VMM is renewed: seconds that are left to the OS's next event, and its kind."""
+    """Event that is delayed while the VMM is renewed: seconds left until the OS's next event, and its kind."""
     away_since: float = 0.0
-    """When the VMM went."""
+    """Start of the VMM's renewal."""
     began: float = 0.0
-    """When the OS reboot under way began, moved on by what the VMM was away since."""
+    """Start of the OS reboot under way, shifted by renewals of the VMM since."""
     scheduled: float = 0.0
-    """When the VMM's renewal was due: waiting does not move the next one."""
+    """When the VMM's renewal was due: a delay does not shift the next one."""
 
     def spread(self, mean: float) -> float:
-        """A duration of that mean, whose standard deviation is `variation` times the mean."""
+        """Returns a random duration of that mean, whose standard deviation is `variation` times the mean."""
         if mean == 0 or self.variation == 0:
             return mean
         shape = 1 / self.variation**2
@@ -98,7 +98,7 @@ class _Vm:
             self.os_event = (self.ticket, at, kind)
 
     def advance(self, to: float) -> None:
-        """Let time pass, and count what it costs."""
+        """Advances the time, and adds up the losses."""
         passed = to - self.now
         self.now = to
         if self.renewing or self.rebooting:
@@ -111,13 +111,13 @@ class _Vm:
         self.windows = [window for window in self.windows if window[1] > 0]
 
     def start(self) -> None:
-        """Both timers begin somewhere in their intervals."""
+        """Starts both timers at random points of their intervals."""
         self.scheduled = float(self.generator.uniform(0, self.timers.vmm_interval_s))
         self.push(self.scheduled, VMM_DUE)
         self.push(float(self.generator.uniform(0, self.timers.os_interval_s)), OS_DUE)
 
     def step(self) -> None:
-        """The next event, which must be at `now`."""
+        """Processes the next event, which must be at `now`."""
         _, ticket, kind = heapq.heappop(self.queue)
         if kind in (OS_DUE, OS_DONE) and (self.os_event is None or self.os_event[0] != ticket):
             return
@@ -125,7 +125,7 @@ class _Vm:
 
     def vmm_due(self) -> None:
         free = self.now + self.busy_s()
-        if self.technique.coupled and free > self.now:  # what is left may be less than the clock can tell
+        if self.technique.coupled and free > self.now:  # the rest may be less than the clock's resolution
             self.push(free, VMM_DUE)
             return
         self.renewing, self.away_since = True, self.now
@@ -135,7 +135,7 @@ class _Vm:
         self.push(self.now + self.spread(self.technique.vmm_downtime_s), VMM_DONE)
 
     def busy_s(self) -> float:
-        """For how long yet an OS reboot, with what it degrades, is under way."""
+        """Returns the remaining time of an OS reboot with its degraded time."""
         wait = max((window[1] for window in self.windows), default=0.0)
         if self.rebooting and self.os_event is not None:
             wait = max(wait, self.os.degraded_s) + self.os_event[1] - self.now
@@ -143,7 +143,7 @@ class _Vm:
 
     def vmm_done(self) -> None:
         self.renewing = False
-        self.began += self.now - self.away_since  # matters only to a reboot that was held up
+        self.began += self.now - self.away_since  # matters only to a reboot that was delayed
         self.windows.append([self.technique.degraded_rate, self.technique.degraded_s])
         if self.technique.coupled and self.rules.coupled_resets:
             self.push(self.now + self.timers.os_interval_s, OS_DUE)
@@ -154,7 +154,7 @@ class _Vm:
         self.push(max(self.scheduled, self.now), VMM_DUE)
 
     def os_due(self) -> None:
-        if self.renewing:  # only where the timer goes on: the guest is away, and is rebooted once it is back
+        if self.renewing:  # only if the timer runs on: the guest is down, and is rebooted once it is up
             self.os_event = None
             self.held = (0.0, OS_DUE)
             return
@@ -163,7 +163,7 @@ class _Vm:
         self.push(self.now + self.spread(self.os.downtime_s), OS_DONE)
 
     def os_done(self) -> None:
-        # The interval counts from the beginning of a reboot, as N = T_vmm / T_os has it.
+        # The interval counts from the start of a reboot, as in N = T_vmm / T_os.
         self.rebooting = False
         self.windows.append([self.os.degraded_rate, self.os.degraded_s])
         took = self.now - self.began
@@ -186,7 +186,7 @@ def one_vm(
     variation: float = 0.2,
     rules: Rules | None = None,
 ) -> tuple[float, float]:
-    """Availability and performance (shares, to 1) of one VM over so many intervals of the VMM, after two to settle."""
+    """Returns availability and performance (to 1) of one VM over so many intervals of the VMM, after two to settle."""
     vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
     vm.start()
     settled = 2 * timers.vmm_interval_s
@@ -210,7 +210,7 @@ def simulate(
     confidence: float = 0.99,
     rules: Rules | None = None,
 ) -> Simulated:
-    """Simulate independent VMs; `variation`: standard deviation of every duration over its mean."""
+    """Simulates independent VMs; `variation`: standard deviation of every duration over its mean."""
     generators = np.random.default_rng(seed).spawn(vms)
     lives = [
         one_vm(technique, os, timers, generator, intervals=intervals, variation=variation, rules=rules)
@@ -220,9 +220,9 @@ def simulate(
 
 
 def estimate(values: Sequence[float], confidence: float) -> Estimate:
-    """Their mean with its interval by Student's t."""
+    """Returns their mean with its interval by Student's t."""
     mean, error = float(np.mean(values)), float(stats.sem(values))
     half = error * float(stats.t.ppf((1 + confidence) / 2, len(values) - 1))
-    # Sums of a few million seconds are exact to about this.
+    # Sums of a few million seconds have about this precision.
     half = max(half, 1e-12)
     return Estimate(mean, mean - half, mean + half, len(values)) if math.isfinite(half) else Estimate(mean, 0, 1, 1)

@@ -8,26 +8,26 @@ from rekindle_lab.models.parameters import OsReboot, ParameterError, Technique, 
 
 
 def degraded_share(technique: Technique, os: OsReboot, timers: Timers) -> float:
-    """Average share of throughput (to 1) that is lost while VMs are up, around renewals."""
+    """Returns the average share of throughput (to 1) that is lost while VMs are up, around renewals."""
     around_vmm_s = technique.degraded_rate * technique.degraded_s
     around_os_s = os_reboots(technique, timers) * os.degraded_rate * os.degraded_s
     return (around_vmm_s + around_os_s) / timers.vmm_interval_s
 
 
 def performance(technique: Technique, os: OsReboot, timers: Timers) -> float:
-    """Average throughput of a serving host, as a share (to 1) of what it has when nothing is renewed."""
+    """Returns the average throughput of a serving host, as a share (to 1) of that without renewals."""
     return availability(technique, os, timers) - degraded_share(technique, os, timers)
 
 
 def fewest_hosts(techniques: Iterable[Technique]) -> int:
-    """How many hosts the smallest cluster has in which each of them leaves one to serve; at least 2."""
+    """Returns the size of the smallest cluster in which each technique leaves a host to serve; at least 2."""
     return max(2, *(math.floor(technique.spare_hosts) + 1 for technique in techniques))
 
 
 def throughput_per_s(
     technique: Technique, os: OsReboot, timers: Timers, hosts: float, per_host_per_s: float = 1.0
 ) -> float:
-    """Total throughput of `hosts` hosts: P_w (3), P_c (4), P_m (5), P_l (6), in requests per second."""
+    """Returns total throughput of `hosts` hosts: P_w (3), P_c (4), P_m (5), P_l (6), in requests per second."""
     if hosts <= technique.spare_hosts:
         raise ParameterError(
             f"hosts: {hosts:g}; {technique.name} keeps {technique.spare_hosts} empty, so it must be more"
@@ -36,5 +36,5 @@ def throughput_per_s(
 
 
 def index(technique: Technique, os: OsReboot, timers: Timers, hosts: float) -> float:
-    """Section 6.3's performance index: that throughput as a share (to 1) of all hosts' without renewals."""
+    """Returns section 6.3's performance index: that throughput as a share (to 1) of all hosts' without renewals."""
     return throughput_per_s(technique, os, timers, hosts) / hosts

@@ -1,1 +1,1 @@
-"""What Rekindle is compared with: real programs, driven as their own documentation says."""
+"""Programs with which Rekindle is compared, driven as their own documentation describes."""

@@ -1,7 +1,7 @@
 """QEMU's own `cpr-transfer` (QEMU 10 and later): the peer of a warm VMM reboot.
 
-It is set up as QEMU's documentation says (docs/devel/migration/CPR.rst, example 2), with the hardware of the Rekindle
-VM that it is compared with, and given every advantage that we know of:
+It is set up as QEMU's documentation describes (docs/devel/migration/CPR.rst, example 2), with the hardware of the
+Rekindle VM that it is compared with, and with every known advantage:
 
 - RAM is a shared file on the same tmpfs as ours, and `aux-ram-share=on` keeps the small blocks in place too: nothing is
   copied.
@@ -34,7 +34,7 @@ START_DEADLINE_S = 60.0
 
 
 class PeerError(Exception):
-    """The peer did not start or did not hand its guest over. The text has what QEMU said."""
+    """The peer did not start or did not hand its guest over. The text has QEMU's log."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Handover:
 
 
 def host_us() -> int:
-    """The host clock, microseconds since 1970."""
+    """Returns the host clock, microseconds since 1970."""
     return time.time_ns() // 1000
 
 
@@ -68,11 +68,11 @@ def arguments(
     tap_fds: dict[int, int],
     incoming: Path | None,
 ) -> list[str]:
-    """The peer's command line, from that of the equivalent Rekindle VM's first QEMU.
+    """Returns the peer's command line, from that of the equivalent Rekindle VM's first QEMU.
 
     Every path that is a key of `paths` becomes its value, also as a prefix; descriptor numbers of taps become those of
-    `tap_fds`. Only what serves Rekindle's own hand-over is taken out, and what `cpr-transfer` asks for put in.
-    `incoming`: the cpr channel's socket for a QEMU that takes over; `None` for the one that boots the guest.
+    `tap_fds`. Only what serves Rekindle's own hand-over is removed, and what `cpr-transfer` requires added.
+    `incoming`: the cpr channel's socket for a destination QEMU; `None` for the one that boots the guest.
     """
     given = list(command_line)
     if given and not given[0].startswith("-"):
@@ -121,7 +121,7 @@ class CprVm:
         vmm_directory: str,
         taps: dict[int, Tap],
     ) -> None:
-        """Start the guest.
+        """Starts the guest.
 
         `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU; `paths` maps its RAM
         file, console log and disks to ones of the peer's own; `taps` has a tap for each descriptor in the command line.
@@ -170,20 +170,20 @@ class CprVm:
         try:
             return Qmp(self._directory / "qmp.sock", START_DEADLINE_S, alive=lambda: process.poll() is None)
         except QmpError as error:
-            raise PeerError(f"{self._binary}: {error}; it said: {self._said()}") from error
+            raise PeerError(f"{self._binary}: {error}; its log: {self._log()}") from error
 
-    def _said(self) -> str:
+    def _log(self) -> str:
         try:
             return (self._directory / "qemu.log").read_text(errors="replace").strip() or "(nothing)"
         except OSError:
             return "(nothing)"
 
     def reboot(self) -> Handover:
-        """Replace the QEMU. On failure the peer is of no more use and should be stopped."""
+        """Replaces the QEMU. After a failure the peer is unusable and should be stopped."""
         if self._process is None:
             raise PeerError("the peer is not running")
         old, old_qmp = self._process, self._qmp
-        begun = host_us()
+        started_us = host_us()
         self._generation += 1
         main, cpr = self._directory / "main.sock", self._directory / "cpr.sock"
         old_qmp.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
@@ -197,7 +197,7 @@ class CprVm:
             resumed = new_qmp.wait_event("RESUME")
             stopped = old_qmp.wait_event("STOP")
         except QmpError as error:
-            raise PeerError(f"cpr-transfer: {error}; the new QEMU said: {self._said()}") from error
+            raise PeerError(f"cpr-transfer: {error}; the new QEMU's log: {self._log()}") from error
         downtime = old_qmp.execute("query-migrate").get("downtime")
         settle = host_us()
         old_qmp.close()
@@ -205,13 +205,13 @@ class CprVm:
         old.wait()
         self._process, self._qmp, self._next = self._next, new_qmp, None
         spans = [
-            ("prepare", "start", begun, triggered),
+            ("prepare", "start", started_us, triggered),
             ("prepare", "trigger", triggered, stopped.host_us),
             ("suspend", "hand-over", stopped.host_us, resumed.host_us),
             ("settle", "end-old", settle, host_us()),
         ]
         return Handover(
-            command_host_us=begun,
+            command_host_us=started_us,
             stop_host_us=stopped.host_us,
             resume_host_us=resumed.host_us,
             downtime_ms=downtime,
@@ -219,7 +219,7 @@ class CprVm:
         )
 
     def _hand_descriptors(self, old: Qmp, channels: list[dict[str, Any]], cpr: Path) -> None:
-        """Issue `migrate`, again until the new QEMU listens: its socket file is there a little earlier."""
+        """Issues `migrate`, repeatedly until the new QEMU listens: its socket file appears a little earlier."""
         deadline = time.monotonic() + START_DEADLINE_S
         assert self._next is not None
         while True:
@@ -231,11 +231,11 @@ class CprVm:
                 if "Failed to connect" not in str(error):
                     raise PeerError(f"cpr-transfer: {error}") from error
             if self._next.poll() is not None or time.monotonic() > deadline:
-                raise PeerError(f"the new QEMU does not listen at {cpr}; it said: {self._said()}")
+                raise PeerError(f"the new QEMU does not listen at {cpr}; its log: {self._log()}")
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """End its QEMUs and remove its files. The taps stay open: they belong to the caller."""
+        """Ends its QEMUs and removes its files. The taps stay open: they belong to the caller."""
         for process in (self._next, self._process):
             if process is not None:
                 process.kill()
@@ -248,7 +248,7 @@ class CprVm:
 
 
 def reboot_all(peers: Sequence[CprVm]) -> list[Handover]:
-    """Replace the QEMUs of several guests at once."""
+    """Replaces the QEMUs of several guests at the same time."""
     if len(peers) == 1:
         return [peers[0].reboot()]
     with ThreadPoolExecutor(len(peers)) as pool:

@@ -1,14 +1,14 @@
 """QEMU's own migration of a running guest to another QEMU: the peer of `rekindle move`.
 
-Out of the very QEMU that Rekindle has started, so hardware, load and place are the same, into one that was started and
-listens before; over TCP on this machine's loopback. The bandwidth limit is off, to its advantage.
+The source is the QEMU that Rekindle has started, so hardware, load and place are the same; the destination was started
+and listens before; over TCP on this machine's loopback. The bandwidth limit is off, to QEMU's advantage.
 
-- `live`: `migrate`; the guest is stopped at the end, once QEMU reckons that the rest takes no longer than its downtime
-  limit: 300 ms, as QEMU has it. So with a fast link it stops the guest on purpose when there is much left.
-- `live-20ms`, `live-2ms`: with that limit. Where the guest writes faster than that lets it, it never stops.
+- `live`: `migrate`; the guest is stopped at the end, once QEMU expects that the rest takes no longer than its downtime
+  limit: 300 ms by default. So with a fast link it stops the guest on purpose when there is much left.
+- `live-20ms`, `live-2ms`: with that limit. If the guest writes faster than that allows, the migration never ends.
 - `non-live`: `stop`, then the same, and `cont` there.
 
-Guest-stopped time runs from the source's STOP event to the target's RESUME event, by the host clock, as for ours.
+Guest-stopped time runs from the source's STOP event to the target's RESUME event, by the host clock, as for Rekindle.
 """
 
 import re
@@ -27,13 +27,13 @@ from rekindle_lab.qmp import Qmp, QmpError
 
 DEADLINE_S = 300.0
 CONVERGE_S = 60.0
-"""One that has not stopped the guest by then does not converge."""
+"""A migration that has not stopped the guest by then does not converge."""
 LIVE = {"live": 300, "live-20ms": 20, "live-2ms": 2}
 """Live migrations, and their downtime limits in ms."""
 
 
 class NotConvergedError(PeerError):
-    """The guest writes faster than a downtime limit lets QEMU stop it. It goes on where it was."""
+    """The guest writes too fast for the downtime limit. It continues in the source."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Migrated:
     stop_host_us: int
     resume_host_us: int
     total_us: int
-    """From the command to the guest's running there: all of its memory is there then."""
+    """From the command until the guest runs in the target, with all of its memory."""
 
     @property
     def stopped_us(self) -> int:
@@ -61,7 +61,7 @@ class Migrated:
 
 
 def arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
-    """The command line of the QEMU that takes the guest: the same hardware, with files of its own in `folder`."""
+    """Returns the command line of the target QEMU: the same hardware, with files of its own in `folder`."""
     given = [word for word in vm.command_line if word != "-S"]
     if given and not given[0].startswith("-"):
         given.pop(0)  # the binary
@@ -80,7 +80,7 @@ def arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
 
 @contextmanager
 def waiting(vm: Vm, folder: Path, tap: Tap, ram: Path) -> Iterator[Qmp]:
-    """A QEMU that waits for the guest; gone at the end."""
+    """Runs a QEMU that waits for the guest; ended at the end."""
     folder.mkdir(parents=True)
     log = folder / "qemu.log"
     with log.open("wb") as out:
@@ -96,7 +96,7 @@ def waiting(vm: Vm, folder: Path, tap: Tap, ram: Path) -> Iterator[Qmp]:
         with Qmp(folder / "qmp.sock", DEADLINE_S, alive=lambda: process.poll() is None) as qmp:
             yield qmp
     except QmpError as error:
-        raise PeerError(f"migration: {error}; the target said: {log.read_text(errors='replace')[-1000:]}") from error
+        raise PeerError(f"migration: {error}; the target's log: {log.read_text(errors='replace')[-1000:]}") from error
     finally:
         process.kill()
         process.wait()
@@ -105,7 +105,7 @@ def waiting(vm: Vm, folder: Path, tap: Tap, ram: Path) -> Iterator[Qmp]:
 
 
 def migrate(source: Qmp, target: Qmp, how: str) -> Migrated:
-    """Bring the guest of `source` to `target`, in one of the `LIVE` ways or `non-live`."""
+    """Migrates the guest from `source` to `target`, in one of the `LIVE` ways or `non-live`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"tcp:127.0.0.1:{free.getsockname()[1]}"
@@ -116,7 +116,7 @@ def migrate(source: Qmp, target: Qmp, how: str) -> Migrated:
     target.execute("migrate-incoming", {"uri": uri})
     source.forget_events()
     target.forget_events()
-    begun = time.time_ns() // 1000
+    started_us = time.time_ns() // 1000
     if how == "non-live":
         source.execute("stop")
     source.execute("migrate", {"uri": uri})
@@ -131,7 +131,7 @@ def migrate(source: Qmp, target: Qmp, how: str) -> Migrated:
         _done(target)
         _continue(target)
     resumed = target.wait_event("RESUME", DEADLINE_S)
-    return Migrated(stopped.host_us, resumed.host_us, resumed.host_us - begun)
+    return Migrated(stopped.host_us, resumed.host_us, resumed.host_us - started_us)
 
 
 def _done(qmp: Qmp) -> None:
@@ -144,7 +144,7 @@ def _done(qmp: Qmp) -> None:
 
 
 def _continue(qmp: Qmp) -> None:
-    """Let the guest go on; for a moment after it has said that it is done, QEMU does not want to."""
+    """Continues the guest; QEMU rejects that for a moment after it has reported completion."""
     deadline = time.monotonic() + qmp.timeout
     while True:
         try:

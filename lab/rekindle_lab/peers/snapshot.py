@@ -1,16 +1,16 @@
 """QEMU's own ways to save a running guest to a file: the peers of a checkpoint and of a restore.
 
-All of them through QMP, on the very guest that Rekindle protects in its own turns, so hardware, load and place are the
+All of them through QMP, on the same guest that Rekindle protects by turns, so hardware, load and place are the
 same. The QEMU was started with `suppress-vmdesc=on`, which makes the state smaller. The bandwidth limit is off. None
 of them syncs its file, which is to their advantage.
 
 - `background-snapshot`: the guest is stopped for its device state and for write-protecting its memory, then runs on
-  while memory is saved, each page before it is changed. The peer of our pause.
+  while memory is saved, each page before it is changed. The peer of Rekindle's pause.
 - `mapped-ram` (QEMU 9 and later): a live migration into a file in which every page has its place; the guest is
-  stopped for what is dirty at the end. It is let go on as soon as QEMU says that it is done.
+  stopped for what is dirty at the end. It is resumed as soon as QEMU reports completion.
 - `full`: `stop`, everything saved, `cont`.
 
-Guest-stopped time runs from QEMU's STOP event to its RESUME event, as for ours.
+Guest-stopped time runs from QEMU's STOP event to its RESUME event, as for Rekindle.
 """
 
 import re
@@ -38,9 +38,9 @@ class Saved:
     stop_host_us: int
     resume_host_us: int
     took_us: int
-    """From the command until QEMU said that it was done."""
+    """From the command until QEMU reported completion."""
     bytes: int
-    """What the file takes on the disk."""
+    """Size of the file on the disk."""
 
     @property
     def stopped_us(self) -> int:
@@ -49,7 +49,7 @@ class Saved:
 
 
 def save(qmp: Qmp, how: str, path: Path) -> Saved:
-    """Save the guest to `path` in one of the `WAYS`, and let it go on. Raises `PeerError` where QEMU does not."""
+    """Saves the guest to `path` in one of the `WAYS`, and resumes it. Raises `PeerError` if QEMU fails."""
     path.unlink(missing_ok=True)
     known = {one["capability"] for one in qmp.execute("query-migrate-capabilities")}
     if how in ("background-snapshot", "mapped-ram") and how not in known:
@@ -57,7 +57,7 @@ def save(qmp: Qmp, how: str, path: Path) -> Saved:
     _set(qmp, [how, "events"], known)
     qmp.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
     qmp.forget_events()
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         if how == "full":
             qmp.execute("stop")
@@ -69,19 +69,19 @@ def save(qmp: Qmp, how: str, path: Path) -> Saved:
         else:
             _done(qmp)
             resume = _continue(qmp)
-        took_us = int((time.monotonic() - begun) * 1e6)
+        took_us = int((time.monotonic() - started) * 1e6)
     except QmpError as error:
         state = qmp.execute("query-migrate")
         if qmp.execute("query-status")["status"] != "running":
             qmp.execute("cont")
-        raise PeerError(f"{how}: {error}; QEMU says: {state.get('error-desc', state.get('status'))}") from error
+        raise PeerError(f"{how}: {error}; QEMU reports: {state.get('error-desc', state.get('status'))}") from error
     finally:
         _set(qmp, [], known)
     return Saved(stop.host_us, resume.host_us, took_us, path.stat().st_blocks * 512)
 
 
 def _continue(qmp: Qmp) -> Event:
-    """Let the guest go on; for a moment after it has said that it is done, QEMU does not want to."""
+    """Continues the guest; QEMU rejects that for a moment after it has reported completion."""
     deadline = time.monotonic() + qmp.timeout
     while True:
         try:
@@ -98,7 +98,7 @@ def _set(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
 
 
 def _done(qmp: Qmp) -> None:
-    """Wait until the save has ended, and raise unless it is whole."""
+    """Waits until the save has ended, and raises unless it is complete."""
     while True:
         status = qmp.wait_event("MIGRATION", SAVE_DEADLINE_S).data["status"]
         if status == "completed":
@@ -109,7 +109,7 @@ def _done(qmp: Qmp) -> None:
 
 @dataclass(frozen=True)
 class Incoming:
-    """A guest that QEMU itself has brought back from a file. Times in microseconds."""
+    """A guest that QEMU itself has restored from a file. Times in microseconds."""
 
     restore_us: int
     """From the start of its process to the RESUME event."""
@@ -119,7 +119,7 @@ class Incoming:
 def restore(
     binary: str, command_line: Sequence[str], vmm_directory: str, folder: Path, path: Path, tap: Tap, ram: Path
 ) -> Incoming:
-    """Load `path`, saved in full, into a new QEMU; it is ended again when its guest runs.
+    """Loads `path`, saved in full, into a new QEMU; ends it when its guest runs.
 
     `command_line` and `vmm_directory` are those of the VM that was saved. `folder` is made and removed.
     """
@@ -138,7 +138,7 @@ def restore(
     given = [longest_first.sub(lambda found: places[found[0]], word) for word in given]
     given = [re.sub(r"\bfd=\d+", f"fd={tap.fd}", word) if word.startswith("tap,") else word for word in given]
     log = folder / "qemu.log"
-    begun = time.time_ns() // 1000
+    launched = time.time_ns() // 1000
     with log.open("wb") as out:
         process = subprocess.Popen(
             [binary, *given, "-incoming", "defer"],
@@ -156,12 +156,12 @@ def restore(
             _done(qmp)
             resumed = _continue(qmp)  # it was stopped when it was saved
     except QmpError as error:
-        raise PeerError(f"-incoming file: {error}; QEMU said: {log.read_text(errors='replace')[-1000:]}") from error
+        raise PeerError(f"-incoming file: {error}; QEMU's log: {log.read_text(errors='replace')[-1000:]}") from error
     finally:
         process.kill()
         process.wait()
         ram.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-    spans = [("start QEMU", begun, started), ("load everything, resume", started, resumed.host_us)]
+    spans = [("start QEMU", launched, started), ("load everything, resume", started, resumed.host_us)]
     steps = [{"phase": "renew", "step": step, "start_host_us": a, "us": b - a} for step, a, b in spans]
-    return Incoming(resumed.host_us - begun, steps)
+    return Incoming(resumed.host_us - launched, steps)

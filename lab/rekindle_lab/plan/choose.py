@@ -1,7 +1,7 @@
 """Techniques and intervals of a host's VMs: the pairs with the highest availability that keep the capacity too.
 
 Failures are not in the model, so every renewal only costs: the longest intervals that aging allows are the best, and
-shorter ones are possible down to where the target is missed. Those limits are told.
+shorter ones are possible until the target is missed. Those limits are part of the result.
 """
 
 import math
@@ -14,12 +14,12 @@ from rekindle_lab.models.parameters import OsReboot, Technique, Timers
 from rekindle_lab.models.throughput import performance
 
 SHORTEST = 20
-"""An interval is at least so many times the downtime."""
+"""Least ratio of an interval to its downtime."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """For one VM. Intervals are seconds, shares go to 1."""
+    """The choice for one VM. Intervals are seconds, shares go to 1."""
 
     vmm: str
     os: str
@@ -30,7 +30,7 @@ class Choice:
     performance: float
     meets: bool
     vmm_interval_min_s: float | None
-    """Down to here the target would be met too, the OS's interval as it is; `None` where it is not met or not given."""
+    """The shortest interval that meets the target, at the chosen interval of the OS; `None` without one."""
     os_interval_min_s: float | None
 
     @property
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Pair:
-    """What may renew a VM: a technique for its VMM, and the best one for its OS beside it."""
+    """A technique for a VM's VMM, with the best one for its OS."""
 
     technique: Technique
     os: str
@@ -52,7 +52,7 @@ class Pair:
 def pairs(
     vmm: Iterable[Technique], os: Sequence[tuple[str, OsReboot]], longest: Timers, target: float | None
 ) -> tuple[Pair, ...]:
-    """One for each technique that meets the target, or for each if none does: the best first, equal ones in order."""
+    """Returns a pair for each technique that meets the target, or for each if none does; the best first."""
     found = []
     for technique in vmm:
         ways = (Pair(technique, name, reboot, availability(technique, reboot, longest)) for name, reboot in os)
@@ -63,7 +63,7 @@ def pairs(
 
 @dataclass(frozen=True)
 class _Part:
-    """Pairs for a host's first kinds of VMs, for how long it is away by them, and all their availabilities' sum."""
+    """Pairs for a host's first kinds of VMs, how long they make it unavailable, and the sum of their availabilities."""
 
     away_s: float
     up: float
@@ -75,12 +75,12 @@ def best(
     with_vms: Callable[[float, float, int], float],
     keeps: Callable[[float], bool],
 ) -> tuple[tuple[Pair, ...], float]:
-    """A pair for each kind of a host's VMs, and for how long the host is away by them.
+    """Returns a pair for each kind of a host's VMs, and how long the host is unavailable with them.
 
-    Those whose availabilities have the largest sum among the ones by which a host is away so long that it `keeps` the
-    capacity; where there are none, the best of each kind. `kinds`: its pairs, the best first, and how many such VMs the
-    host has. `with_vms`: for how long a host is away that was so for the first, with VMs more that are so for the
-    second each, as many as the third. `keeps` must hold for all shorter times too.
+    Chooses the largest sum of availabilities among those that keep the host unavailable for so short a time that it
+    `keeps` the capacity; if there are none, the best of each kind. `kinds`: its pairs, the best first, and the number
+    of such VMs. `with_vms`: how long a host is unavailable, from that time without these VMs, the time of each, and
+    their number. `keeps` must hold for all shorter times, too.
     """
     away_s = 0.0
     for choices, count in kinds:
@@ -106,7 +106,7 @@ def _best_that_keeps(
             for part in parts
             for pair in choices
         )
-        # Only those go on that no other one beats in both.
+        # Keeps only those that no other one beats in both.
         parts = []
         for part in sorted((one for one in longer if keeps(one.away_s)), key=lambda one: (one.away_s, -one.up)):
             if not parts or part.up > parts[-1].up:
@@ -115,7 +115,7 @@ def _best_that_keeps(
 
 
 def choice(pair: Pair, longest: Timers, target: float | None) -> Choice:
-    """All that is to be said of a pair."""
+    """Describes a pair with its limits."""
     technique, reboot, up = pair.technique, pair.reboot, pair.availability
     meets = target is None or up >= target
     limits: tuple[float | None, float | None] = (None, None)
@@ -148,13 +148,13 @@ def choice(pair: Pair, longest: Timers, target: float | None) -> Choice:
 
 
 def before_an_os_reboot(technique: Technique, choice: Choice) -> float | None:
-    """Of a coupled technique: the longest VMM interval, in s, into which one OS reboot less falls than chosen."""
+    """Returns for a coupled technique the longest VMM interval, in s, with one OS reboot less than chosen."""
     edges = vmm_breaks(technique, choice.os_interval_s, choice.vmm_interval_s)
     return math.nextafter(edges[-1], 0.0) if edges else None
 
 
 def _shortest(difference, low: float, high: float, breaks: list[float]) -> float:  # noqa: ANN001
-    """From where on, up to `high`, a difference is at least 0 throughout."""
+    """Returns from where on, up to `high`, a difference is at least 0 throughout."""
     if low >= high:
         return high
     found = crossings(difference, low, high, breaks)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rekindle_lab.bench.report import table
+from rekindle_lab.failure import fail
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan import choose
@@ -18,7 +19,6 @@ from rekindle_lab.plan.choose import Choice, Pair, before_an_os_reboot
 from rekindle_lab.plan.fleet import Fleet, Hosts, load
 from rekindle_lab.plan.rolling import Rolling, Room, roll, room, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
-from rekindle_lab.say import fail
 from rekindle_lab.toml import DefinitionError
 
 SHOWN = 10
@@ -26,20 +26,20 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan."""
+    """A complete plan."""
 
     fleet: Fleet
     choices: dict[tuple[str, str], Choice]
-    """By hosts' and VMs' name in the file."""
+    """Choices by hosts' and VMs' name in the file."""
     rolling: Rolling
     crowded: tuple[str, ...]
-    """In words: hosts that no techniques renew so that the capacity is kept."""
+    """Hosts that no techniques renew so that the capacity is kept, as text."""
     performance: float
     """Average throughput of all hosts, as a share (to 1) of what it is without renewals."""
 
     @property
     def problems(self) -> list[str]:
-        """What of the target cannot be reached, in words."""
+        """Lists the parts of the target that cannot be reached."""
         missed = [
             f"{hosts}/{vms}: availability {choice.availability:.6f}, the target is {self.fleet.availability:g}; "
             f"with {choice.vmm} and {choice.os} it needs {self._needs(choice)}"
@@ -57,12 +57,12 @@ class Plan:
             )
             if up >= target:
                 days = math.floor(before / DAY_S * 1e4) / 1e4
-                return f"an interval of the VMM of {days:g} days: one OS reboot less falls into it"
+                return f"an interval of the VMM of {days:g} days: it contains one OS reboot less"
         return "longer intervals or shorter downtimes"
 
 
 def make(fleet: Fleet) -> Plan:
-    """Plan: techniques and intervals of each kind of host, then the order of the hosts."""
+    """Plans techniques and intervals of each kind of host, then the order of the hosts."""
     longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
     there = room(fleet, longest.vmm_interval_s, TICK_S)
     taken = cache(lambda vms: _taken(fleet, vms, longest, there))
@@ -90,7 +90,7 @@ def make(fleet: Fleet) -> Plan:
 def _taken(
     fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, there: Room
 ) -> tuple[tuple[Pair, ...], float]:
-    """The pairs for a host whose VMs allow these (VMM, OS, how many), and for how long it is away by them."""
+    """Returns the pairs for a host whose VMs allow these (VMM, OS, how many), and how long it is unavailable."""
     kinds = []
     for allow_vmm, allow_os, count in vms:
         techniques = [fleet.vmm[name] for name in allow_vmm]
@@ -111,7 +111,7 @@ def _crowded(fleet: Fleet, hosts: Hosts, pairs: tuple[Pair, ...], host_s: float,
 
 
 def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
-    """One host's part: its place in the order, and its VMs' OS reboots evenly over their interval."""
+    """Returns one host's part: its place in the order, and its VMs' OS reboots evenly over their interval."""
     if name not in plan.rolling.hosts:
         raise DefinitionError(f"--host: no host '{name}' in the plan")
     place = plan.rolling.hosts.index(name)
@@ -133,7 +133,7 @@ def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
 
 
 def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
-    """All of it, for machines."""
+    """Returns the plan as JSON."""
     return {
         "scope": plan.fleet.scope,
         "target": {"availability": plan.fleet.availability, "capacity": plan.fleet.capacity},
@@ -145,7 +145,7 @@ def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
         ],
         "performance": plan.performance,
         "capacity": plan.rolling.capacity,
-        "at_once": plan.rolling.at_once,
+        "at_once": plan.rolling.concurrent,
         "away_s": plan.rolling.away_s,
         "spacing_s": plan.rolling.spacing_s,
         "start_unix_s": start_unix_s,
@@ -155,7 +155,7 @@ def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
 
 
 def text(plan: Plan, start: datetime) -> str:
-    """The same for people."""
+    """Formats the plan for the terminal."""
 
     def days(seconds: float | None) -> str:
         return "" if seconds is None else f"{seconds / DAY_S:.3g} d"
@@ -185,8 +185,8 @@ def text(plan: Plan, start: datetime) -> str:
     more = f"\n  and {len(rolling.hosts) - SHOWN} more (--json has all)" if len(rolling.hosts) > SHOWN else ""
     size, spacing, away = plan.fleet.size, f"{rolling.spacing_s:.4g} s", f"{rolling.away_s:.4g} s"
     cluster = (
-        f"{size} hosts, one every {spacing}, each away or degraded for {away}, begun up to {TICK_S} s late: "
-        f"{rolling.at_once} at once at most; "
+        f"{size} hosts, one every {spacing}, each away or degraded for {away}, started up to {TICK_S} s late: "
+        f"at most {rolling.concurrent} at the same time; "
         f"capacity never below {rolling.capacity:.6f}, {plan.performance:.7f} on average"
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
@@ -203,9 +203,9 @@ def command(
     host: Annotated[str | None, typer.Option(help="Whose units.")] = None,
     rekindle: Annotated[str, typer.Option(help="The program's path on that host.")] = "/usr/bin/rekindle",
 ) -> None:
-    """What to renew, how and when, so that availability and capacity are kept.
+    """Plan what to renew, how and when, so that availability and capacity are kept.
 
-    Exit status 0: the target is reached; 1: it is not, and the plan says why; 2: wrong input.
+    Exit status 0: the target is reached; 1: it is not, and the plan has the reason; 2: wrong input.
     """
     try:
         plan = make(load(file))
@@ -213,7 +213,7 @@ def command(
         begin = begin.replace(tzinfo=UTC)
         if timers is not None:
             if host is None and plan.fleet.size > 1:
-                raise DefinitionError("--timers needs --host: units are a host's own")
+                raise DefinitionError("--timers needs --host: units belong to one host")
             own = of_host(plan, host or plan.rolling.hosts[0], int(begin.timestamp()))
             timers.mkdir(parents=True, exist_ok=True)
             for name, content in units(own, rekindle).items():

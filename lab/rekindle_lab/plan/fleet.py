@@ -1,4 +1,4 @@
-"""What a plan starts from: hosts and their VMs, what was measured, what is wanted, and how long things may go on."""
+"""The input of a plan: hosts and their VMs, measured downtimes, the target, and the longest intervals."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 SCOPES = ("vmm", "host")
 VM_NAME_MAX = 63
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""It stands in the units' descriptions."""
+"""Printable characters, since it is part of the units' descriptions."""
 TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
 
 
@@ -30,13 +30,13 @@ class Vms:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """Returns all names."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are alike. Those of one `group` must not be away at the same time more than they must."""
+    """Hosts that are alike. Those of one `group` should not be renewed at the same time."""
 
     name: str
     count: int
@@ -45,13 +45,13 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """Returns all names."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """All of it. Intervals are seconds, targets shares to 1."""
+    """The complete input. Intervals are seconds, targets shares to 1."""
 
     scope: str
     vmm_interval_max_s: float
@@ -63,16 +63,16 @@ class Fleet:
     os: dict[str, OsReboot]
     hosts: tuple[Hosts, ...]
     notes: tuple[str, ...] = ()
-    """Where the downtimes come from."""
+    """The sources of the downtimes."""
 
     @property
     def size(self) -> int:
-        """How many hosts."""
+        """The number of hosts."""
         return sum(hosts.count for hosts in self.hosts)
 
 
 def load(path: Path) -> Fleet:
-    """From a file. Raises `DefinitionError` that names file, place and mend."""
+    """Reads a file. Raises `DefinitionError` that names file, place and remedy."""
     try:
         return parse(tomllib.loads(path.read_text()), path.parent)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DefinitionError, ParameterError) as error:
@@ -80,7 +80,7 @@ def load(path: Path) -> Fleet:
 
 
 def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
-    """From the TOML's content. Files that it names are relative to `folder`."""
+    """Parses the TOML's content. Files that it names are relative to `folder`."""
     known(document, TOP, "the file")
     scope = text(document, "scope", "vmm")
     if scope not in SCOPES:
@@ -97,7 +97,7 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     names = [name for group in hosts for name in group.names]
     double = next((name for name in names if names.count(name) > 1), None) if len(set(names)) != len(names) else None
     if double is not None:
-        raise DefinitionError(f"hosts: '{double}' is there twice")
+        raise DefinitionError(f"hosts: '{double}' is defined twice")
     return Fleet(
         scope,
         _days(document, "vmm_interval_max_d"),
@@ -131,7 +131,7 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
         known(table, fields, where)
         missing = next((key for key, field in fields.items() if field.default is MISSING and key not in table), None)
         if missing is not None:
-            raise DefinitionError(f"{where}.{missing}: is not there; it is what was measured")
+            raise DefinitionError(f"{where}.{missing}: is missing; give the measured value")
         try:
             made[name] = kind(name=name, **table) if named else kind(**table)
         except ParameterError as error:
@@ -143,8 +143,8 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
 def _days(document: dict[str, Any], key: str) -> float:
     value = document.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 36_500:
-        said = "is not there" if value is None else f"{value!r}; it must be more than 0"
-        raise DefinitionError(f"{key}: {said} (days that may pass at most; `rekindle-lab aging` finds them)")
+        problem = "is missing" if value is None else f"{value!r}; it must be more than 0"
+        raise DefinitionError(f"{key}: {problem} (the longest interval in days; `rekindle-lab aging` finds it)")
     return value * DAY_S
 
 
@@ -191,7 +191,7 @@ def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, 
 
 
 def _not_a_name(name: str) -> str | None:
-    """What keeps it from being the name of a VM: Rekindle's own rule, crates/vm/src/definition/names.rs."""
+    """Returns why it is no valid name of a VM: Rekindle's own rule, crates/vm/src/definition/names.rs."""
     bad = re.search(r"[^a-z0-9._-]", name)
     if bad:
         return f"`{bad[0]}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"

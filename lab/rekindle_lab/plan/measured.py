@@ -1,8 +1,8 @@
-"""Downtimes for a plan out of files that were measured: the table `[measured]` of its TOML file.
+"""Reads measured downtimes for a plan: the table `[measured]` of its TOML file.
 
 - `vmm`: the JSON of `make bench TOPIC=vmm`, and `vmm_guests`, which of its rows.
-  Without `os`, `os_guests` says whose cold gap there is that of an OS reboot.
-- `os`: the runs of an experiment that has the response `downtime_s` and whose levels are called as the ways of
+  Without `os`, `os_guests` names the rows whose cold gap is that of an OS reboot.
+- `os`: the runs of an experiment that has the response `downtime_s` and whose levels are named as the ways of
   `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, and `os_guests`.
 """
 
@@ -24,7 +24,7 @@ OS_TABLE = "Downtime as a client sees it (s, medians)"
 def techniques(
     table: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Technique], dict[str, OsReboot], tuple[str, ...]]:
-    """For the VMM, for the OS, and what is to be said of them. Paths are relative to `folder`."""
+    """Returns techniques for the VMM and for the OS, and notes. Paths are relative to `folder`."""
     known(table, KEYS, "measured")
     vmm: dict[str, Technique] = {}
     os: dict[str, OsReboot] = {}
@@ -33,7 +33,7 @@ def techniques(
         path = folder / text(table, "vmm")
         whose = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
         found = measured(path, text(table, "vmm_guests"), whose, None if whose else 0.0)
-        # Peers that were measured beside it are no part of a plan.
+        # Peers that were measured with it are not part of a plan.
         vmm = {name: one for name, one in found.techniques.items() if name in VMM_WAYS}
         if whose:
             os = {"cold": found.os}
@@ -48,7 +48,7 @@ def techniques(
 
 
 def _of_runs(path: Path) -> tuple[dict[str, float], str]:
-    """Mean downtimes of an experiment's levels."""
+    """Returns mean downtimes of an experiment's levels."""
     try:
         runs = load(path, None, allow_missing=False, allow_versions=False)
     except ValueError as error:
@@ -64,11 +64,11 @@ def _of_runs(path: Path) -> tuple[dict[str, float], str]:
     least = min(len(values) for values in levels.values())
     return {
         level: fmean(values) for level, values in levels.items()
-    }, f"mean downtimes of {least} runs a level at least"
+    }, f"mean downtimes of {least} or more runs per level"
 
 
 def _of_topic(path: Path, guests: str) -> tuple[dict[str, float], str]:
-    """Median downtimes of one guest; of the phases that it has the latest, which comes last."""
+    """Returns median downtimes of one guest; of its phases the latest, which is listed last."""
     try:
         rows = json.loads(path.read_text())["tables"][OS_TABLE]
         found = [

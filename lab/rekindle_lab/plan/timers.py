@@ -1,10 +1,10 @@
-"""systemd units that carry a host's part of a plan out.
+"""systemd units that carry out a host's part of a plan.
 
-A timer fires often; `rekindle-renew` decides by stamps of the last renewals, so that intervals of any length outlast a
-reboot of the host, and lateness does not add up. The warm technique's timers are independent (the paper's figure 2): a
-VMM's renewal leaves the OS's stamps alone. The cold one's are coupled (figure 3): it sets them anew. A lock lets one
-renewal of a host begin at a time, and each looks whether it is due when its turn has come. Each VM has units of its
-own: one that cannot be renewed keeps no other from it.
+A timer fires often; `rekindle-renew` decides by stamps of the last renewals, so that intervals of any length survive a
+reboot of the host, and delays do not add up. The timers of the warm technique are independent (the paper's figure 2):
+a VMM's renewal does not change the OS's stamps. Those of the cold one are coupled (figure 3): it renews them. A lock
+lets one renewal of a host run at a time, and each checks whether it is due when its turn has come. Each VM has units
+of its own, so that a failing one does not block the others.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ FOLDER = "/etc/rekindle/plan"
 STAMPS = "/var/lib/rekindle/renewed"
 LOCK = "/run/rekindle-renewal.lock"
 TICK_S = 300
-"""Timers look so often: a renewal may begin so much later than it is due."""
+"""Interval of the timers: a renewal may start this much later than it is due."""
 RETRY_S = 3600
 
 RENEW = f"""#!/bin/sh
 # rekindle-renew NAME INTERVAL_S PHASE_S [ALSO]... -- COMMAND...: run COMMAND if the renewal NAME is due.
 #
 # PHASE_S (seconds since 1970): it is due once in each interval that begins there: lateness does not add up.
-# PHASE_S of -: it is due INTERVAL_S seconds after its stamp, which a coupled renewal sets anew.
-# A renewal without a stamp is taken to have been done now. One that succeeds sets the stamps of NAME and each ALSO.
-# One that fails, or is cut off, is tried again after {RETRY_S} s.
+# PHASE_S of -: it is due INTERVAL_S seconds after its stamp, which a coupled renewal sets, too.
+# A renewal without a stamp counts as done now. One that succeeds sets the stamps of NAME and each ALSO.
+# One that fails or is interrupted is tried again after {RETRY_S} s.
 set -eu
 stamps=${{REKINDLE_STAMPS:-{STAMPS}}}
 name=$1 interval=$2 phase=$3
@@ -36,13 +36,13 @@ while [ "$1" != -- ]; do
 	shift
 done
 shift
-# One at a time. What COMMAND starts lives on, and must not keep the lock: it does not inherit it.
+# One at a time. Processes that COMMAND leaves must not keep the lock, so it is not inherited.
 exec 9>"${{REKINDLE_RENEWAL_LOCK:-{LOCK}}}"
 flock 9
-# The reboot of a host has systemd end this script too, perhaps before the stamps are set: it goes on to its end.
-# COMMAND and all that it starts are ended as ever: a trap is not inherited.
+# When the host reboots, systemd terminates this script too, perhaps before the stamps are set: it runs to its end.
+# COMMAND and its processes are terminated as usual: a trap is not inherited.
 trap : TERM
-# A host that goes down begins nothing new.
+# A host that goes down starts no renewal.
 [ "$(systemctl is-system-running 2>/dev/null)" != stopping ] || exit 0
 now=$(date +%s)
 stamp=$stamps/$name
@@ -52,7 +52,7 @@ if [ ! -e "$stamp" ]; then
 	exit 0
 fi
 last=$(stat -c %Y "$stamp")
-if [ "$last" -gt "$now" ]; then # the clock was wrong then
+if [ "$last" -gt "$now" ]; then # the clock was wrong
 	touch -d "@$now" "$stamp"
 	last=$now
 fi
@@ -67,12 +67,12 @@ if [ -e "$tried" ]; then
 	age=$((now - $(stat -c %Y "$tried")))
 	if [ "$age" -ge 0 ] && [ "$age" -lt {RETRY_S} ]; then exit 0; fi
 fi
-# Where no stamp can be written nothing begins: it would begin again at each look.
+# Without a writable stamp nothing starts, since it would start again at each check.
 touch -d "@$now" "$tried"
 sync "$tried"
-# The stamps come after COMMAND: cut off in between it is done once more, and not left out for an interval.
+# The stamps are set after COMMAND: if interrupted in between it is repeated rather than skipped for an interval.
 "$@" 9>&-
-# A host that was told to reboot may be gone at any moment from here on: on disk before the trial is forgotten.
+# A host that is being rebooted may end at any moment from here on: the stamps are synced before the mark is removed.
 for each in "$name" $also; do
 	touch "$stamps/$each"
 	sync "$stamps/$each"
@@ -105,9 +105,9 @@ class HostPlan:
 
 
 def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
-    """The files of a host, by name. `rekindle`: the program's absolute path.
+    """Returns the files of a host, by name. `rekindle`: the program's absolute path.
 
-    Raises `DefinitionError` where `rekindle` has no command for what was planned.
+    Raises `DefinitionError` if `rekindle` has no command for what was planned.
     """
     _check(plan)
     files = {"rekindle-renew": RENEW}
@@ -132,18 +132,16 @@ def _check(plan: HostPlan) -> None:
         for kind, way, ways in (("vmm", vm.vmm, VMM_WAYS), ("os", vm.os, OS_WAYS)):
             if way not in ways:
                 there = ", ".join(ways)
-                raise DefinitionError(
-                    f"VM '{vm.name}': {kind}.{way} is nothing that `rekindle` can do by timers; {there}"
-                )
+                raise DefinitionError(f"VM '{vm.name}': {kind}.{way} cannot be done by timers; {there}")
 
 
 def _carried(plan: HostPlan) -> str:
-    """One reboot for all: how, and what becomes of those that cannot be carried so."""
+    """Returns the options of one reboot for all VMs: how, and what happens to those that cannot be kept."""
     ways = {vm.vmm for vm in plan.vms}
     if len(ways) == len(VMM_WAYS):
         raise DefinitionError(
             f"host '{plan.name}': some VMs are to be kept, some saved and some shut down; `rekindle reboot host` does "
-            "one of the latter to all that cannot be kept: allow_vmm of one kind without the other"
+            "the same to all that cannot be kept: allow_vmm of one kind without the other"
         )
     first, *others = (way for way in VMM_WAYS if way in ways)
     return f"--how {first} --others {others[0]}" if others else f"--how {first}"
@@ -162,9 +160,9 @@ def _pair(name: str, what: str, command: str) -> dict[str, str]:
 
 SERVICE = """[Service]
 Type=oneshot
-# The new QEMU stays in this unit's control group: it must live when the command has ended.
+# The new QEMU is in this unit's control group and must outlive the command.
 KillMode=process
-# A stop waits for the renewal, which goes on at SIGTERM, and does not kill it when that takes long.
+# A stop waits for the renewal, which continues at SIGTERM, and does not kill it if that takes long.
 SendSIGKILL=no
 OOMPolicy=continue
 TasksMax=infinity

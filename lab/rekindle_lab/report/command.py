@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rekindle_lab.analysis.runs import load
-from rekindle_lab.say import fail
+from rekindle_lab.failure import fail
 
 
 def write(
@@ -19,13 +19,13 @@ def write(
     allow_missing: bool = False,
     allow_versions: bool = False,
 ) -> Path:
-    """Judge runs and write their report; gives the page's path. Raises `ValueError` for runs that cannot be judged."""
+    """Analyses runs and writes their report; returns the page's path. Raises `ValueError` for unusable runs."""
     from rekindle_lab.analysis.judge import judge
     from rekindle_lab.report import page
 
     found = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
-    beside = runs.parent / "order.json"
-    order = json.loads(beside.read_text()) if beside.exists() else None
+    order_path = runs.parent / "order.json"
+    order = json.loads(order_path.read_text()) if order_path.exists() else None
     command = " ".join(
         ["rekindle-lab report", str(runs.name)]
         + ([f"--factor {factor}"] if factor else [])
@@ -38,21 +38,19 @@ def write(
 
 def command(
     runs: Annotated[Path, typer.Argument(help="runs.jsonl of an experiment, or runs.jsonl.gz.")],
-    out: Annotated[Path | None, typer.Option(help="Folder, made anew. [default: report beside the runs]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; replaced. [default: report next to the runs]")] = None,
     factor: Annotated[str | None, typer.Option(help="Compare levels of this factor. [default: all treatments]")] = None,
     publish: Annotated[
-        Path | None, typer.Option(help="Write also a page in Markdown and all raw data into this folder, made anew.")
+        Path | None, typer.Option(help="Also write a Markdown page and all raw data into this folder; replaced.")
     ] = None,
-    alpha: Annotated[float, typer.Option(help="How often a difference may be seen where there is none.")] = 0.05,
-    allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Go on without runs that are not there.")
-    ] = False,
+    alpha: Annotated[float, typer.Option(help="Accepted probability of a false difference.")] = 0.05,
+    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Report although runs are missing.")] = False,
     allow_versions: Annotated[
-        bool, typer.Option("--allow-versions", help="Go on with runs of several versions.")
+        bool, typer.Option("--allow-versions", help="Report although runs are of several versions.")
     ] = False,
     made_by: Annotated[str, typer.Option(help="For --publish: the command that made the runs.")] = "",
 ) -> None:
-    """Show an experiment: one HTML page that needs nothing else, with PNG and CSV files beside it."""
+    """Report an experiment: one self-contained HTML page, with PNG and CSV files in the same folder."""
     if not 0 < alpha < 1:
         raise fail("report", f"--alpha {alpha:g}: it must be between 0 and 1")
     allow = {"allow_missing": allow_missing, "allow_versions": allow_versions}

@@ -1,4 +1,4 @@
-"""The page and the files beside it, from the lines of the runs alone."""
+"""Writes the page and the files in its folder, from the lines of the runs alone."""
 
 import base64
 import csv
@@ -20,14 +20,14 @@ PAGE = "report.html"
 
 
 def cell(value: object) -> str:
-    """A value as a table shows it."""
+    """Formats a value for a table."""
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def flat(runs: Runs) -> list[dict[str, Any]]:
-    """Every attempt as a row: factors and responses are columns of their own, with their units."""
+    """Returns every attempt as a row: factors and responses are separate columns, with their units."""
     factors = list(dict.fromkeys(name for line in runs.lines for name in line["treatment"]))
     return [
         {
@@ -46,7 +46,7 @@ def flat(runs: Runs) -> list[dict[str, Any]]:
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """Rows as CSV, numbers with all their digits."""
+    """Formats rows as CSV, numbers with all their digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -55,24 +55,24 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
-    """Write page, PNG and CSV files into `folder`, which is made anew; gives the page's path.
+    """Writes page, PNG and CSV files into `folder`, which is replaced; returns the page's path.
 
-    A folder that was there stays until the new one is whole. Raises `ValueError` if it holds something else.
+    An existing folder stays until the new one is complete. Raises `ValueError` if it holds something else.
     """
     may_replace(folder, PAGE)
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    new_folder = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
     alpha = verdicts[0].alpha
     responses = []
     for verdict in verdicts:
         response = verdict.response
-        png = beside / f"{response.name}.png"
+        png = new_folder / f"{response.name}.png"
         plots.draw(runs, response, png)
         found = tables.of_response(response, runs.factor, alpha)
         for title, rows in found.items():
             words = "-".join("".join(c if c.isalnum() else " " for c in title.lower().split(" (")[0]).split())
-            (beside / f"{response.name}-{words}.csv").write_text(as_csv(tables.for_machines(rows)))
+            (new_folder / f"{response.name}-{words}.csv").write_text(as_csv(tables.for_machines(rows)))
         responses.append(
             {
                 "name": response.name,
@@ -85,8 +85,8 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
     lines = flat(runs)
     rows_csv = as_csv(lines)
     glance = tables.verdicts_table(verdicts)
-    (beside / "runs.csv").write_text(rows_csv)
-    (beside / "verdicts.csv").write_text(as_csv(tables.for_machines(glance)))
+    (new_folder / "runs.csv").write_text(rows_csv)
+    (new_folder / "verdicts.csv").write_text(as_csv(tables.for_machines(glance)))
     environment = Environment(
         loader=PackageLoader("rekindle_lab.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -106,19 +106,19 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         or [{"what": "", "version": "not known"}],
         definition=json.dumps(order["definition"], indent=1) if order else "",
     )
-    (beside / PAGE).write_text(page)
-    put(beside, folder)
+    (new_folder / PAGE).write_text(page)
+    put(new_folder, folder)
     return folder / PAGE
 
 
 def may_replace(folder: Path, mark: str) -> None:
-    """Raise `ValueError` unless a folder is not there, empty, or was written by us: then it has the file `mark`."""
+    """Raises `ValueError` unless a folder is missing, empty, or was written by us: then it has the file `mark`."""
     if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
         raise ValueError(f"{folder}: is not empty and has no {mark}: it would be removed; give another folder")
 
 
 def put(new: Path, folder: Path) -> None:
-    """Let a folder that is whole take the place of the one that was there, if any."""
+    """Replaces a folder, if any, with a new one that is complete."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A campaign for `docs/results/`: a page in Markdown with all tables, and the raw data; plots are made anew of that."""
+"""Writes a campaign for `docs/results/`: a Markdown page with all tables, and the raw data for the plots."""
 
 import gzip
 import shutil
@@ -20,29 +20,29 @@ RAW = "runs.jsonl.gz"
 def publish(
     runs: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
 ) -> Path:
-    """Write the folder anew, whole; gives the page's path.
+    """Replaces the folder with a complete new one; returns the page's path.
 
     Raises `ValueError` if the folder holds something else.
     """
     may_replace(folder, NAME)
     found = load(runs, factor, **allow)
     verdicts = judge(found, alpha)
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    (beside / RAW).write_bytes(gzip.compress(content(runs), mtime=0))
+    new_folder = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
+    (new_folder / RAW).write_bytes(gzip.compress(content(runs), mtime=0))
     order = runs.parent / "order.json"
     question = ""
     if order.exists():
-        shutil.copyfile(order, beside / order.name)
+        shutil.copyfile(order, new_folder / order.name)
         question = Order.load(order).question
-    (beside / NAME).write_text(markdown(found, verdicts, question, made_by))
-    put(beside, folder)
+    (new_folder / NAME).write_text(markdown(found, verdicts, question, made_by))
+    put(new_folder, folder)
     return folder / NAME
 
 
 def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -> str:
-    """The page. No figure of it is written by hand."""
+    """Formats the page. No figure of it is written by hand."""
     made = ", ".join(f"{name} {version}" for name, version in runs.versions.items())
     by = f"Made by `{made_by}`, on" if made_by else "Made on"
     parts = [f"# Campaign `{runs.experiment}`: measured", question, f"{by}: {made or 'not known'}.", _how_many(runs)]
@@ -66,7 +66,7 @@ def _heading(level: str, title: str) -> str:
 
 
 def _how_many(runs: Runs) -> str:
-    """How many runs there are of each level, and how long they took."""
+    """Describes how many runs there are of each level, and their duration."""
     counts = {level: sum(run.level == level for run in runs.done) for level in runs.levels}
     each = ", ".join(f"{level} {count}" for level, count in counts.items())
     text = f"{len(runs.done)} of {runs.planned} runs done ({each}), {len(runs.failed)} failed attempts."

@@ -1,4 +1,4 @@
-"""Topic `cluster`: how soon a guest answers again when its node has died, and whether two of it ever run.
+"""Topic `cluster`: how soon a guest answers again after its node has died, and whether two copies of it ever run.
 
 Three Corosync and Pacemaker nodes as namespaces of this machine (`cluster/bed`).
 Follows sections II.B and IV of the HydraVM paper (HPL-2011-24).

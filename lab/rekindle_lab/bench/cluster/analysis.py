@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 from collections.abc import Sequence
 
@@ -25,17 +25,17 @@ FAULTS = ("failover", "faults", "held", "held-off")
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file.
+    """Returns the figures of the issue's table. `raw`: the rows' file.
 
-    A fault after which not all was well again, or that was not watched all the time, has a row but is not in an n: so
-    one that is short of what was planned has missed its bar.
+    A fault after which the cluster did not recover, or that was not watched all the time, has a row but is not counted
+    in n: a figure with fewer rows than planned has missed its bar.
     """
     found = Found(raw)
     kills = frame[(frame["case"] == "failover") & frame["recovered"]]
     planned = _planned(frame, ["failover"])
     _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
     _add(found, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
-    # What came of all of them together; those that were killed for the time count too.
+    # These cover all faults; those that were killed for the time count too.
     every = frame[frame["case"].isin(FAULTS)]
     several = every if len(every[every["case"] == "faults"]) else every.iloc[:0]
     free = several[~several["case"].isin(("held", "held-off"))]
@@ -60,19 +60,19 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """From one time to the other, where both are known."""
+    """Returns the time between two columns, where both are known."""
     return [float(value) for value in ((rows[end] - rows[begin]) / 1e6).dropna()]
 
 
 def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
-    """How many rows of these cases there are to be, of those that were begun."""
+    """Returns the number of planned rows of these cases, of those that were started."""
     rows = frame[frame["case"].isin(cases)]
     return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
 
 
 def _add(found: Found, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
     if not values:
-        found.lacks(name)
+        found.report_missing(name)
         return
     figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], found.raw, planned=planned)
     found.add(figure)
@@ -80,7 +80,7 @@ def _add(found: Found, name: str, unit: str, values: list[float], planned: int |
 
 def _together(found: Found, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
     if not values:
-        found.lacks(name)
+        found.report_missing(name)
         return
     n = len(rows) if of_all else int(rows["recovered"].sum())
     planned = _planned(rows, FAULTS)
@@ -88,10 +88,10 @@ def _together(found: Found, name: str, rows: pd.DataFrame, values: list[float], 
 
 
 def _output(frame: pd.DataFrame, found: Found) -> None:
-    """Round trips and answers a second with output commit, over those with protection alone at the same interval."""
+    """Compares round trips and answers per second with output commit to protection alone at the same interval."""
     rows = frame[frame["case"] == "output"]
     if not len(rows):
-        found.lacks("output_commit_rtt")
+        found.report_missing("output_commit_rtt")
     for every_s in sorted(rows["every_s"].dropna().unique()):
         for name, column, unit in (("rtt", "median_us", "ms"), ("rtt_p99", "p99_us", "ms"), ("per_s", "per_s", "1/s")):
             ours, alone = (pick(rows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
@@ -102,7 +102,7 @@ def _output(frame: pd.DataFrame, found: Found) -> None:
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each fail-over whose node was killed: until it was fenced, until the guest ran, until it answered, in s."""
+    """Splits each fail-over after a kill: until fenced, until the guest ran, until it answered, in s."""
     kills = frame[(frame["case"] == "failover") & frame["recovered"] & frame["fenced_us"].notna()]
     return pd.DataFrame(
         {
@@ -114,7 +114,7 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The parts of a fail-over."""
+    """Summarizes the parts of a fail-over."""
     return [
         {"part": name, "n": int(column.count()), "median s": median(list(column)), "p95": p95(list(column))}
         for name, column in parts(frame).items()
@@ -123,7 +123,7 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """What came of each kind of fault."""
+    """Summarizes the outcomes of each kind of fault."""
     lines: list[dict[str, object]] = []
     for (case, kind), group in frame[frame["case"].isin(FAULTS)].groupby(["case", "kind"], sort=True):
         lines.append(
@@ -145,7 +145,7 @@ def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def output(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Medians of the windows of each way and interval."""
+    """Returns medians of the windows of each way and interval."""
     lines: list[dict[str, object]] = []
     rows = frame[frame["case"] == "output"]
     for (every_s, how), group in rows.groupby(["every_s", "kind"], sort=True, dropna=False):

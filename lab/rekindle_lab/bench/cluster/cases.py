@@ -1,4 +1,4 @@
-"""The cases: nodes and store have faults, one after the other; each leaves a row. Nothing is judged here."""
+"""The cases: faults of nodes and store, one after the other; each leaves a row. The analysis judges them."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -21,32 +21,32 @@ STEADY = 5
 """Checkpoints in a row before the next fault."""
 HELD_EVERY_S = 0.1
 HELD_PATIENCE_S = 3.0
-"""For an answer that waits for checkpoints."""
+"""Timeout of an answer that waits for checkpoints."""
 HELD_SEED = 10_000
 HEARD_S = 1.0
-"""So long the client is listened to after the first answer."""
+"""How long the client keeps asking after the first answer."""
 BACK_DEADLINE_S = 120.0
-"""For a guest to run again, and for its first answer."""
+"""Deadline for a guest to run again, and for its first answer."""
 
 
 def _now() -> int:
     return time.time_ns() // 1000
 
 
-def interval_s(told: list[dict[str, int]]) -> float:
-    """The longest of the last checkpoint intervals, and the longest time until one counted, in s."""
-    intervals = [event["interval_ms"] / 1e3 for event in told if event.get("interval_ms") is not None]
-    return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in told)
+def interval_s(events: list[dict[str, int]]) -> float:
+    """Returns the longest of the last checkpoint intervals plus the longest commit, in s."""
+    intervals = [event["interval_ms"] / 1e3 for event in events if event.get("interval_ms") is not None]
+    return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in events)
 
 
 def allowed(interval: float) -> int:
-    """Ticks that a fail-over may take back: one checkpoint interval, as it came out, and a tick at either end."""
+    """Returns the ticks that a fail-over may lose: one actual checkpoint interval, and a tick at either end."""
     return int(interval / PERIOD_S) + 2
 
 
 @dataclass(frozen=True)
 class Way:
-    """What a case has in common for all of its faults."""
+    """Settings that all faults of a case share."""
 
     case: str
     planned: int
@@ -54,27 +54,27 @@ class Way:
     output_commit: bool = False
     patience_s: float = PATIENCE
     strict: bool = False
-    """Nothing that a client was told may be taken back."""
+    """Whether nothing that a client has received may be lost."""
 
     def bed(self, stage: Stage) -> Bed:
-        """A new one for it."""
+        """Starts a new bed for the case."""
         every = f"{round(self.every_s * 1000)}ms"
         return stage.fresh(every, output_commit=self.output_commit, patience_s=self.patience_s)
 
 
-def told_of(row: Row, before: int, told: list[dict[str, Any]], answers: list[Answer], bound: int) -> None:
-    """Put into a row what watch and client have told since `before` (the pid of the QEMU that the guest was in then).
+def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers: list[Answer], bound: int) -> None:
+    """Fills a row from the events and answers since `before` (the pid of the QEMU that had the guest at the fault).
 
-    `bound`: ticks that may be taken back. Where a QEMU's first tick was not seen, nobody knows: that is trouble.
+    `bound`: ticks that may be lost. If a QEMU's first tick was not seen, the loss is unknown: that is trouble.
     """
-    begun = running.starts(told)
-    at = next((index for index, start in enumerate(begun) if start.pid == before), None)
-    newer = [] if at is None else begun[at + 1 :]
-    lost = [] if at is None else losses(begun[at:], answers)
+    starts = running.starts(events)
+    at = next((index for index, start in enumerate(starts) if start.pid == before), None)
+    newer = [] if at is None else starts[at + 1 :]
+    lost = [] if at is None else losses(starts[at:], answers)
     drops = list(counter.drops([answer for answer in answers if answer.host_us >= row.at_us - 1_000_000]))
     row.elsewhere = bool(newer)
     row.running_us = min((start.begin_us for start in newer), default=None)
-    # Answers of the former guest do not count, which was running until it was fenced.
+    # Answers of the previous guest, which ran until it was fenced, do not count.
     since = row.running_us if newer else None if row.kind in KILLS else row.at_us
     heard = (answer.host_us for answer in answers if since is not None and answer.host_us >= since)
     row.answer_us = next(heard, None)
@@ -87,14 +87,14 @@ def told_of(row: Row, before: int, told: list[dict[str, Any]], answers: list[Ans
     if at is None:
         row.trouble += "; the QEMU before was not watched"
     if row.kind in KILLS and not newer:
-        row.trouble += "; no other QEMU was seen after the kill"
+        row.trouble += "; no other QEMU appeared after the kill"
     if any(loss.back is None for loss in lost):
         row.trouble += "; the first tick of a QEMU was not seen"
     row.trouble = row.trouble.removeprefix("; ")
 
 
 def _have(bed: Bed, fault: Fault, node: str) -> None:
-    """Have the fault; one that passes has passed afterwards."""
+    """Injects the fault; a temporary one has ended afterwards."""
     if fault.kind in PASSING:
         begin, end = PASSING[fault.kind]
         bed.call(*words(begin, node))
@@ -111,18 +111,18 @@ def _have(bed: Bed, fault: Fault, node: str) -> None:
 
 
 def _well(bed: Bed, fault: Fault, before: int, at: int) -> None:
-    """Wait until all is well again; raises `BedError` if it is not in time."""
+    """Waits until the cluster has recovered; raises `BedError` at the deadline."""
     if fault.kind in KILLS:
 
         def newer() -> int | None:
-            begun = running.starts(bed.told())
-            return next((one.begin_us for one in begun if one.pid != before and one.begin_us >= at), None)
+            starts = running.starts(bed.watch_events())
+            return next((one.begin_us for one in starts if one.pid != before and one.begin_us >= at), None)
 
-        # Next to nothing is asked meanwhile: this is the time that is measured.
+        # Polls little meanwhile, since this is the time that is measured.
         since = wait_for("the guest in another QEMU", newer, BACK_DEADLINE_S)
         answered = lambda: any(one.host_us >= since for one in reversed(bed.answers()[-100:]))  # noqa: E731
         wait_for("its first answer", answered, BACK_DEADLINE_S)
-    # A node that was fenced meanwhile is switched on again by this, and joins.
+    # This also switches a node on that was fenced meanwhile, so that it joins.
     bed.settle(1)
     heard = len(bed.answers())
     wait_for("the client", lambda: len(bed.answers()) > heard + HEARD_S / 0.02)
@@ -130,17 +130,17 @@ def _well(bed: Bed, fault: Fault, before: int, at: int) -> None:
 
 
 def _one(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
-    """Wait until all is well, have the fault, wait until all is well, tell what was seen meanwhile."""
+    """Waits until all is well, injects the fault, waits for recovery, and records what happened."""
     bed = stage.bed
-    told = bed.settle(STEADY)
+    events = bed.settle(STEADY)
     before, home = bed.watched()
-    if home != wait_for("the VM to be somewhere", bed.where):
+    if home != wait_for("Pacemaker to run the VM", bed.where):
         raise BedError(f"Pacemaker has the VM elsewhere than on {home}, where its QEMU is")
     row.node = next(name for name in NODES if name != home) if fault.kind == "kill-other" else home
     row.spare_bytes = stage.spare_bytes(home)
     time.sleep(fault.wait_s)
-    told = (bed.checkpoints() or told)[-STEADY:]
-    row.interval_s = interval_s(told)
+    events = (bed.checkpoints() or events)[-STEADY:]
+    row.interval_s = interval_s(events)
     row.at_us = _now()
     try:
         _have(bed, fault, row.node)
@@ -149,9 +149,9 @@ def _one(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
     except BedError as error:
         row.trouble = f"; {error}"
     answers, now = bed.answers(), _now()
-    # What was not committed while the store was away may be lost, too.
+    # What was not committed while the store was unavailable may be lost, too.
     bound = 0 if way.strict else allowed(row.interval_s + fault.lead_s)
-    told_of(row, before, bed.told(), answers, bound)
+    record_outcome(row, before, bed.watch_events(), answers, bound)
     row.overlaps = len(running.overlaps([one for one in bed.spans() if one.end_us >= row.at_us]))
     row.fenced_us = bed.fenced_us(row.node, row.at_us)
     if not row.recovered:
@@ -160,7 +160,7 @@ def _one(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
 
 
 def _series(stage: Stage, plan: Plan, way: Way, what: str, faults: Iterable[tuple[int, Fault]]) -> None:
-    """A row for each fault; after one from which the cluster has not recovered it goes on in a new bed."""
+    """Appends a row for each fault; after one from which the cluster does not recover, starts a new bed."""
     if _late(stage, plan, what):
         return
     way.bed(stage)
@@ -172,15 +172,15 @@ def _series(stage: Stage, plan: Plan, way: Way, what: str, faults: Iterable[tupl
         try:
             _one(stage, way, row, fault)
         except BedError as error:
-            # All was not well any more, though it was after the fault before.
+            # The cluster was well after the fault before, but no longer is.
             row.recovered, row.trouble = False, f"before the fault: {error}"
         row.at_us = row.at_us or _now()
         stage.rows.append(row)
-        said = f"silence {row.gap_s or 0.0:.2f} s, back {row.back} ({row.beyond} beyond)"
-        stage.say(f"{way.case}: {number + 1}: {fault.kind}: {said}{'; ' + row.trouble if row.trouble else ''}")
+        summary = f"silence {row.gap_s or 0.0:.2f} s, back {row.back} ({row.beyond} beyond)"
+        stage.log(f"{way.case}: {number + 1}: {fault.kind}: {summary}{'; ' + row.trouble if row.trouble else ''}")
         if not row.recovered and number + 1 < way.planned:
             with suppress(BedError):
-                stage.say("what the bed says: " + "; ".join(words for _, words in stage.bed.events()[-12:]))
+                stage.log("last events of the bed: " + "; ".join(words for _, words in stage.bed.events()[-12:]))
             way.bed(stage)
 
 
@@ -192,36 +192,36 @@ def _late(stage: Stage, plan: Plan, what: str) -> bool:
 
 
 def failover(stage: Stage, plan: Plan) -> None:
-    """The node with the guest is killed, again and again."""
+    """Kills the node with the guest, repeatedly."""
     given = [(number, killed(number)) for number in range(plan.failovers)]
     _series(stage, plan, Way("failover", plan.failovers), "fail-overs", given)
 
 
 def faults(stage: Stage, plan: Plan) -> None:
-    """Faults at random, from seeds that are told."""
+    """Injects random faults; their seeds are recorded."""
     given = [(number, draw(number)) for number in range(plan.faults)]
     _series(stage, plan, Way("faults", plan.faults), "faults", given)
 
 
 def killed(number: int) -> Fault:
-    """The node with the guest is killed, at another moment of a checkpoint each time."""
+    """Returns a kill of the guest's node, at another moment of a checkpoint for each number."""
     return Fault("kill", 0.0, 0.37 * (number % 7))
 
 
 def held_faults(count: int) -> list[tuple[int, Fault]]:
-    """Every other one is a kill, as in the control: most of those at random leave the guest where it is."""
+    """Returns faults of which every other is a kill, as in the control: most random ones do not move the guest."""
     seeds = [HELD_SEED + number for number in range(count)]
     return [(seed, draw(seed) if number % 2 else killed(number)) for number, seed in enumerate(seeds)]
 
 
 def held(stage: Stage, plan: Plan) -> None:
-    """The same, what the guest sends being held until a checkpoint counts: nothing seen may be taken back."""
+    """Injects faults with output commit: nothing that a client has seen may be lost."""
     way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
     _series(stage, plan, way, "faults with output commit", held_faults(plan.held))
 
 
 def held_off(stage: Stage, plan: Plan) -> None:
-    """The control of `held`: nothing is held, and the same judge has to see what is lost."""
+    """Runs the control of `held` without output commit: the same check must detect what is lost."""
     way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
     given = [(number, killed(number)) for number in range(plan.held_off)]
     _series(stage, plan, way, "fail-overs without output commit", given)

@@ -1,4 +1,4 @@
-"""What output commit costs: round trips to a guest, and answers a second, protected with it and without, by turns."""
+"""The cost of output commit: round trips to a guest, and answers per second, with and without it by turns."""
 
 import random
 import selectors
@@ -20,13 +20,13 @@ from .rows import Row
 from .stage import GUEST_BYTES, Stage
 
 WAYS = ("none", "protect", "output-commit")
-"""No protection; checkpoints alone; what the guest sends held until one counts."""
+"""No protection; checkpoints alone; network output held until a checkpoint is committed."""
 CALLERS = 16
-"""Connections of the round trips: each asks, and pauses by chance, so that a question comes at any moment."""
+"""Connections of the round trips: each asks, and pauses randomly, so that requests come at any moment."""
 PAUSE_S = 0.4
 MANY = 64
 DEADLINE_S = 30.0
-"""For one answer."""
+"""Timeout of one answer."""
 ASK = b"tick\n"
 
 
@@ -47,7 +47,7 @@ def _answer(line: socket.socket) -> None:
 
 
 def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
-    """Round trips in us, of questions that come at any moment. Those under way at the end are waited for."""
+    """Returns round trips in us, of requests at random moments. Those under way at the end are waited for."""
     took: list[float] = []
     failed: list[BaseException] = []
     end = time.monotonic() + seconds
@@ -79,7 +79,7 @@ def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
 
 
 def rate(lines: list[socket.socket], seconds: float) -> float:
-    """Answers a second, each connection asking again as soon as it is answered."""
+    """Returns answers per second; each connection asks again as soon as it is answered."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             selector.register(line, selectors.EVENT_READ)
@@ -99,7 +99,7 @@ def rate(lines: list[socket.socket], seconds: float) -> float:
 
 
 def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
-    """The ways of one round; the next one has them the other way round."""
+    """Returns the ways of one round; the next round reverses the order."""
     ways: list[tuple[str, float | None]] = [("none", None)]
     ways += [(how, every_s) for every_s in plan.output_every_s for how in WAYS[1:]]
     return ways if number % 2 == 0 else ways[::-1]
@@ -113,7 +113,7 @@ def _protected(stage: Stage, guest: Guest, store: Store, how: str, every_s: floa
     more = ["--output-commit"] if how == "output-commit" else []
     protector = Protector(stage.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
     try:
-        # The first has all of its memory, and the next what was written meanwhile.
+        # The first checkpoint has all memory, and the next what was written meanwhile.
         protector.wait("checkpoint", 3)
         yield
         protector.stop()
@@ -123,7 +123,7 @@ def _protected(stage: Stage, guest: Guest, store: Store, how: str, every_s: floa
 
 
 def output(stage: Stage, plan: Plan) -> None:
-    """A guest of its own, outside the cluster, its store over TLS."""
+    """Measures a guest outside the cluster, with its store over TLS."""
     stage.away()
     with netns.namespace(f"rkb{getpid()}o") as name, over_tls(stage.rekindle, stage.disk_dir / "output") as place:
         guest = Guest("output", stage.image("micro"), GUEST_BYTES >> 20, 31, None, name, stage.ram_dir, stage.disk_dir)
@@ -132,12 +132,12 @@ def output(stage: Stage, plan: Plan) -> None:
             _warm(guest, plan.many_s)
             for number in range(plan.output_rounds):
                 for how, every_s in turns(plan, number):
-                    stage.say(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
+                    stage.log(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
                     _window(stage, guest, store, how, every_s, number, plan)
 
 
 def _warm(guest: Guest, seconds: float) -> None:
-    """Ask it before the first window: an emulated processor is slow until its code has been translated."""
+    """Sends requests before the first window: an emulated processor is slow until its code has been translated."""
     lines = [_connect(guest) for _ in range(MANY)]
     rate(lines, seconds)
     for line in lines:
@@ -149,7 +149,7 @@ def _window(stage: Stage, guest: Guest, store: Store, how: str, every_s: float |
     row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
     lines: list[socket.socket] = []
     try:
-        # Before anything is held: each connection would wait for a checkpoint of its own.
+        # Connected before output is held: otherwise each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
         with _protected(stage, guest, store, how, every_s):
             took = trips(lines[:CALLERS], plan.trips_s, number)

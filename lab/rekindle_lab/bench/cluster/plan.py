@@ -1,4 +1,4 @@
-"""How often a node is killed, how many faults there are at random, and what output commit is measured by."""
+"""Numbers of kills and random faults, and how output commit is measured."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,21 @@ class Plan:
     failovers: int
     """Nodes killed, one after the other."""
     faults: int
-    """Kills, stops, partitions and outages of the store at random."""
+    """Random kills, stops, partitions and outages of the store."""
     held: int
     """The same with output commit."""
     held_off: int
-    """Nodes killed at the interval of those, without output commit: the judge has to see what is lost."""
+    """Kills at the same interval without output commit: the check must detect what is lost."""
     output_rounds: int
-    """Turns of each way in the measurement of what output commit costs."""
+    """Turns of each way in the measurement of output commit's cost."""
     output_every_s: tuple[float, ...]
-    """From one checkpoint to the next, there."""
+    """The checkpoint intervals in that measurement."""
     budget_s: float | None = None
-    """A case, or a fault, that would begin later than this is left out."""
+    """A case or fault that would begin later than this is left out."""
     trips_s: float = 6.0
-    """How long round trips are measured in a window of what output commit costs."""
+    """Duration of a window of round trips."""
     many_s: float = 4.0
-    """How long answers are counted in it."""
+    """Duration of a window of answers per second."""
 
 
 FULL = Plan(failovers=20, faults=100, held=20, held_off=5, output_rounds=6, output_every_s=(0.05, 0.2, 1.0))
@@ -32,7 +32,7 @@ QUICK = Plan(failovers=2, faults=2, held=1, held_off=1, output_rounds=2, output_
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     pairs = (
         ("fail-overs", "failovers"),
         ("faults at random", "faults"),

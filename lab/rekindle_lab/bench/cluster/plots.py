@@ -1,4 +1,4 @@
-"""What a fail-over is made of, one bar for each."""
+"""Plots the parts of each fail-over as a bar."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ COLOURS = ("#999999", "#0072B2", "#009E73")
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     parts = analysis.parts(frame).dropna().reset_index(drop=True)
     if parts.empty:
         return []

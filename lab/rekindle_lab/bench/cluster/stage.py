@@ -14,9 +14,9 @@ from rekindle_lab.cluster.counter import PATIENCE
 from rekindle_lab.rekindle import Rekindle
 
 EVERY_S = 1.0
-"""From one checkpoint to the next."""
+"""Checkpoint interval."""
 GUEST_BYTES = 96 << 20
-"""As `cluster/bed` has it."""
+"""The default of `cluster/bed`."""
 
 
 @dataclass
@@ -26,43 +26,43 @@ class Stage(bench.Stage):
     micro: Path
     """The guest's image."""
     beds: Path
-    """For the beds, on a real disk."""
+    """Folder of the beds, on a real disk."""
     _closing: ExitStack
     _bed: Bed | None = None
     _number: int = 0
 
     @property
     def bed(self) -> Bed:
-        """The one that is up."""
+        """The running bed."""
         if self._bed is None:
-            raise BedError("no bed is up")
+            raise BedError("no bed is running")
         return self._bed
 
     def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
-        """A new bed in the place of the one that there is, with nothing in its files yet."""
+        """Replaces the bed with a new one with empty files."""
         self._closing.close()
         self._bed = None
         self._number += 1
         own = self.beds / str(self._number)
         own.mkdir()
-        self.say("a new bed")
+        self.log("a new bed")
         given = (self.root, self.rekindle.binary, self.qemu, self.micro, own, every)
         self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
         return self._bed
 
     def away(self) -> None:
-        """No bed, while something else is measured."""
+        """Stops the bed while something else is measured."""
         self._closing.close()
         self._bed = None
 
     def spare_bytes(self, node: str) -> int:
-        """Memory that the nodes other than `node` hold for its guest: processes, and files in their run directories."""
+        """Returns memory that nodes other than `node` hold for its guest: processes, and files in run directories."""
         others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
         return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
 
 
 def _processes(init: int) -> int:
-    """Bytes of the processes of a node that have to do with the VM."""
+    """Returns the memory of a node's processes that belong to the VM, in bytes."""
     inside = Path(f"/proc/{init}/ns/pid").readlink()
     total = 0
     for process in Path("/proc").iterdir():
@@ -85,7 +85,7 @@ def _files(folder: Path) -> int:
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage. `disk`: a folder on a real disk, for the store."""
+    """Sets up the stage. `disk`: a folder on a real disk, for the store."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-", dir=at.disk_dir)))

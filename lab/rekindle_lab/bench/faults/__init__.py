@@ -1,4 +1,4 @@
-"""Topic `faults`: what a guest that was rebooted with a warm cache reads after faults in its kernel and its memory.
+"""Topic `faults`: what a guest reads after a warm-cache reboot that followed faults in its kernel or memory.
 
 Follows section 5.7 of the paper on CacheMind (figures 14 and 15); docs/fault-experiment.md.
 """

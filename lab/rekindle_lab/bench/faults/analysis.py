@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import json
 
@@ -12,19 +12,19 @@ from .rows import OUTCOMES
 
 
 def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
-    """The runs in which all blocks were compared."""
+    """Returns the runs in which all blocks were compared."""
     return frame[(frame["checked"] == checked) & frame["wrong"].notna()]
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The bar, that the experiment can fail, and that it has tried something."""
+    """Returns the bar, the control that shows that the experiment can fail, and the number of tries."""
     found = Found(raw)
     for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
-        # The control is told in the tables: it has no faults.
+        # The control without faults is in the tables only.
         done = runs(frame, checked)
         done = done[done["kind"] != "none"]
         if not len(done):
-            found.lacks(name)
+            found.report_missing(name)
             continue
         wrong = [float(value) for value in done["wrong"]]
         extra = {
@@ -43,7 +43,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
-    """A line for each type of faults: figures 14 and 15 as a table."""
+    """Lists each type of faults: figures 14 and 15 as a table."""
     lines: list[dict[str, object]] = []
     chosen = frame[frame["checked"] == checked]
     for kind in KINDS:
@@ -67,7 +67,7 @@ def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
 
 
 def by_outcome(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
-    """A line for each outcome and who rebooted the guest then."""
+    """Lists each outcome with the way of the reboot."""
     lines: list[dict[str, object]] = []
     for (outcome, way), group in runs(frame, checked).groupby(["outcome", "way"], sort=True):
         lines.append(

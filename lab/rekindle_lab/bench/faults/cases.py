@@ -1,4 +1,4 @@
-"""The case: faults, a warm-cache reboot, and every block compared. Nothing is judged here."""
+"""The case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges it."""
 
 import random
 import threading
@@ -17,17 +17,17 @@ from .rows import Row
 from .stage import Gone, Stage, Subject, complaints
 
 PATIENCE_S = 4.0
-"""How long a guest may take to answer, and its load to go on, before it counts as hung."""
+"""How long a guest may take to answer, and its load to progress, before it counts as hung."""
 REBOOT_S = 60.0
 TRIES = 5
-"""How often a change of code is tried elsewhere where the module refuses it: the kernel has changed that itself."""
-TOLD = 10
+"""How many other changes of code are tried when the module refuses one whose place the kernel has changed."""
+LISTED = 10
 
 
 def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, int]]:
-    """Block, type and whether it is checked, for each run that is left.
+    """Returns block, type and whether it is checked, for each remaining run.
 
-    A block has each type once, in a new order: one that is broken off has as many of each.
+    A block has each type once, in a new order: an interrupted experiment has almost equally many of each.
     """
     every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
     left = []
@@ -41,7 +41,7 @@ def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, i
 
 
 def faults(stage: Stage, plan: Plan) -> None:
-    """All runs, several guests at a time."""
+    """Runs all faults, several guests at a time."""
     waiting = jobs(plan, stage.done)
     total, lock = len(waiting), threading.Lock()
 
@@ -55,7 +55,7 @@ def faults(stage: Stage, plan: Plan) -> None:
         try:
             while job := next_job():
                 block, name, checked = job
-                stage.say(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
+                stage.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
                 row = Row(name, BY_NAME[name].of_class, checked, block, 1000 * block + index)
                 began = time.monotonic()
                 try:
@@ -64,9 +64,9 @@ def faults(stage: Stage, plan: Plan) -> None:
                         subjects[checked] = (stack.enter_context(stage.subject(index, checked)), stack)
                     one_run(stage, subjects[checked][0], BY_NAME[name], row, plan)
                 except (Gone, RekindleError, OSError, ValueError) as error:
-                    # It is in no state to be used again.
+                    # The guest is in no state to be used again.
                     row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
-                    stage.say(f"{name}: {row.note}")
+                    stage.log(f"{name}: {row.note}")
                     with lock:
                         stage.errors.append(f"run {block} of {name}{'' if checked else ', unchecked'}: {row.note}")
                     if checked in subjects:
@@ -88,9 +88,9 @@ def faults(stage: Stage, plan: Plan) -> None:
 def in_lanes(
     count: int, lane: Callable[[int], None], stopping: threading.Event, broken_off: Callable[[], None]
 ) -> None:
-    """Run lanes to their end. Where that is interrupted they are told by `stopping`, and waited for all the same.
+    """Runs all lanes. On an interrupt, notifies them by `stopping` and still waits for all.
 
-    Not by `Thread.join`: one that was interrupted takes a thread that runs for one that has ended (bpo-45274).
+    `Thread.join` cannot be used: after an interrupt it takes a running thread for one that has ended (bpo-45274).
     """
     ended = [threading.Event() for _ in range(count)]
 
@@ -109,16 +109,16 @@ def in_lanes(
     except BaseException:
         stopping.set()
         for thread, one in zip(threads, ended, strict=True):
-            while not one.wait(0.1) and thread.ident is not None:  # else it was never started
+            while not one.wait(0.1) and thread.ident is not None:  # `None` if it was never started
                 pass
         broken_off()
         raise
 
 
 def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
-    """Faults of one type, a reboot, and the comparison."""
+    """Injects faults of one type, reboots, and compares."""
     rng = random.Random(f"{row.block} {kind.name} {row.checked}")
-    generation, said = subject.generation(), len(subject.console())
+    generation, console_length = subject.generation(), len(subject.console())
     _ok(subject.ask(f"fill vda {BLOCKS}", 60.0), "fill")
     host = subject.guest.host_address.split("/")[0]
     _ok(subject.ask(f"load vda {BLOCKS} {row.seed} {host}"), "load")
@@ -127,13 +127,13 @@ def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) ->
         try:
             row.put, row.hit = put_in(stage, subject, kind, rng)
         except Gone as gone:
-            # It may end while it is being told.
+            # The guest may end while the faults are injected.
             row.put, row.note = kind.count, f"{gone}"[:100]
-        _look_until(time.monotonic() + plan.wait_s, lambda: subject.generation() != generation)
+        _poll_until(time.monotonic() + plan.wait_s, lambda: subject.generation() != generation)
         row.outcome = outcome(subject, generation)
     row.way = boot_again(subject, generation, row)
     subject.wait_ready()
-    row.oops = int(complaints(subject.console()[said:]))
+    row.oops = int(complaints(subject.console()[console_length:]))
     compare(subject, row)
 
 
@@ -142,8 +142,8 @@ def _ok(answer: str, what: str) -> None:
         raise RekindleError(f"{what}: {answer}")
 
 
-def _look_until(deadline: float, happened: Callable[[], bool]) -> bool:
-    """Whether something happens until then."""
+def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
+    """Polls until something happens or the deadline; returns whether it happened."""
     while time.monotonic() < deadline:
         if happened():
             return True
@@ -152,31 +152,31 @@ def _look_until(deadline: float, happened: Callable[[], bool]) -> bool:
 
 
 def _wait_loaded(subject: Subject) -> None:
-    """Until its load has read, written and sent something."""
-    if not _look_until(time.monotonic() + 30.0, lambda: min(subject.progress(10.0)) >= 50):
+    """Waits until the guest's load has read, written and sent something."""
+    if not _poll_until(time.monotonic() + 30.0, lambda: min(subject.progress(10.0)) >= 50):
         raise RekindleError(f"{subject.guest.name}: its load does nothing")
 
 
 def put_in(stage: Stage, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
-    """Put the faults in; gives how many, and the blocks whose page-cache frames they hit, where that is known."""
-    if kind.how == "nothing":
+    """Injects the faults; returns their number, and the blocks whose page-cache frames they hit, where known."""
+    if kind.method == "nothing":
         return 0, []
-    if kind.how == "line":
+    if kind.method == "line":
         _ok(subject.ask(f"fault {kind.name} {kind.count} {rng.randrange(1 << 32)}", 5.0), f"fault {kind.name}")
         return kind.count, []
-    if kind.how == "code":
+    if kind.method == "code":
         return _change_code(stage, subject, kind, rng), []
-    stacks = subject.receive("cat /proc/rekindle-fault", None).decode() if kind.how == "stack" else ""
-    queue = subject.receive_queue() if kind.how == "dma" else {}
+    stacks = subject.receive("cat /proc/rekindle-fault", None).decode() if kind.method == "stack" else ""
+    queue = subject.receive_queue() if kind.method == "dma" else {}
     ram = Ram(subject.ram_file())
     try:
-        if kind.how == "stack":
+        if kind.method == "stack":
             return ram.flip_stacks(stacks, kind.count, rng), []
         cached = ram.cached(subject.image())
-        if kind.how == "overrun":
+        if kind.method == "overrun":
             copies = ram.overrun_cached(cached, kind.count, rng)
             return len(copies), sorted({cached[frame] for frames in copies for frame in frames if frame in cached})
-        if kind.how == "dma":
+        if kind.method == "dma":
             frames = ram.give_to_card(queue, cached, kind.count, rng)
         else:
             frames = ram.flip_cached(cached, kind.count, rng)
@@ -195,13 +195,13 @@ def _change_code(stage: Stage, subject: Subject, kind: Kind, rng: random.Random)
         try:
             done += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
         except Gone:
-            # This one was too much for it: it was put in.
+            # This change ended the guest: it was injected.
             return done + 1
     return done
 
 
 def outcome(subject: Subject, generation: int) -> str:
-    """What became of the guest; docs/fault-experiment.md says what the words mean."""
+    """Classifies the guest's state; docs/fault-experiment.md defines the outcomes."""
     if subject.generation() != generation:
         return "crashed"
     if not subject.qemu_alive() and not subject.busy():
@@ -223,7 +223,7 @@ def outcome(subject: Subject, generation: int) -> str:
 
 
 def boot_again(subject: Subject, generation: int, row: Row) -> str:
-    """See to it that the guest is rebooted; gives who did it."""
+    """Ensures that the guest is rebooted; returns the way."""
     if row.outcome == "crashed":
         _booted(subject, generation)
         return "watch"
@@ -233,7 +233,7 @@ def boot_again(subject: Subject, generation: int, row: Row) -> str:
     try:
         subject.rekindle.call("reboot", "os", subject.guest.name, "--how", "warm-cache")
     except RekindleError as error:
-        # It may have ended by itself meanwhile.
+        # It may have ended meanwhile.
         row.note = f"{row.note} {error}".strip()[:300]
         _booted(subject, generation)
         return "watch"
@@ -241,7 +241,7 @@ def boot_again(subject: Subject, generation: int, row: Row) -> str:
 
 
 def _booted(subject: Subject, generation: int) -> None:
-    done = _look_until(
+    done = _poll_until(
         time.monotonic() + REBOOT_S,
         lambda: subject.generation() != generation and subject.qemu_alive() and not subject.busy(),
     )
@@ -250,22 +250,22 @@ def _booted(subject: Subject, generation: int) -> None:
 
 
 def compare(subject: Subject, row: Row) -> None:
-    """Every block that the guest can read with the disk."""
+    """Compares every block that the guest can read with the disk."""
     seen, image = subject.seen(), subject.image()
     wrong = np.nonzero((seen != image).any(axis=1))[0]
-    row.compared, row.wrong, row.where = len(image), len(wrong), [int(block) for block in wrong[:TOLD]]
+    row.compared, row.wrong, row.where = len(image), len(wrong), [int(block) for block in wrong[:LISTED]]
     row.hit_wrong = int(np.isin(row.hit, wrong).sum())
     status = subject.status()
     if bool(status.get("unchecked", False)) == bool(row.checked):
-        raise RekindleError("the server is not the one that was wanted: " + str(status))
-    left, told = status["attic"] or (0, status["emptied"])
-    if told is None:
+        raise RekindleError("the disk server is not the expected one: " + str(status))
+    left, counts = status["attic"] or (0, status["emptied"])
+    if counts is None:
         row.note = f"{row.note} nothing was kept".strip()
         row.kept = row.served = row.refused = row.overwritten = row.dropped = 0
         return
-    row.served, row.refused = told["served"], told["refused"]
-    row.overwritten, row.dropped = told["overwritten"], told["dropped"]
-    row.kept = left + sum(told.values())
+    row.served, row.refused = counts["served"], counts["refused"]
+    row.overwritten, row.dropped = counts["overwritten"], counts["dropped"]
+    row.kept = left + sum(counts.values())
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {"faults": faults}

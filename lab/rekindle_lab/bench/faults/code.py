@@ -1,8 +1,8 @@
-"""Faults in the guest's code: which instruction of its kernel becomes which.
+"""Faults in the guest's code: replacements of instructions of its kernel.
 
 The paper's tool (from Nooks) does this inside the kernel. Here the kernel's code is read from the guest's RAM and
-decoded outside; the change is made inside, by the guest's module, since a QEMU that translates code does not see what
-is written behind it.
+decoded outside; the guest's module makes the change, since a QEMU that translates code does not notice writes
+from outside.
 """
 
 import random
@@ -15,7 +15,7 @@ import capstone
 from capstone import x86
 
 KERNEL_BASE = 0xFFFFFFFF80000000
-"""Of x86-64: what the kernel's image is mapped from, physical address 0 (the guest runs with `nokaslr`)."""
+"""Virtual address of physical address 0 in the kernel's image on x86-64 (the guest runs with `nokaslr`)."""
 NOP = 0x90
 
 LOADED = re.compile(
@@ -25,19 +25,19 @@ LOADED = re.compile(
     r"|rmqueue|get_page_from|_?_?alloc_pages|free_unref|try_to_wake|_?_?schedule|pick_next|enqueue|dequeue|update_curr"
     r"|vfs_|ksys_|copy_page|_copy|shrink_|lru_|xas_|_?_?mod_|hrtimer|ep_|do_epoll)"
 )
-"""Functions that a guest runs which reads, writes, sends and receives."""
+"""Functions that a guest executes when it reads, writes, sends and receives."""
 _PARAMETERS = {x86.X86_REG_RDI, x86.X86_REG_RSI, x86.X86_REG_RDX, x86.X86_REG_RCX, x86.X86_REG_R8, x86.X86_REG_R9} | {
     x86.X86_REG_EDI, x86.X86_REG_ESI, x86.X86_REG_EDX, x86.X86_REG_ECX, x86.X86_REG_R8D, x86.X86_REG_R9D
 }  # fmt: skip
 _FRAME = {x86.X86_REG_RSP, x86.X86_REG_RBP}
 _PROLOGUE = 16
-"""Instructions of a function within which it reads its parameters."""
+"""Number of instructions at the start of a function in which it reads its parameters."""
 _REPEAT = (0xF2, 0xF3)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes of the kernel's code, and what they become."""
+    """Bytes of the kernel's code, and their replacement."""
 
     address: int
     old: bytes
@@ -45,7 +45,7 @@ class Change:
 
     @property
     def line(self) -> str:
-        """For the guest's module."""
+        """Returns the command for the guest's module."""
         return f"poke {self.address:x} {self.old.hex()} {self.new.hex()}"
 
 
@@ -60,7 +60,7 @@ class Code:
     """A kernel's functions."""
 
     symbols: list[tuple[int, str]]
-    """Where each begins, in order; those that are data too, since they end the function before."""
+    """Start of each, in order; including data symbols, since they end the function before."""
     text: bytes
     """The code itself, from `start` on."""
     start: int
@@ -68,11 +68,11 @@ class Code:
 
     @classmethod
     def span(cls, kallsyms: str) -> tuple[list[tuple[int, str]], int, int]:
-        """Of /proc/kallsyms: the symbols of the kernel itself, and where its code begins and ends."""
+        """Parses /proc/kallsyms: returns the kernel's own symbols, and the bounds of its code."""
         symbols, known = [], {}
         for line in kallsyms.splitlines():
             parts = line.split()
-            if len(parts) == 3:  # a fourth one is a module's name
+            if len(parts) == 3:  # a fourth part is a module's name
                 known[parts[2]] = int(parts[0], 16)
                 symbols.append((int(parts[0], 16), parts[2] if parts[1] in "tT" else ""))
         if "_stext" not in known or "_etext" not in known:
@@ -81,7 +81,7 @@ class Code:
         return sorted(symbol for symbol in symbols if start <= symbol[0] <= end), start, end
 
     def loaded(self) -> list[int]:
-        """Indices of the symbols that a loaded guest runs."""
+        """Indices of the symbols that a loaded guest executes."""
         return [
             n
             for n, (address, name) in enumerate(self.symbols[:-1])
@@ -89,17 +89,17 @@ class Code:
         ]
 
     def name(self, address: int) -> str:
-        """The function that has an address."""
+        """Returns the function that contains an address."""
         at = bisect_right(self.symbols, (address, "\U0010ffff")) - 1
         return f"{self.symbols[at][1]}+{address - self.symbols[at][0]:#x}"
 
     def instructions(self, symbol: int) -> list[capstone.CsInsn]:
-        """Of a function."""
+        """Returns the instructions of a function."""
         begin, end = self.symbols[symbol][0], self.symbols[symbol + 1][0]
         return list(self._decoder.disasm(self.text[begin - self.start : end - self.start], begin))
 
     def changes(self, kind: str, rng: random.Random) -> Iterator[Change]:
-        """Faults of a kind, in functions that the guest runs, without an end."""
+        """Yields faults of a kind without end, in functions that the guest executes."""
         functions = self.loaded()
         if not functions:
             raise ValueError("the kernel has none of the functions that are known to be run")
@@ -118,7 +118,7 @@ class Code:
                 yield Change(instruction.address, bytes(instruction.bytes), new)
 
     def faulty(self, kind: str, place: int, instruction: capstone.CsInsn) -> list[bytes]:
-        """What an instruction, the `place`-th of its function, may become; nothing if the fault is not one of it."""
+        """Returns replacements of the `place`-th instruction of its function; none if the fault does not apply."""
         old = bytes(instruction.bytes)
         gone = bytes([NOP]) * len(old)
         if instruction.id == x86.X86_INS_NOP:
@@ -143,7 +143,7 @@ class Code:
         raise ValueError(f"no fault in code: {kind}")
 
     def _is_another(self, kind: str, old: capstone.CsInsn, new: bytes) -> bool:
-        """Whether the flipped bit changes just the destination register, or just the address of a memory operand."""
+        """Whether the flipped bit changes only the destination register, or only the address of a memory operand."""
         decoded = list(self._decoder.disasm(new, old.address))
         if len(decoded) != 1 or decoded[0].size != old.size or decoded[0].id != old.id or not old.operands:
             return False
@@ -199,7 +199,7 @@ def _is_conditional(old: bytes) -> bool:
 
 
 def _inverted(instruction: capstone.CsInsn, old: bytes) -> list[bytes]:
-    """A backward branch with the opposite condition: the lowest bit of its code."""
+    """Returns a backward branch with the opposite condition: the lowest bit of its code."""
     if not _is_conditional(old) or instruction.operands[0].imm > instruction.address:
         return []
     at = 0 if old[0] != 0x0F else 1

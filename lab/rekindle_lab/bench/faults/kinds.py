@@ -1,10 +1,10 @@
-"""The types of faults, in the paper's classes and order (section 5.7), and ours behind them."""
+"""The types of faults, in the paper's classes and order (section 5.7), and ours after them."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Class = Literal["programming", "memory management", "corruption", "control"]
-How = Literal["code", "line", "stack", "cache", "overrun", "dma", "nothing"]
+Method = Literal["code", "line", "stack", "cache", "overrun", "dma", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,8 @@ class Kind:
 
     name: str
     of_class: Class
-    how: How
-    """`code`: an instruction is changed. `line`: a line to the guest's module. Others: through its RAM."""
+    method: Method
+    """`code`: changes an instruction. `line`: a command to the guest's module. Others: written to its RAM."""
     paper: bool
     """Whether the paper has it."""
     count: int

@@ -1,4 +1,4 @@
-"""The paper's figures 14 and 15: in how many of the runs the cache was not as the disk, unchecked and checked."""
+"""Plots the paper's figures 14 and 15: the share of runs in which the cache differed from the disk."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ COLOURS = {"crashed": "#D55E00", "died": "#CC79A7", "hung": "#E69F00", "stalled"
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     checked, unchecked = analysis.runs(frame, 1), analysis.runs(frame, 0)
     names = [kind.name for kind in KINDS if (frame["kind"] == kind.name).any()]
     if not len(unchecked) or not len(checked):

@@ -1,4 +1,4 @@
-"""A guest's memory from outside: faults that are written into its RAM file while it runs."""
+"""A guest's memory from outside: faults are written into its RAM file while it runs."""
 
 import random
 import struct
@@ -11,7 +11,7 @@ PAGE = 4096
 _WRITABLE = 2
 """VIRTQ_DESC_F_WRITE."""
 _AHEAD = 4
-"""Buffers that the card may be about to use are left alone: the next one that is changed is so far ahead."""
+"""Distance from the card's next buffer to the first one that is changed, since nearer ones may be in use."""
 
 
 class Ram:
@@ -22,24 +22,24 @@ class Ram:
 
     @property
     def frames(self) -> int:
-        """How many it has."""
+        """Number of frames."""
         return len(self._bytes) // PAGE
 
     def read(self, address: int, length: int) -> bytes:
-        """Bytes of it."""
+        """Reads bytes."""
         return self._bytes[address : address + length].tobytes()
 
     def write(self, address: int, data: bytes) -> None:
-        """Write bytes, as far as there is memory."""
+        """Writes bytes, as far as there is memory."""
         end = min(address + len(data), len(self._bytes))
         self._bytes[address:end] = np.frombuffer(data[: end - address], dtype=np.uint8)
 
     def flip(self, address: int, bit: int) -> None:
-        """Flip a bit of a byte."""
+        """Flips a bit of a byte."""
         self._bytes[address] ^= 1 << bit
 
     def cached(self, image: np.ndarray) -> dict[int, int]:
-        """Frames that hold what is on the disk, each with its block. `image`: a row of uint64 for each block."""
+        """Returns frames that hold disk blocks, each with its block. `image`: a row of uint64 for each block."""
         words = self._bytes[: self.frames * PAGE].view(np.uint64).reshape(self.frames, PAGE // 8)
         order = np.argsort(image[:, 0])
         found = np.searchsorted(image[order, 0], words[:, 0])
@@ -48,14 +48,14 @@ class Ram:
         return {int(frame): int(block[frame]) for frame in maybe if np.array_equal(words[frame], image[block[frame]])}
 
     def flip_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
-        """Flip a bit in each of `count` frames; gives those."""
+        """Flips a bit in each of `count` frames; returns those."""
         frames = rng.sample(sorted(cached), min(count, len(cached)))
         for frame in frames:
             self.flip(frame * PAGE + rng.randrange(PAGE), rng.randrange(8))
         return frames
 
     def overrun_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[list[int]]:
-        """A copy into a page-cache frame goes on for one byte to four pages; gives the frames behind, by copy."""
+        """Lets copies into page-cache frames overrun by one byte to four pages; returns the frames overrun, by copy."""
         done = []
         for frame in rng.sample(sorted(cached), min(count, len(cached))):
             data = rng.randbytes(rng.randint(1, 4 * PAGE))
@@ -64,7 +64,7 @@ class Ram:
         return done
 
     def flip_stacks(self, stacks: str, count: int, rng: random.Random) -> int:
-        """Flip bits in used kernel stacks. `stacks`: as the guest's module lists them."""
+        """Flips bits in used kernel stacks. `stacks`: as the guest's module lists them."""
         by_task: dict[str, list[tuple[int, int]]] = {}
         for line in stacks.splitlines():
             task, start, length = line.split()
@@ -80,7 +80,7 @@ class Ram:
         return count if by_task else 0
 
     def give_to_card(self, queue: dict[str, Any], cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
-        """Let buffers of the driver lie in page-cache frames: the card writes packets there; gives the frames.
+        """Places buffers of the driver in page-cache frames, so that the card writes packets there; returns the frames.
 
         `queue`: the receive queue, as QMP `x-query-virtio-queue-status` describes it (split ring).
         """
@@ -102,5 +102,5 @@ class Ram:
         return done
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmaps the file."""
         del self._bytes

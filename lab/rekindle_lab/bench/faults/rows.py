@@ -10,12 +10,12 @@ from rekindle_lab.bench.rows import read_rows
 
 Outcome = Literal["crashed", "hung", "stalled", "went on", "died"]
 OUTCOMES: tuple[Outcome, ...] = ("crashed", "hung", "stalled", "went on", "died")
-"""What became of the guest before it was rebooted; docs/fault-experiment.md."""
+"""State of the guest before it was rebooted; docs/fault-experiment.md."""
 
 
 @dataclass
 class Row:
-    """One run: faults, a warm-cache reboot, and every block compared."""
+    """One run: faults, a warm-cache reboot, and a comparison of every block."""
 
     kind: str
     of_class: str
@@ -24,33 +24,33 @@ class Row:
     block: int
     seed: int
     put: int = 0
-    """Faults that were put in."""
+    """Number of injected faults."""
     outcome: str = ""
     way: str = ""
-    """Who rebooted it: `watch` (Rekindle by itself), `host` (`rekindle reboot os`), `recover`."""
+    """How it was rebooted: `watch` (Rekindle by itself), `host` (`rekindle reboot os`), `recover`."""
     oops: int = 0
     """Whether the guest's kernel complained on the console."""
     kept: int | None = None
-    """Blocks that the attic could have when the guest began to boot."""
+    """Blocks that the retained cache could have when the guest began to boot."""
     served: int | None = None
     refused: int | None = None
     overwritten: int | None = None
     dropped: int | None = None
     compared: int | None = None
-    """Blocks that the guest was asked for."""
+    """Blocks that were read from the guest."""
     wrong: int | None = None
-    """Blocks of those that are not what is on the disk."""
+    """Blocks of those that differ from the disk."""
     where: list[int] = field(default_factory=list)
     """The first of them."""
     hit: list[int] = field(default_factory=list)
-    """Blocks whose page-cache frames were damaged, where that is known: faults from outside that aim at them."""
+    """Blocks whose page-cache frames were damaged, where known: only faults from outside that target them."""
     hit_wrong: int | None = None
     """How many of those were wrong."""
     us: int | None = None
-    """The run, all in all."""
+    """Duration of the run."""
     note: str = ""
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `where` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `where` stays JSON text."""
     return read_rows(path, Row, "faults")

@@ -1,4 +1,4 @@
-"""The stage of this topic: guests with a disk of Rekindle's, that are looked at and damaged from outside."""
+"""The stage of this topic: guests with a disk of Rekindle's that are inspected and damaged from outside."""
 
 import contextlib
 import json
@@ -50,15 +50,15 @@ class FaultGuest(Guest):
 
     @property
     def command_line(self) -> str:
-        """Its kernel's: code is where the experiment looks for it."""
+        """The kernel's command line, with code at fixed addresses."""
         return f"{super().command_line} nokaslr"
 
     def disk_lines(self) -> list[str]:
-        """Rekindle's server has its disk."""
+        """Returns the disk's part of the definition, with Rekindle's disk server."""
         return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", "server = true"]
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Write the definition, and a disk whose blocks are all different."""
+        """Writes the definition, and a disk whose blocks are all different."""
         self.disk.write_bytes(os.urandom(BLOCKS * ROW_BYTES))
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
@@ -67,13 +67,13 @@ class FaultGuest(Guest):
 
 @dataclass
 class Subject:
-    """A VM that is up, and how it is looked at."""
+    """A running VM, and access to its state."""
 
     guest: FaultGuest
     rekindle: Rekindle
 
     def connect(self, patience_s: float) -> socket.socket:
-        """To the experiment's program in it."""
+        """Connects to the experiment's program in the guest."""
         address = (self.guest.address, PORT)
         deadline = time.monotonic() + patience_s
         while True:
@@ -85,7 +85,7 @@ class Subject:
                 time.sleep(0.02)
 
     def ask(self, line: str, patience_s: float = 10.0) -> str:
-        """Send a line and give the answer. Raises `Gone`, also for an answer that is cut off."""
+        """Sends a line and returns the answer. Raises `Gone` without an answer, or when it is incomplete."""
         try:
             with self.connect(patience_s) as connection:
                 connection.settimeout(patience_s)
@@ -101,7 +101,7 @@ class Subject:
         return answer.decode(errors="replace").strip()
 
     def receive(self, line: str, length: int | None, patience_s: float = 60.0) -> bytes:
-        """Send a line and give the `length` bytes, or all, that come for it."""
+        """Sends a line and returns the `length` bytes that answer it, or all of them."""
         try:
             with self.connect(patience_s) as connection:
                 connection.settimeout(patience_s)
@@ -122,19 +122,19 @@ class Subject:
         return b"".join(parts)
 
     def progress(self, patience_s: float) -> list[int]:
-        """Blocks that its load has read and written, and packets sent."""
+        """Returns blocks that its load has read and written, and packets sent."""
         return [int(word) for word in self.ask("progress", patience_s).split()[1:]]
 
     def state(self) -> dict[str, Any]:
-        """What Rekindle has written down of it; it is renamed into place, so always whole."""
+        """Reads Rekindle's state file of the VM; it is renamed into place, so always complete."""
         return json.loads((self.rekindle.run_dir / self.guest.name / "state.json").read_text())
 
     def generation(self) -> int:
-        """Which QEMU it is the guest's."""
+        """Returns the generation of the VM."""
         return int(self.state()["generation"])
 
     def qemu_alive(self) -> bool:
-        """Whether that QEMU is there."""
+        """Whether the QEMU of this generation runs."""
         vmm = self.state()["vmm"]
         try:
             return vmm is not None and Path(f"/proc/{vmm['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -142,30 +142,30 @@ class Subject:
             return False
 
     def busy(self) -> bool:
-        """Whether an operation on it is in hand."""
+        """Whether an operation on the VM is running."""
         return (self.rekindle.run_dir / self.guest.name / "operation.json").exists()
 
     def ram_file(self) -> Path:
-        """The file that is its RAM."""
+        """Returns the file that is its RAM."""
         return Path(self.state()["hardware"]["ram"]["path"])
 
     def wait_ready(self) -> None:
-        """Wait until it answers."""
+        """Waits until it answers."""
         answer = self.ask("progress", READY_S)
         if not answer.startswith("ok"):
             raise RekindleError(f"{self.guest.name}: {answer}")
 
     def status(self) -> dict[str, Any]:
-        """What the server of its disk tells."""
+        """Returns the status of its disk server."""
         return self.rekindle.call("disk", "status", str(self.rekindle.run_dir / self.guest.name / "disk-disk0.control"))
 
     def console(self) -> str:
-        """What it has said on its console so far."""
+        """Returns its console output so far."""
         path = self.rekindle.run_dir / self.guest.name / "console.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def image(self) -> np.ndarray:
-        """The disk, read past the host's page cache: a row for each block."""
+        """Reads the disk past the host's page cache: a row for each block."""
         length = BLOCKS * ROW_BYTES
         with contextlib.closing(mmap.mmap(-1, length)) as buffer:
             disk = os.open(self.guest.disk, os.O_RDONLY | os.O_DIRECT)
@@ -181,12 +181,12 @@ class Subject:
             return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
 
     def seen(self) -> np.ndarray:
-        """The disk as the guest reads it, through its page cache: a row for each block."""
+        """Reads the disk as the guest sees it, through its page cache: a row for each block."""
         data = self.receive(f"send vda 0 {BLOCKS}", BLOCKS * ROW_BYTES)
         return np.frombuffer(data, dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
 
     def receive_queue(self) -> dict[str, Any]:
-        """Where its network card's queue for receiving is, as QEMU knows it."""
+        """Returns the location of its network card's receive queue, as QEMU reports it."""
         directory = Path(self.state()["vmm"]["directory"])
         with Qmp(directory / "qmp.sock", timeout=10.0) as qmp:
             cards = [device for device in qmp.execute("x-query-virtio") if device["name"] == "virtio-net"]
@@ -197,7 +197,7 @@ class Subject:
 
     @contextmanager
     def traffic(self) -> Iterator[None]:
-        """While the body runs, data goes to the guest's echo port and back, as long as it takes that."""
+        """Sends data to the guest's echo port and back while the body runs, as long as it accepts that."""
         ended = threading.Event()
 
         def run() -> None:
@@ -233,12 +233,12 @@ class Stage(bench.Stage):
     unchecked: Rekindle | None
     """The binary without the check of digests, in a run directory of its own."""
     done: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Runs that were done before, by type and whether they were checked."""
+    """Runs that are done already, by type and whether they were checked."""
     code: Code | None = None
     _once: threading.Lock = field(default_factory=threading.Lock)
 
     def fault_image(self) -> Image:
-        """The guest's image, built if need be."""
+        """Returns the guest's image, built if need be."""
         if "micro-faults" not in self.images:
             built = subprocess.run([self.root / "guest/faults/build"], stdout=subprocess.PIPE, text=True, check=True)
             self.images["micro-faults"] = guests.Image("micro-faults", Path(built.stdout.strip().splitlines()[-1]))
@@ -246,7 +246,7 @@ class Stage(bench.Stage):
 
     @contextmanager
     def subject(self, index: int, checked: int) -> Iterator[Subject]:
-        """A guest that is up."""
+        """Starts a guest."""
         rekindle = self.rekindle if checked else self.unchecked
         if rekindle is None:
             raise RekindleError("there is no binary that does not check digests")
@@ -266,11 +266,11 @@ class Stage(bench.Stage):
                 rekindle.stop(name)
             except RekindleError as error:
                 if "there is no VM" not in str(error):
-                    self.say(f"{name} is perhaps still running: {error}")
+                    self.log(f"{name} may still be running: {error}")
             guest.disk.unlink(missing_ok=True)
 
     def _learn(self, subject: Subject) -> None:
-        """The kernel's code, read once: it is the same in each guest."""
+        """Reads the kernel's code once: it is the same in each guest."""
         from .ram import Ram
 
         with self._once:
@@ -291,7 +291,7 @@ def stage(
     disk: Path,
     done: dict[tuple[str, int], int],
 ) -> Iterator[Stage]:
-    """Set the stage. `disk`: a folder on a real disk."""
+    """Sets up the stage. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkf{os.getpid()}"))

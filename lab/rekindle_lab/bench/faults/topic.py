@@ -1,4 +1,4 @@
-"""Measuring and analysing, one after the other or each by itself."""
+"""Measures and analyses this topic."""
 
 import os
 import subprocess
@@ -16,10 +16,10 @@ TOPIC = "faults"
 
 
 def measure(task: run.Task) -> Path:
-    """Run the case and write the raw files; gives the file of rows.
+    """Runs the case and writes the raw files; returns the file of rows.
 
-    `RESUME=1` in the environment goes on with the rows that are there. `REKINDLE_UNCHECKED`: a binary with the feature
-    `unchecked-attic`; one is built where none is given.
+    `RESUME=1` in the environment continues with the existing rows. `REKINDLE_UNCHECKED`: a binary with the feature
+    `unchecked-attic`; one is built if none is given.
     """
     raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
@@ -38,7 +38,7 @@ def measure(task: run.Task) -> Path:
 
 
 def build_unchecked(root: Path) -> Path:
-    """A binary that does not check digests, in a target directory of its own."""
+    """Builds a binary that does not check digests, in a target directory of its own."""
     given = os.environ.get("REKINDLE_UNCHECKED")
     if given:
         return Path(given)
@@ -50,9 +50,9 @@ def build_unchecked(root: Path) -> Path:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
     frame = rows.read(raw)
-    about = run.take_over(TOPIC, raw, out)
+    about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
         "With the check: what became of the guest, and of its blocks": analysis.by_kind(frame, 1),

@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import pandas as pd
 
@@ -17,7 +17,7 @@ MANY = 4
 
 
 def reboots(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each reboot: what its guests have in common, and of their downtimes the longest, in s."""
+    """Returns a row for each reboot: the values that its guests share, and the longest of their downtimes, in s."""
     first = frame.drop_duplicates(KEYS).set_index(KEYS)
     downtime = frame.groupby(KEYS)["gap_us"].max() / 1e6
     both = first.assign(
@@ -30,7 +30,7 @@ def reboots(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     all_of = reboots(frame)
 
@@ -59,7 +59,9 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
             )
         )
     else:
-        found.lacks("host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}")
+        found.report_missing(
+            "host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
+        )
     cold = all_of[(all_of["case"] == "counts") & (all_of["how"] == "cold") & (all_of["vms"] == MANY)]
     firmware = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
     found.ratio(
@@ -79,7 +81,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
         extra = {"connections": float(len(lost)), "reboots": float(rounds)}
         found.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
     else:
-        found.lacks("host_tcp_lost")
+        found.report_missing("host_tcp_lost")
     faults = frame[frame["case"] == "faults"]
     if len(faults):
         gone = [float(value) for value in faults["outcome"] != "kept"]
@@ -89,12 +91,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
         n = int(number.sum())
         found.add(Figure("host_guests_lost", sum(gone), "", n, p95(gone), Bar(0.0, "=="), raw, extra=extra))
     else:
-        found.lacks("host_guests_lost")
+        found.report_missing("host_guests_lost")
     return found
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each case, way, number and size: medians in s."""
+    """Lists each case, way, number and size: medians in s."""
     lines: list[dict[str, object]] = []
     all_of = reboots(frame[frame["where"] == "emulated"])
     for case in ("counts", "sizes", "losses", "faults"):
@@ -127,7 +129,7 @@ def _median(values: "pd.Series[float]") -> float | None:
 
 
 def by_fault(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each point."""
+    """Lists each fault point."""
     faults = frame[frame["case"] == "faults"]
     lines: list[dict[str, object]] = []
     for (fault, where), group in faults.groupby(["fault", "where"], sort=True):

@@ -1,4 +1,4 @@
-"""The cases: what is rebooted, and how often. Nothing is judged here."""
+"""The cases: what is rebooted, and how often. The analysis judges them."""
 
 import random
 import time
@@ -28,8 +28,8 @@ FAULTS = (
     "host.resume.resumed:kill",
     "host.resume.recorded:kill",
 )
-"""Every numbered point of a suspend and a resume. A QEMU whose guest runs takes it along when it is killed: that is no
-fault of a reboot, and is not among them."""
+"""Every numbered point of a suspend and a resume, except those at which a killed Rekindle would take a running
+QEMU along: that would not be a fault of a reboot."""
 UNIT = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
 SUSPEND_WITH = """[Service]
 ExecStop=
@@ -45,14 +45,14 @@ PARTNERS = 2
 
 
 class Rounds:
-    """Reboots of one case that are still to be done, as far as there is time."""
+    """Remaining reboots of one case, as far as there is time."""
 
     def __init__(self, stage: Stage, plan: Plan, case: str) -> None:
-        """Nothing is done yet but what the stage knows of."""
+        """Starts with the reboots that the stage knows to be done."""
         self.stage, self.plan, self.case = stage, plan, case
 
     def of(self, how: str, vms: int, memory_mib: int, wanted: int, where: str = "emulated") -> Iterator[int]:
-        """The numbers of those that are left."""
+        """Yields the numbers of the remaining reboots."""
         done = self.stage.done.get((self.case, how, vms, memory_mib, where), 0)
         for number in range(done, wanted):
             if self.plan.budget_s is not None and time.monotonic() - self.stage.began > self.plan.budget_s:
@@ -60,13 +60,13 @@ class Rounds:
                     f"{self.case}, {vms} x {memory_mib}M, {how}: no time left for round {number}"
                 )
                 return
-            self.stage.say(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {wanted}")
+            self.stage.log(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {wanted}")
             yield number
 
 
 @contextmanager
 def host(stage: Stage) -> Iterator[Machine]:
-    """An emulated host of its own."""
+    """Starts an emulated host for one case."""
     stage.hosts += 1
     with machine(
         stage.root, stage.rekindle.binary, stage.image("micro").folder, stage.disk_dir / f"h{stage.hosts}"
@@ -75,7 +75,7 @@ def host(stage: Stage) -> Iterator[Machine]:
 
 
 def ways(stage: Stage, plan: Plan, case: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> None:
-    """Reboots of some guests in each way, in one emulated host."""
+    """Reboots some guests in each way, in one emulated host."""
     rounds = Rounds(stage, plan, case)
     left = {how: list(rounds_left(stage, case, how, vms, memory_mib, wanted)) for how in HOWS}
     if not any(left.values()):
@@ -97,14 +97,14 @@ def ways(stage: Stage, plan: Plan, case: str, vms: int, memory_mib: int, wanted:
 
 
 def rounds_left(stage: Stage, case: str, how: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> range:
-    """The numbers of reboots that have no rows yet."""
+    """Returns the numbers of reboots that have no rows yet."""
     return range(stage.done.get((case, how, vms, memory_mib, "emulated"), 0), wanted.get(how, 0))
 
 
 def one(
     stage: Stage, here: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
 ) -> reboot.Rebooted:
-    """One reboot, with its rows; the guests are as before after it."""
+    """Reboots once and appends the rows; the guests are as before afterwards."""
     seen = reboot.reboot(here, stage.rekindle, guests, how, fault=bool(fault))
     if seen.token != (how == "warm"):
         raise MachineError(f"the kernel was {'' if seen.token else 'not '}entered by kexec, with --how {how}")
@@ -121,24 +121,24 @@ def one(
 
 
 def sizes(stage: Stage, plan: Plan) -> None:
-    """One guest, small to large."""
+    """Reboots with one guest, small to large."""
     for memory_mib, wanted in plan.sizes.items():
         ways(stage, plan, "sizes", 1, memory_mib, wanted)
 
 
 def counts(stage: Stage, plan: Plan) -> None:
-    """One small guest to several."""
+    """Reboots with one to several small guests."""
     for vms, wanted in plan.counts.items():
         ways(stage, plan, "counts", vms, SMALL_MIB, wanted)
 
 
 def losses(stage: Stage, plan: Plan) -> None:
-    """Warm reboots in a row, with connections open over all of them."""
+    """Reboots warm in a row, with connections open across all of them."""
     ways(stage, plan, "losses", PARTNERS, SMALL_MIB, {"warm": plan.losses})
 
 
 def faults(stage: Stage, plan: Plan) -> None:
-    """Warm reboots, each with a fault at a point that chance names: on this machine, then of an emulated host."""
+    """Reboots warm with a fault at a random point: guests on this machine, then an emulated host."""
     rounds = Rounds(stage, plan, "faults")
     numbers = list(range(stage.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "direct"), 0), plan.direct))
     if numbers:
@@ -157,7 +157,7 @@ def faults(stage: Stage, plan: Plan) -> None:
 
 
 def on_this_machine(stage: Stage, rounds: Rounds, wanted: int) -> None:
-    """Guests of this machine under TCG, suspended, ended, and resumed as in another boot."""
+    """Suspends guests of this machine under TCG, ends their QEMUs, and resumes them as after a boot."""
     suspend_dir, config = stage.work / "suspended", stage.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
     rekindle = direct.Direct(stage.rekindle.binary, stage.work / "run", config)
@@ -173,7 +173,7 @@ def on_this_machine(stage: Stage, rounds: Rounds, wanted: int) -> None:
             note = ""
             try:
                 if not direct.reboot(rekindle, stage.netns, suspend_dir, names, fault, f"round{number}"):
-                    note = "it came through"
+                    note = "the fault did not happen"
             except RekindleError as error:
                 note = str(error)[:300]
                 stage.errors.append(f"faults {number}, {fault}: {note}")

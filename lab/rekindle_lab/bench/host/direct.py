@@ -1,4 +1,4 @@
-"""Suspends and resumes of guests on this machine with a fault, as the units of a host would do them."""
+"""Suspends and resumes guests on this machine with a fault, as the units of a host would do."""
 
 import json
 import os
@@ -18,19 +18,19 @@ ENDING_S = 30.0
 
 @dataclass(frozen=True)
 class Direct(Rekindle):
-    """Rekindle as on a host whose RAM and record outlive its run directory."""
+    """Rekindle as on a host whose RAM and suspend record outlive the run directory."""
 
     config: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of its commands."""
+        """Returns the environment of its commands."""
         return {**super().environment, "REKINDLE_HOST_CONFIG": str(self.config)}
 
     def unit(self, words: Sequence[str], fault: str) -> bool:
-        """A unit's command with a fault, and once more without where that fails, as the units have it.
+        """Runs a unit's command with a fault, and again without if that fails, as the units do.
 
-        Whether the first one failed.
+        Returns whether the first run failed.
         """
         first = self._run(words, fault)
         if first != 0 and (again := self._run(words, "")) != 0:
@@ -52,15 +52,15 @@ class Direct(Rekindle):
             ).returncode
 
     def plan(self, names: Sequence[str], token: str) -> None:
-        """What `rekindle reboot host` writes before it has the host shut down."""
+        """Writes what `rekindle reboot host` writes before it shuts the host down."""
         plan = {"token": token, "how": "warm", "vms": [[name, "warm"] for name in names], "kernel": None}
         (self.run_dir / ".host-plan.json").write_text(json.dumps(plan))
 
 
 def reboot(rekindle: Direct, netns: str, suspend_dir: Path, names: Sequence[str], fault: str, token: str) -> bool:
-    """Suspend, take away what a reboot takes away, and resume. Whether the fault came to pass.
+    """Suspends, removes what a reboot removes, and resumes. Returns whether the fault happened.
 
-    The record is told that it was another boot, so that every page is compared.
+    The record's boot ID is replaced, so that every page is compared.
     """
     rekindle.plan(names, token)
     failed = rekindle.unit(["host", "suspend", "--planned"], fault if ".suspend." in fault else "")
@@ -71,14 +71,14 @@ def reboot(rekindle: Direct, netns: str, suspend_dir: Path, names: Sequence[str]
     if head.exists():
         head.write_text(json.dumps({**json.loads(head.read_text()), "boot_id": "of another boot"}))
     failed |= rekindle.unit(["host", "resume"], fault if ".resume." in fault else "")
-    # What is left to do where the guest goes on already.
+    # Recovers guests that run already.
     for name in names:
         rekindle.call("recover", name, ok=range(4))
     return failed
 
 
 def processes(run_dir: Path) -> list[int]:
-    """The processes that have something of this run directory on their command line: QEMUs, servers, watchers."""
+    """Returns processes with this run directory on their command line: QEMUs, servers, watchers."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -92,7 +92,7 @@ def processes(run_dir: Path) -> list[int]:
 
 
 def end_all(run_dir: Path) -> None:
-    """What a host's end does to its QEMUs."""
+    """Kills its QEMUs, as the end of a host does."""
     end = time.monotonic() + ENDING_S
     while left := processes(run_dir):
         for pid in left:
@@ -106,22 +106,22 @@ def end_all(run_dir: Path) -> None:
 
 
 def remove_taps(netns: str) -> None:
-    """And to the taps that it had made."""
-    said = subprocess.run(
+    """Removes the taps that it has made, as the end of a host does."""
+    links = subprocess.run(
         ["ip", "-n", netns, "-json", "link", "show"], capture_output=True, text=True, check=True
     ).stdout
-    for link in json.loads(said):
+    for link in json.loads(links):
         if link["ifname"] != "lo":
             subprocess.run(["ip", "-n", netns, "link", "del", link["ifname"]], check=False, capture_output=True)
 
 
 def outcome(guest: Guest, boot_id: str) -> str:
-    """What became of a guest: see `Row.outcome`."""
+    """Returns a guest's outcome: see `Row.outcome`."""
     try:
         guest.wait_ready(60.0)
         if guest.command("boot-id") != boot_id:
             return "booted"
-        said = guest.command("verify")
-        return "kept" if said.startswith("ok ") and said != "ok 0" else "gone"
+        verified = guest.command("verify")
+        return "kept" if verified.startswith("ok ") and verified != "ok 0" else "gone"
     except (OSError, RuntimeError):
         return "gone"

@@ -1,4 +1,4 @@
-"""The emulated host as a benchmark uses it: commands in it, and what is seen of it from outside, with times."""
+"""The emulated host as a benchmark uses it: commands in it, and observations from outside, with times."""
 
 import contextlib
 import json
@@ -18,35 +18,35 @@ from rekindle_lab import netns
 
 MEMORY = "4G"
 RESERVE_MIB = 1536
-"""Of it: room for a guest of 1 GiB, or for four small ones."""
+"""RAM of the host: room for a guest of 1 GiB, or for four small ones."""
 ADDRESS = "10.78.0.2"
 COMMAND_S = 120.0
 UP_S = 300.0
 
 
 class MachineError(Exception):
-    """The emulated host did not do as it was told. The text has what, and what it said."""
+    """A command in the emulated host failed. The text has the command and its output."""
 
 
 def now_us() -> int:
-    """Microseconds since 1970 by the clock of the machine that measures."""
+    """Returns microseconds since 1970 by the clock of the measuring machine."""
     return time.time_ns() // 1000
 
 
 @dataclass
 class Seen:
-    """What was seen of it, in order: each with the time of this machine's clock."""
+    """Observations of the host, in order: each with the time of this machine's clock."""
 
     console: list[tuple[int, str]] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
 
     def last_line(self, pattern: str, since_us: int) -> int | None:
-        """When the last line of the console came that `pattern` is found in, if one has."""
+        """Returns the time of the last console line that matches `pattern`, if any."""
         times = [at for at, line in list(self.console) if at >= since_us and re.search(pattern, line)]
         return times[-1] if times else None
 
     def first_reset(self, since_us: int) -> int | None:
-        """When it was first reset."""
+        """Returns the time of its first reset."""
         return next((at for at in list(self.resets) if at >= since_us), None)
 
 
@@ -60,7 +60,7 @@ class Machine:
         self.seen = Seen()
 
     def ask(self, command: str, timeout: float = COMMAND_S, given: str | None = None) -> str:
-        """What a command in it says; raises unless it succeeds."""
+        """Runs a command in it and returns the output; raises unless it succeeds."""
         try:
             done = subprocess.run(
                 [self.run, "exec", self.folder, command],
@@ -71,25 +71,25 @@ class Machine:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise MachineError(f"{command}: no end within {timeout:g} s") from error
+            raise MachineError(f"{command}: not finished within {timeout:g} s") from error
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-1500:]
-            raise MachineError(f"{command}: exit status {done.returncode}: {said}")
+            output = (done.stderr.strip() or done.stdout.strip())[-1500:]
+            raise MachineError(f"{command}: exit status {done.returncode}: {output}")
         return done.stdout
 
     def write(self, path: str, text: str) -> None:
-        """Write a file in it."""
+        """Writes a file in it."""
         self.ask(f"mkdir -p $(dirname {path}) && cat > {path}", given=text)
 
     def boot(self) -> tuple[str, int]:
-        """Its boot ID, and when its kernel began by this machine's clock."""
+        """Returns its boot ID, and when its kernel began by this machine's clock."""
         before = now_us()
         boot_id, uptime = self.ask("cat /proc/sys/kernel/random/boot_id /proc/uptime").split()[:2]
-        # It was read at some time in between.
+        # The uptime was read at some time in between.
         return boot_id, (before + now_us()) // 2 - int(float(uptime) * 1e6)
 
     def wait_boot(self, before: str, deadline_s: float = UP_S) -> tuple[str, int]:
-        """The same of another boot than `before`, once it can be reached."""
+        """Returns the same for a boot other than `before`, once the host can be reached."""
         end = time.monotonic() + deadline_s
         while True:
             try:
@@ -103,13 +103,13 @@ class Machine:
             time.sleep(0.5)
 
     def console(self) -> str:
-        """All that its console has said."""
+        """Returns all console output so far."""
         return (self.folder / "console.log").read_text(errors="replace")
 
 
 @contextmanager
 def machine(root: Path, binary: Path, micro: Path, folder: Path) -> Iterator[Machine]:
-    """Start one in the new folder `folder`, set up for guests that outlive its kernel; ended and gone after it."""
+    """Starts a host in the new folder `folder`, set up for guests that outlive its kernel; removed afterwards."""
     run = root / "host" / "run"
     environment = {**os.environ, "HOST_MEMORY": MEMORY, "HOST_RESERVE": f"{RESERVE_MIB}M!4G"}
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def machine(root: Path, binary: Path, micro: Path, folder: Path) -> Iterator[Mac
 
 
 def _watch_console(host: Machine, stopping: threading.Event) -> None:
-    """Note each line of the console when it comes."""
+    """Records each line of the console with its time."""
     rest = ""
     with (host.folder / "console.log").open(errors="replace") as file:
         while not stopping.wait(0.02):
@@ -142,7 +142,7 @@ def _watch_console(host: Machine, stopping: threading.Event) -> None:
 
 
 def _watch_events(host: Machine, stopping: threading.Event) -> None:
-    """Note each reset, with the time that QEMU gives it."""
+    """Records each reset, with the time that QEMU gives it."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as qmp:
         qmp.connect(str(host.folder / "qmp"))
         qmp.sendall(b'{"execute": "qmp_capabilities"}\n')
@@ -157,15 +157,15 @@ def _watch_events(host: Machine, stopping: threading.Event) -> None:
                 return
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                told: dict[str, Any] = json.loads(line) if line.strip() else {}
-                if told.get("event") == "RESET":
-                    stamp = told["timestamp"]
+                event: dict[str, Any] = json.loads(line) if line.strip() else {}
+                if event.get("event") == "RESET":
+                    stamp = event["timestamp"]
                     host.seen.resets.append(stamp["seconds"] * 1_000_000 + stamp["microseconds"])
 
 
 @dataclass
 class Guest:
-    """A micro guest in it, reached from here."""
+    """A micro guest in the emulated host, reached from here."""
 
     host: Machine
     name: str
@@ -175,7 +175,7 @@ class Guest:
     session: socket.socket | None = None
 
     def definition(self) -> str:
-        """Its VM definition."""
+        """Returns its VM definition."""
         words = "console=ttyS0 quiet mitigations=off cryptomgr.notests nokaslr rekindle.tick=0"
         return "\n".join(
             [
@@ -200,7 +200,7 @@ class Guest:
         self.host.ask(f"rekindle run {path}", timeout=UP_S)
 
     def ask(self, line: str, timeout: float) -> str:
-        """What it answers to a command within `timeout` seconds."""
+        """Returns its answer to a command within `timeout` seconds."""
         with netns.connect(self.host.netns, self.address, 7000, timeout) as connection:
             connection.settimeout(timeout)
             connection.sendall(line.encode() + b"\n")
@@ -208,14 +208,14 @@ class Guest:
                 return answer.readline().strip()
 
     def wait_ready(self, deadline_s: float = UP_S) -> str:
-        """Its boot ID once it answers; raises where it does not within the deadline."""
+        """Returns its boot ID once it answers; raises if it does not within the deadline."""
         return _within(deadline_s, self.name, lambda: self.ask("boot-id", 5.0))
 
     def fill(self) -> None:
-        """Fill all of its memory that its kernel can spare with a pattern, and open a connection to it."""
-        said = self.ask("touch all 7", UP_S)
-        if not said.startswith("ok"):
-            raise MachineError(f"{self.name}: touch: {said}")
+        """Fills all memory that its kernel can spare with a pattern, and opens a connection to it."""
+        answer = self.ask("touch all 7", UP_S)
+        if not answer.startswith("ok"):
+            raise MachineError(f"{self.name}: touch: {answer}")
         self.boot_id = self.wait_ready()
         self.end_session()
         self.session = netns.connect(self.host.netns, self.address, 7, 30.0)
@@ -223,7 +223,7 @@ class Guest:
             raise MachineError(f"{self.name}: no echo")
 
     def echoes(self, text: bytes) -> bool:
-        """Whether the open connection still brings back what is sent."""
+        """Whether the open connection still echoes what is sent."""
         if self.session is None:
             return False
         try:
@@ -237,31 +237,31 @@ class Guest:
         return back == text
 
     def end_session(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         if self.session is not None:
             self.session.close()
             self.session = None
 
     def outcome(self, deadline_s: float = UP_S) -> str:
-        """What became of it: see `Row.outcome`."""
+        """Returns its outcome: see `Row.outcome`."""
         try:
             boot_id = self.wait_ready(deadline_s)
             if boot_id != self.boot_id:
                 return "booted"
-            # Memory that is not what it was is not kept.
+            # Memory that has changed was not kept.
             return "kept" if re.match(r"ok [1-9]", self.ask("verify", UP_S)) else "gone"
         except (MachineError, OSError):
             return "gone"
 
 
-def _within(deadline_s: float, who: str, ask: Callable[[], str]) -> str:
+def _within(deadline_s: float, name: str, ask: Callable[[], str]) -> str:
     end = time.monotonic() + deadline_s
     while True:
         try:
-            if (said := ask()).startswith("ok "):
-                return said
+            if (answer := ask()).startswith("ok "):
+                return answer
         except OSError:
             pass
         if time.monotonic() > end:
-            raise MachineError(f"{who} does not answer within {deadline_s:g} s")
+            raise MachineError(f"{name} does not answer within {deadline_s:g} s")
         time.sleep(0.1)

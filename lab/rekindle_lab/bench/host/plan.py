@@ -1,16 +1,16 @@
-"""How often, and with how many guests of which size."""
+"""Number of reboots, and the guests with their sizes."""
 
 from dataclasses import dataclass
 
 from rekindle_lab.guests import size
 
 SMALL_MIB = 128
-"""The guests of which there are several."""
+"""The small guests, of which there are several."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Reboots of the host, by what is rebooted and how."""
+    """Reboots of the host, by guests and way."""
 
     sizes: dict[int, dict[str, int]]
     """One guest, by MiB of RAM, filled."""
@@ -21,7 +21,7 @@ class Plan:
     emulated: int
     """Warm reboots with a fault."""
     direct: int
-    """The same of guests on this machine, whose kernel stays: suspended, their QEMUs ended, resumed."""
+    """The same for guests on this machine, whose kernel stays: suspended, their QEMUs ended, resumed."""
     budget_s: float | None = None
     """A reboot that would begin later than this is left out."""
 
@@ -53,7 +53,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines = []
     for what, full, own in (("guest with", FULL.sizes, plan.sizes), ("guests:", FULL.counts, plan.counts)):
         for key, ways in full.items():

@@ -24,7 +24,7 @@ NAMES = {
     "userspace": "user space",
     "resume": "resume, boot",
 }
-# Okabe and Ito's palette, and greys for what is the host's own.
+# Okabe and Ito's palette, and greys for the host's own parts.
 COLOURS = {
     "services": "#DDDDDD",
     "suspend": "#CC79A7",
@@ -37,7 +37,7 @@ COLOURS = {
 
 
 def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     style.apply()
     all_of = reboots(frame[frame["where"] == "emulated"])
     done: list[str] = []
@@ -70,7 +70,7 @@ def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -
 
 
 def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
-    """For each way a line through the medians, with a bar up to the 95th percentile. Gives the values drawn."""
+    """Draws a line through the medians of each way, with a bar up to the 95th percentile. Returns the values drawn."""
     drawn: list[float] = []
     for how in HOWS:
         chosen = frame[(frame["how"] == how) & frame[column].notna()]
@@ -93,7 +93,7 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
 
 
 def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: Path, title: str) -> None:
-    """What is done to guests before and after the host's own reboot."""
+    """Plots the work on guests before and after the host's own reboot."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained", sharey=True)
     drawn: list[float] = []
     in_ms = frame.assign(before_ms=frame["before_s"] * 1e3, after_ms=frame["after_s"] * 1e3)
@@ -110,15 +110,15 @@ def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: 
 
 
 def breakdown(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Throughput over time around a reboot of each way, with what the host did meanwhile."""
+    """Plots throughput over time around a reboot of each way, with the steps of the host."""
     figure, panels = plt.subplots(
         len(records), 1, figsize=(9, 1.2 + 2.2 * len(records)), squeeze=False, layout="constrained", sharex=True
     )
     for axes, record in zip(panels.flat, records, strict=True):
         probe, zero = record["probe"], record["command_us"]
         width = probe["interval_ms"] / 1e3
-        begun = (probe["started_unix_ns"] / 1e3 - zero) / 1e6
-        at = [begun + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
+        probe_start = (probe["started_unix_ns"] / 1e3 - zero) / 1e6
+        at = [probe_start + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
         rate = [interval["answered"] / width for interval in probe["intervals"]]
         axes.step(at, rate, where="post", color=style.COLOURS[record["how"]])
         top = max(rate, default=1.0) or 1.0

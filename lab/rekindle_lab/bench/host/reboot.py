@@ -1,4 +1,4 @@
-"""One reboot of the emulated host, with a client at each guest, and what it is made of."""
+"""One reboot of the emulated host, with a client at each guest, and its stages."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from .machine import UP_S, Guest, Machine, MachineError, now_us
 from .rows import Row
 
 EVERY = "20ms"
-"""A connection each, so that a guest that is back is seen within that."""
+"""The client opens a connection this often, so that the return of a guest is seen within that."""
 SETTLED_S = 1.0
 REBOOT_S = 480.0
 DONE = ("resumed with its memory", "after it was shut down", "booted from its disks", "not resumed")
@@ -22,7 +22,7 @@ SAVED = r"suspended, its RAM|: shut down"
 
 @dataclass
 class Rebooted:
-    """What was seen of one reboot: times by this machine's clock, microseconds since 1970."""
+    """Observations of one reboot: times by this machine's clock, microseconds since 1970."""
 
     how: str
     command_us: int
@@ -33,13 +33,13 @@ class Rebooted:
     """By VM."""
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     token: bool = False
-    """The kernel was entered by kexec."""
+    """Whether the kernel was entered by kexec."""
 
 
 def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str, *, fault: bool = False) -> Rebooted:
-    """Reboot the host under `guests`, and wait until it is up and they answer, or have had time to.
+    """Reboots the host under `guests`, and waits until it is up and they answer, or have had time to.
 
-    With a `fault` it need not tell what became of each; to ask it takes some of its time.
+    With a `fault` the host need not report the outcome of each guest; to query them takes some of its time.
     """
     before, _ = host.boot()
     targets = [(f"tcp://{guest.address}:7", host.netns) for guest in guests]
@@ -54,38 +54,38 @@ def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str,
             try:
                 guest.wait_ready()
             except MachineError:
-                break  # what is told of it is that it is gone
+                break  # its outcome is reported as gone
         time.sleep(SETTLED_S)
     _, seen.kernel_us = host.wait_boot(before)
     seen.probes = {guest.name: probe.report for guest, probe in zip(guests, probes, strict=True)}
-    look_at(host, seen, [guest.name for guest in guests])
+    read_records(host, seen, [guest.name for guest in guests])
     return seen
 
 
 def wait_done(host: Machine, since_us: int, guests: int) -> None:
-    """Wait until the new kernel has told of each guest what became of it."""
+    """Waits until the new kernel has reported the outcome of each guest."""
     end = time.monotonic() + REBOOT_S
     while sum(at >= since_us and any(word in line for word in DONE) for at, line in list(host.seen.console)) < guests:
         if time.monotonic() > end:
-            raise MachineError(f"nothing became of its guests within {REBOOT_S:g} s: {host.console()[-1500:]}")
+            raise MachineError(f"no outcome of all its guests within {REBOOT_S:g} s: {host.console()[-1500:]}")
         time.sleep(0.1)
 
 
 def wait_active(host: Machine, before: str) -> None:
-    """Wait until the unit that resumes guests is through, in another boot than `before`."""
+    """Waits until the unit that resumes guests has finished, in a boot other than `before`."""
     host.wait_boot(before, REBOOT_S)
     end = time.monotonic() + REBOOT_S
-    while (said := host.ask("systemctl is-active rekindle-resume || :").strip()) != "active":
+    while (state := host.ask("systemctl is-active rekindle-resume || :").strip()) != "active":
         if time.monotonic() > end:
-            raise MachineError(f"rekindle-resume.service is {said} still after {REBOOT_S:g} s")
+            raise MachineError(f"rekindle-resume.service is still {state} after {REBOOT_S:g} s")
         time.sleep(0.5)
 
 
-def look_at(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
-    """What the host itself knows of it: what its guests' steps were, and when user space began."""
+def read_records(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
+    """Reads the host's own records: the steps of its guests, and when user space began."""
     files = " ".join(f"/run/rekindle/{name}/timeline.jsonl" for name in names)
-    told = host.ask(f"cat /proc/cmdline; systemctl show -P UserspaceTimestampMonotonic; cat {files} 2>/dev/null || :")
-    command_line, userspace, *lines = told.splitlines()
+    output = host.ask(f"cat /proc/cmdline; systemctl show -P UserspaceTimestampMonotonic; cat {files} 2>/dev/null || :")
+    command_line, userspace, *lines = output.splitlines()
     seen.token = "rekindle.token=" in command_line
     entries = [json.loads(line) for line in lines if line.strip()]
     seen.steps = {name: last_reboot([entry for entry in entries if entry["vm"] == name]) for name in names}
@@ -101,7 +101,7 @@ def look_at(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
 
 
 def last_reboot(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps of the last suspend and of the resume after it, out of a VM's timeline."""
+    """Returns the steps of the last suspend and of the resume after it, from a VM's timeline."""
     ours = [entry for entry in entries if entry["operation"].startswith("host ")]
     suspends = [entry["operation"].startswith("host suspend") for entry in ours]
     if not any(suspends):
@@ -127,10 +127,10 @@ def stages(
     kernel: int,
     userspace_us: int,
 ) -> dict[str, int]:
-    """The fields of `Row` that are common to all guests of one reboot.
+    """Returns the fields of `Row` that all guests of one reboot share.
 
-    Times are by this machine's clock but `userspace_us`, which is since the kernel began, as the monotonic times of
-    the resume's steps are.
+    Times are by this machine's clock except `userspace_us`, which counts from the start of the kernel, as the monotonic
+    times of the resume's steps do.
     """
     found: dict[str, int] = {"kernel_us": userspace_us}
     suspends = [s for steps in all_steps for s in steps if s["operation"].startswith("host suspend")]
@@ -159,7 +159,7 @@ def stages(
 def rows(
     case: str, number: int, guests: Sequence[Guest], seen: Rebooted, outcomes: dict[str, str], sessions: dict[str, bool]
 ) -> Iterator[Row]:
-    """A row for each guest."""
+    """Returns a row for each guest."""
     for guest in guests:
         start, end, length = gap_around(seen.probes[guest.name], None, None)
         row = Row(
@@ -185,7 +185,7 @@ def rows(
 
 @contextmanager
 def with_guests(host: Machine, number: int, memory_mib: int) -> Iterator[list[Guest]]:
-    """So many guests in it, up and filled."""
+    """Starts guests in the host and fills them."""
     guests = [Guest(host, f"guest{n}", f"10.78.1.{n}", memory_mib) for n in range(1, number + 1)]
     try:
         for guest in guests:

@@ -1,4 +1,4 @@
-"""The stage of this topic: what emulated hosts, and guests of this machine, need."""
+"""The stage of this topic: emulated hosts, and guests of this machine."""
 
 import os
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ class Stage(bench.Stage):
     plan: Plan
     done: Done
     hosts: int = 0
-    """Emulated hosts so far: each has a folder of its own."""
+    """Number of emulated hosts so far: each has a folder of its own."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
 
     def breakdown_of(self, vms: int) -> tuple[str, ...]:
-        """The ways for which throughput over time is kept, with so many guests: those of the most."""
+        """Returns the ways for which throughput over time is kept, with so many guests: those of the largest number."""
         if vms != max(self.plan.counts):
             return ()
         have = {record["how"] for record in self.records}
@@ -39,7 +39,7 @@ class Stage(bench.Stage):
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, plan: Plan, done: Done) -> Iterator[Stage]:
-    """Set the stage. `disk`: a folder on a real disk, for the disks of emulated hosts."""
+    """Sets up the stage. `disk`: a folder on a real disk, for the disks of emulated hosts."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))

@@ -1,4 +1,4 @@
-"""Measuring and analysing, one after the other or each by itself."""
+"""Measures and analyses this topic."""
 
 import json
 import os
@@ -17,14 +17,14 @@ RECORDS = "host-breakdown.json"
 
 
 def measure(task: run.Task) -> Path:
-    """Run the cases and write the raw files; gives the file of rows.
+    """Runs the cases and writes the raw files; returns the file of rows.
 
-    `RESUME=1` in the environment goes on with the rows that are there: a reboot takes a minute or more.
+    `RESUME=1` in the environment continues with the existing rows, since a reboot takes a minute or more.
     """
     raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
     done = rounds(raw) if resumed else {}
-    records = run.beside(raw, RECORDS, []) if resumed else []
+    records = run.read_sidecar(raw, RECORDS, []) if resumed else []
     task.build_images("micro")
     try:
         with (
@@ -39,7 +39,7 @@ def measure(task: run.Task) -> Path:
 
 
 def rounds(raw: Path) -> Done:
-    """How many reboots of each kind have all their rows in a file."""
+    """Counts the reboots of each kind that have all their rows in a file."""
     frame = rows.read(raw)
     keys = ["case", "how", "vms", "memory_mib", "where"]
     whole = frame.groupby([*keys, "round"]).size().reset_index(name="rows")
@@ -51,10 +51,10 @@ def rounds(raw: Path) -> Done:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Figures, tables and plots from a file of rows and, where they are, the files that were written beside it."""
+    """Makes figures, tables and plots from a file of rows and, if present, the other files of the run."""
     frame = rows.read(raw)
-    about = run.take_over(TOPIC, raw, out, RECORDS)
-    records = run.beside(raw, RECORDS, [])
+    about = run.copy_run(TOPIC, raw, out, RECORDS)
+    records = run.read_sidecar(raw, RECORDS, [])
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
         "Downtime of a guest, as a client sees it, and what it is made of (medians, s)": analysis.summary(frame),

@@ -1,4 +1,4 @@
-"""Topic `move`: a running guest goes on on another host, by `rekindle move` and by QEMU's live and non-live migration.
+"""Topic `move`: a running guest moves to another host, by `rekindle move` and by QEMU's live and non-live migration.
 
 Follows section 6.2 of the RootHammer paper (TDSC 2010): the downtime of a non-live migration (its D_m), the whole time
 of a live one (M_l), and how much slower the guest serves meanwhile (gamma).

@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import json
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from .rows import STORES, THERE
 
 SMALL_MIB = 512
 LOAD = "dirty 20"
-"""The figure is of a guest that works: of an idle one there is next to nothing to be sent in any pause."""
+"""The figure is of a guest under load: an idle one has next to nothing to send in any pause."""
 
 
 def stopped(frame: pd.DataFrame, **where: float | str) -> list[float]:
-    """Guest-stopped time, in ms."""
+    """Returns guest-stopped times, in ms."""
     return milliseconds(pick(frame, "stopped_us", **where))
 
 
 def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
-    """The live migration that stops the guest for the shortest time (median), of those that always converge."""
+    """Returns the live migration with the shortest median guest-stopped time, of those that always converge."""
     rows = frame[(frame["load"] == load) & (frame["memory_mib"] == mib)]
     medians = {}
     for how in LIVE:
@@ -35,7 +35,7 @@ def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figure of the issue's table: against the best that QEMU can. `raw`: the rows' file."""
+    """Returns the figure of the issue's table, against QEMU's best way. `raw`: the rows' file."""
     found = Found(raw)
     extra = {}
     for load, name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
@@ -69,7 +69,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def degraded(group: pd.DataFrame) -> float | None:
-    """The paper's gamma: by how much less the service answered from the command until the guest was stopped."""
+    """Returns the paper's gamma: by how much the service rate dropped from the command until the guest was stopped."""
     pairs = group[["before_per_s", "during_per_s"]].dropna()
     pairs = pairs[pairs["before_per_s"] > 0]
     if pairs.empty:
@@ -78,7 +78,7 @@ def degraded(group: pd.DataFrame) -> float | None:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each size, load and way."""
+    """Lists each size, load and way."""
     lines: list[dict[str, object]] = []
     for (mib, load, how), group in frame.groupby(["memory_mib", "load", "how"], sort=True):
         values = milliseconds(pick(group, "stopped_us"))
@@ -106,12 +106,12 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Medians of the parts of a move's pause, in ms."""
+    """Returns medians of the parts of a move's pause, in ms."""
     return _parts(frame, lambda name: None if name.startswith(THERE) else f"{name} ms")
 
 
 def there(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Medians of the steps on the other host, in ms."""
+    """Returns medians of the steps on the other host, in ms."""
     return _parts(frame, lambda name: f"{name.removeprefix(THERE)} ms" if name.startswith(THERE) else None)
 
 

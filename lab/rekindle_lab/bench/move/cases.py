@@ -1,8 +1,8 @@
-"""A guest is booted here and goes to another place, in each way in turn; each leaves a row. Nothing is judged here.
+"""The case: a guest is booted here and moved in each way in turn; each leaves a row. The analysis judges it.
 
-The two hosts are two run directories and two network namespaces of one machine; the link is its loopback for all: what
-is `ssh` elsewhere starts the other Rekindle here, QEMU's migration goes over TCP, our checkpoints over TLS to a store
-and from there. `move-local` has its store in a folder, which crosses no link.
+The two hosts are two run directories and two network namespaces of one machine; the link is its loopback for all:
+`ssh` is a script that starts the other Rekindle here, QEMU's migration uses TCP, and checkpoints use TLS to a store
+and from it. `move-local` has its store in a folder, which crosses no link.
 """
 
 import json
@@ -26,13 +26,13 @@ from .rows import HOWS, STORES, THERE, Row
 
 IMAGE = "micro"
 QUIET_S = 2.0
-"""How long the guest's service is watched before anything is done."""
+"""Duration for which the guest's service is watched before the move."""
 FILL_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
-class There:
-    """The other host."""
+class DestinationHost:
+    """The destination host."""
 
     rekindle: Rekindle
     netns: str
@@ -40,12 +40,12 @@ class There:
     ssh: Path
 
     def has(self, guest: Guest) -> Guest:
-        """The guest as it is there."""
+        """Returns the guest as seen on that host."""
         return replace(guest, netns=self.netns, ram_dir=self.ram)
 
 
 @contextmanager
-def _there(stage: Stage) -> Iterator[There]:
+def _there(stage: Stage) -> Iterator[DestinationHost]:
     with ExitStack() as stack:
         other = stack.enter_context(netns.namespace(f"{stage.netns}b"))
         ram = stage.ram_dir / "there"
@@ -54,21 +54,21 @@ def _there(stage: Stage) -> Iterator[There]:
         ssh = stage.work / "ssh"
         ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={there.run_dir} exec sh -c "$*"\n')
         ssh.chmod(0o755)
-        yield There(there, other, ram, ssh)
+        yield DestinationHost(there, other, ram, ssh)
 
 
 def moves(stage: Stage, plan: Plan) -> None:
-    """By size, load and way."""
+    """Moves by size, load and way."""
     with _there(stage) as there:
         for number in range(plan.rounds):
             for mib, touch in plan.sizes.items():
                 for load in plan.loads:
-                    stage.say(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
+                    stage.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
                         _one(stage, there, mib, touch, load, how, number)
 
 
-def _one(stage: Stage, there: There, mib: int, touch: str, load: int, how: str, number: int) -> None:
+def _one(stage: Stage, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int) -> None:
     stage.need(memory_mib=2 * mib, disk_mib=2 * mib)
     guest = stage.guest("goes", IMAGE, mib, 21, touch)
     row = Row("moves", mib, f"dirty {load}" if load else "idle", how, STORES.get(how, ""), number)
@@ -90,12 +90,12 @@ def _one(stage: Stage, there: There, mib: int, touch: str, load: int, how: str, 
         stage.rows.append(row)
 
 
-def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> float:
-    """`rekindle move`; gives when the guest was stopped, in s since 1970."""
+def _ours(stage: Stage, there: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
+    """Runs `rekindle move`; returns when the guest was stopped, in s since 1970."""
     definition = stage.work / "goes-there.toml"
     definition.write_text(there.has(guest).definition(stage.qemu))
     reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
-    begun = time.time()
+    started = time.time()
     moved = stage.rekindle.call(
         "move",
         guest.name,
@@ -118,15 +118,15 @@ def _ours(stage: Stage, there: There, guest: Guest, store: Store, row: Row) -> f
     deadline = time.monotonic() + FILL_DEADLINE_S
     while fill.exists():
         if time.monotonic() > deadline:
-            raise RekindleError(f"{guest.name}: not all of its memory has come")
+            raise RekindleError(f"{guest.name}: not all of its memory has arrived")
         time.sleep(0.005)
-    row.whole_us = int((time.time() - begun) * 1e6)
+    row.whole_us = int((time.time() - started) * 1e6)
     there.has(guest).wait_ready()
-    return begun + (moved["us"] - moved["stopped_us"]) / 1e6
+    return started + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
-def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float | None:
-    """QEMU's own; gives when the guest was stopped, in s since 1970, if it ever was."""
+def _qemu(stage: Stage, there: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
+    """Runs QEMU's migration; returns when the guest was stopped, in s since 1970, or `None` if it never was."""
     shown = stage.rekindle.show(guest.name)
     tap = Tap(f"rkm{os.getpid() % 100000}", there.netns, guest.host_address)
     try:
@@ -138,7 +138,7 @@ def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float
                 there.has(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0
-        stage.say(str(error))
+        stage.log(str(error))
         return None
     finally:
         tap.close()
@@ -148,7 +148,7 @@ def _qemu(stage: Stage, there: There, guest: Guest, how: str, row: Row) -> float
 
 
 def _service(probe: Probe, began: float, stop: float, row: Row) -> None:
-    """What the guest's service answered before, and from the command until the guest was stopped."""
+    """Records the service's rate before, and from the command until the guest was stopped."""
     report = probe.report
     width = report["interval_ms"] / 1e3
     begins = report["started_unix_ns"] / 1e9

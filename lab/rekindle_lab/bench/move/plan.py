@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes and loads; in full, and within 8 minutes."""
+"""What a run measures: repetitions, sizes and loads; in full, and within 8 minutes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Plan:
     """Repetitions."""
 
     sizes: dict[int, str]
-    """MiB of RAM, and what of it the guest has filled."""
+    """MiB of RAM, and how much of it the guest has filled."""
     loads: tuple[int, ...]
     """MB of its memory that the guest writes each second."""
     rounds: int
@@ -24,7 +24,7 @@ QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=2, budget_s=400.0)
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines = [f"guests of {size(mib)}" for mib in FULL.sizes if mib not in plan.sizes]
     lines += [f"load of {load} MB/s" for load in FULL.loads if load not in plan.loads]
     if plan.rounds < FULL.rounds:

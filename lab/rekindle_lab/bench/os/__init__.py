@@ -1,4 +1,4 @@
-"""Topic `os`: rebooting a guest's system in each way, by stages of its boot, with what a leak leaves behind; and peers.
+"""Topic `os`: reboots of a guest's system in each way, by stages of its boot, and what a leak leaves; with peers.
 
 Follows sections 3 and 5 of Towards Fast OS Rejuvenation.
 """

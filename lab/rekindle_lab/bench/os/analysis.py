@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import pandas as pd
 
@@ -16,11 +16,11 @@ STAGES = {
     "kernel": ("kernel_host_us", "user_host_us"),
     "user space": ("user_host_us", "served_host_us"),
 }
-"""Of a boot that has them all, in order: from when, until when."""
+"""Columns that bound the stages of a boot that has them all, in order."""
 JUMP = "shut down and jump"
-"""By kexec: from the last answer to the beginning of the new kernel, which nobody sees ask."""
+"""By kexec: from the last answer to the start of the new kernel; the jump itself cannot be observed."""
 REST = "kernel, user space"
-"""What cannot be told apart: on micro, and after a phase."""
+"""Stages that cannot be separated: on micro, and after a phase."""
 
 
 def seconds(values_us: list[float]) -> list[float]:
@@ -29,26 +29,26 @@ def seconds(values_us: list[float]) -> list[float]:
 
 
 def gaps(frame: pd.DataFrame, guest: str, how: str) -> list[float]:
-    """Downtimes in s."""
+    """Returns downtimes in s."""
     return seconds(pick(frame, "gap_us", case="reboot", guest=guest, how=how))
 
 
 def between(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """The time from one column to another, in s, for the rows that have both."""
+    """Returns the time from one column to another, in s, for the rows that have both."""
     return seconds([float(value) for value in (rows[end] - rows[begin]).dropna()])
 
 
 def recovered(rows: pd.DataFrame) -> list[float]:
-    """How much of its leak each reboot gave back, 1 being all.
+    """Returns how much of its leak each reboot recovered, 1 being all.
 
-    Whatever there is more than before the leak is taken for what is left of it.
+    All memory above the level before the leak counts as not recovered.
     """
     left = (rows["slab_after_kib"] - rows["slab_before_kib"]).clip(lower=0) * 1024 / rows["leaked_bytes"]
     return [1.0 - float(value) for value in left.dropna()]
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     _kexec(frame, found)
     _late(frame, found)
@@ -76,7 +76,7 @@ def _kexec(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _late(frame: pd.DataFrame, found: Found) -> None:
-    """The late phase against cold: with the former guest shut down in order, as is the default, and with it frozen."""
+    """Compares the late phase with cold: with the previous guest shut down cleanly, the default, and with it frozen."""
     for how, name, what in (
         ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
         (f"phase-services{FROZEN}", "phase_late_frozen_vs_cold", "late phase, file systems frozen, immutable"),
@@ -96,7 +96,7 @@ def _restore(frame: pd.DataFrame, found: Found) -> None:
         rows = _boots(frame, guest, "phase-services")
         values = milliseconds(pick(rows, "load_us", memory_mib=512))
         if not values:
-            found.lacks(name, f"{guest}, 512M")
+            found.report_missing(name, f"{guest}, 512M")
             continue
         low, high = median_interval(values)
         extra = {"low95": low, "high95": high}
@@ -108,7 +108,7 @@ def _leak(frame: pd.DataFrame, found: Found) -> None:
     ways = [(key, recovered(rows)) for key, rows in frame[frame["case"] == "leak"].groupby(["guest", "how"])]
     ways = [(key, values) for key, values in ways if values]
     if not ways:
-        found.lacks("leak_recovered")
+        found.report_missing("leak_recovered")
         return
     (_, least) = min(ways, key=lambda way: median(way[1]))
     extra = {f"{guest}_{how}": median(values) for (guest, how), values in ways}
@@ -117,7 +117,7 @@ def _leak(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str, str, pd.DataFrame]]:
-    """The rows of a case by guest and way, in order."""
+    """Returns the rows of a case by guest and way, in order."""
     rows = frame[frame["case"] == case]
     guests = list(dict.fromkeys(rows["guest"]))
     found = [(guest, how, rows[(rows["guest"] == guest) & (rows["how"] == how)]) for guest in guests for how in hows]
@@ -125,7 +125,7 @@ def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str
 
 
 def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Each way against cold."""
+    """Compares each way with cold."""
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
         gap, cold = seconds(pick(of, "gap_us")), gaps(frame, guest, "cold")
@@ -139,7 +139,7 @@ def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
-    """Medians of the stages of one way, in s, in order."""
+    """Returns medians of the stages of one way, in s, in order."""
     spans = dict(STAGES)
     if how == "kexec":
         spans = {JUMP: ("silent_host_us", "kernel_host_us"), **{key: STAGES[key] for key in ("kernel", "user space")}}
@@ -153,7 +153,7 @@ def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
 
 
 def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each way."""
+    """Lists each way."""
     columns = [JUMP, *STAGES, REST]
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
@@ -164,7 +164,7 @@ def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Ours and peers, from the former guest's end on: a peer's is not shut down."""
+    """Lists Rekindle's ways and peers, from the previous guest's end on: a peer does not shut it down."""
     lines = []
     for guest, how, of in _of(frame, "peers", (*WAYS, *PEERS)):
         running = between(of, "ended_host_us", "running_host_us")
@@ -179,7 +179,7 @@ def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def leaks(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """What the guest says of its memory."""
+    """Lists the guest's own memory figures."""
     lines = []
     for guest, how, of in _of(frame, "leak", WAYS):
         line: dict[str, object] = {

@@ -1,11 +1,11 @@
-"""The stages of a guest's boot, seen from outside, without a change to its kernel or its image.
+"""The stages of a guest's boot, observed from outside, without a change to its kernel or its image.
 
-- *Loader*: SeaBIOS says `Booting from` on its debug port (I/O port 0x402) when it hands over. The port is a file
-  here, which is looked at every 2 ms.
-- *Kernel*: its clock begins to run soon after it was unpacked. The guest is asked how long it is up, and that is
-  subtracted from the host's clock; of several answers the one that came back fastest counts. Unpacking it is the
-  loader's share.
-- *User space*: systemd says when it began, by the same clock.
+- *Loader*: SeaBIOS writes `Booting from` to its debug port (I/O port 0x402) when it starts the loader. The port is a
+  file here, which is read every 2 ms.
+- *Kernel*: its clock starts soon after it was unpacked. The guest reports its uptime, which is
+  subtracted from the host's clock; of several answers the fastest one counts. Unpacking belongs to the
+  loader.
+- *User space*: systemd reports when it began, by the same clock.
 """
 
 import threading
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from rekindle_lab.guests import Guest
 
-LOOK_S = 0.002
-HANDS_OVER = b"Booting from"
+POLL_S = 0.002
+STARTS_LOADER = b"Booting from"
 ASKED = 7
 
 
 def debug_port(path: Path) -> list[str]:
-    """QEMU's arguments for a debug port of the firmware that is a file."""
+    """Returns QEMU's arguments that make the firmware's debug port a file."""
     return ["-chardev", f"file,id=firmware,path={path}", "-device", "isa-debugcon,iobase=0x402,chardev=firmware"]
 
 
 class Firmware:
-    """Waits until a file has the firmware's word that it hands over.
+    """Waits until the firmware starts the loader, as written to its debug port.
 
-    `host_us` is when it was seen; none if it was not.
+    `host_us` is when that was seen; `None` if it was not.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,17 +38,17 @@ class Firmware:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             try:
-                said = self._path.read_bytes()
+                output = self._path.read_bytes()
             except FileNotFoundError:
                 continue
-            if HANDS_OVER in said:
+            if STARTS_LOADER in output:
                 self.host_us = time.time_ns() // 1000
                 return
 
     def __enter__(self) -> "Firmware":
-        """Begin; what an earlier QEMU has left there is removed."""
+        """Starts; output of an earlier QEMU is removed."""
         self._path.unlink(missing_ok=True)
         self._thread.start()
         return self
@@ -61,14 +61,14 @@ class Firmware:
 
 @dataclass(frozen=True)
 class Clock:
-    """When a guest's kernel began, by the host's clock, and how far that is from certain."""
+    """When a guest's kernel began, by the host's clock, and the uncertainty."""
 
     host_us: int
     within_us: int
 
 
 def kernel_began(guest: Guest) -> Clock:
-    """Ask a guest."""
+    """Asks a guest for its uptime."""
     found = []
     for _ in range(ASKED):
         before = time.time_ns() // 1000
@@ -78,9 +78,9 @@ def kernel_began(guest: Guest) -> Clock:
     return min(found, key=lambda clock: clock.within_us)
 
 
-def user_space_after_us(said: str) -> int:
-    """How long after its kernel systemd began, of what `systemctl show -p UserspaceTimestampMonotonic` says."""
-    name, separator, value = said.strip().partition("=")
+def user_space_after_us(output: str) -> int:
+    """Parses `systemctl show -p UserspaceTimestampMonotonic`: how long after its kernel systemd began."""
+    name, separator, value = output.strip().partition("=")
     if name != "UserspaceTimestampMonotonic" or not separator:
-        raise ValueError(f"systemctl says no UserspaceTimestampMonotonic: {said[:200]!r}")
+        raise ValueError(f"systemctl did not print UserspaceTimestampMonotonic: {output[:200]!r}")
     return int(value)

@@ -1,4 +1,4 @@
-"""The cases. Each leaves its rows at once; ways are taken by turns (A B C D, A B C D)."""
+"""The cases. Each appends its rows immediately; ways are taken by turns (A B C D, A B C D)."""
 
 import itertools
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from .plan import GUESTS, LEAKS, Plan
 from .stage import OsGuest, Stage
 
 INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
-"""Of the guests' networks."""
+"""Prefix of the guests' networks."""
 LEAK_INDEX = 40
 LOSSES = 3
-"""So many reboots may leave a guest unwell before a case is given up."""
+"""A case stops after so many reboots that left a guest unwell."""
 
 
 def both(
     stage: Stage, stack: ExitStack, kind: str, index: int, memory_mib: int, image: Image | None = None
 ) -> Callable[[str], OsGuest]:
-    """Two guests of a kind, one of which keeps phases; gives the one for a way."""
+    """Starts two guests of a kind, one of which keeps phases; yields a function that returns the one for a way."""
     plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, memory_mib, image)))
     keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, memory_mib, image, phases=True)))
     assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
@@ -32,7 +32,7 @@ def both(
 
 
 def reboots(kind: str) -> Callable[[Stage, Plan], None]:
-    """The case of one kind of guest."""
+    """Returns the case of one kind of guest."""
 
     def case(stage: Stage, plan: Plan) -> None:
         rounds = plan.rounds.get(kind, 0)
@@ -51,16 +51,16 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
                     continue
                 stage.rows.append(row)
                 gap = (row.gap_us or 0) / 1e6
-                stage.say(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
+                stage.log(f"{kind}: {number + 1} of {rounds}: {how}: {gap:.2f} s without an answer")
 
     case.__doc__ = f"{kind}: every way that it has."
     return case
 
 
 def leak(stage: Stage, plan: Plan) -> None:
-    """Kernel memory is leaked, then the guest is rebooted in each of its ways: what of it is back.
+    """Leaks kernel memory, then reboots the guest in each of its ways, and records how much is back.
 
-    Each is rebooted that way before, too: how much a kernel has allocated depends on the way that it came by.
+    Each guest is rebooted that way before, too: how much a kernel has allocated depends on how it was started.
     """
     if not any(plan.leaks.values()):
         raise NotPlannedError
@@ -88,7 +88,7 @@ def leak(stage: Stage, plan: Plan) -> None:
                     row.slab_after_kib, row.available_after_kib = after.slab_kib, after.available_kib
                     stage.rows.append(row)
                     back = leaked.slab_kib - after.slab_kib
-                    stage.say(f"leak: {kind}: {number + 1} of {rounds}: {how}: {back} KiB of {asked >> 10} are back")
+                    stage.log(f"leak: {kind}: {number + 1} of {rounds}: {how}: {back} KiB of {asked >> 10} are back")
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {

@@ -1,8 +1,8 @@
-"""A client that asks a guest's web server again and again, over new connections, and notes when it is answered.
+"""A client that requests a guest's web page repeatedly, over new connections, and records each answer's time.
 
-New connections, because an old one is dead after a boot and only its retransmissions would tell, seconds apart.
-Many askers, because one that waits for a guest that has just gone does not see the next one come: each that had a
-connection just then waits for its answer for `ANSWER_S`.
+New connections, because an old one is dead after a boot, and its retransmissions would be seconds apart.
+Many of them, because one that waits for a guest that has just ended does not notice the next one: each that was
+connected then waits for its answer for `ANSWER_S`.
 """
 
 import itertools
@@ -16,22 +16,22 @@ from rekindle_lab.rekindle import RekindleError
 
 ASKERS = 16
 EVERY_S = 0.16
-"""Between two requests of one asker: 100 requests a second at most of all."""
+"""Interval between two requests of one thread; all of them make at most 100 requests per second."""
 CONNECT_S = 0.1
-"""A guest that does not take a connection for so long is asked anew."""
+"""Timeout of a connection attempt."""
 ANSWER_S = 2.0
-"""So long a guest that has taken one may be about its answer."""
+"""Timeout of the answer after a connection."""
 WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     host_us: int
     """When its last byte came, by the host's clock."""
     took_us: int
-    """Since the connection was begun."""
+    """Time since the connection was started."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gap:
     start_host_us: int
     end_host_us: int
     first_us: int
-    """How long the request that ended it took."""
+    """Duration of the request that ended it."""
 
     @property
     def us(self) -> int:
@@ -50,7 +50,7 @@ class Gap:
 
 
 class Client:
-    """Asks from `__enter__` on until `__exit__`."""
+    """Sends requests from `__enter__` until `__exit__`."""
 
     def __init__(self, namespace: str, address: str, path: str, port: int = 80) -> None:
         self.answers: list[Answer] = []
@@ -72,7 +72,7 @@ class Client:
             self._over.wait(max(0.0, EVERY_S - (time.monotonic_ns() - begin) / 1e9))
 
     def ask_once(self) -> bool:
-        """Whether one request is answered, whole."""
+        """Whether one request is answered completely."""
         try:
             with socket.create_connection((self._address, self._port), CONNECT_S) as connection:
                 connection.settimeout(ANSWER_S)
@@ -88,7 +88,7 @@ class Client:
             return False
 
     def wait(self, more: int, after_host_us: int = 0) -> None:
-        """Wait until so many answers have come after that time."""
+        """Waits until so many answers have arrived after that time."""
         deadline = time.monotonic() + WAIT_S
         while sum(answer.host_us > after_host_us for answer in self.answers) < more:
             if time.monotonic() > deadline:
@@ -109,19 +109,19 @@ class Client:
 
 
 def _is_whole(answer: bytes) -> bool:
-    """Whether all of an answer has come. Raises `OSError` if it is none that was wanted."""
+    """Whether an answer is complete. Raises `OSError` if it is not the expected one."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     if not separator:
         return False
     lines = head.lower().split(b"\r\n")
     lengths = [line for line in lines if line.startswith(b"content-length:")]
     if b" 200 " not in lines[0] or not lengths:
-        raise OSError(f"an answer that was not wanted: {lines[0]!r}")
+        raise OSError(f"an unexpected answer: {lines[0]!r}")
     return len(body) >= int(lengths[0].split(b":")[1])
 
 
 def longest_gap(answers: list[Answer], begin_host_us: int) -> Gap:
-    """The longest time between two answers of which the later one came after `begin_host_us`."""
+    """Returns the longest time between two answers of which the later one came after `begin_host_us`."""
     ordered = sorted(answers, key=lambda answer: answer.host_us)
     pairs = [(one, next_) for one, next_ in itertools.pairwise(ordered) if next_.host_us > begin_host_us]
     if not pairs:

@@ -1,4 +1,4 @@
-"""Leaks of kernel memory in a guest: `guest/leak` is the injector."""
+"""Leaks of kernel memory in a guest, made by the module `guest/leak`."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ PARAMETERS = "/sys/module/rekindle_leak/parameters"
 
 
 def leak_image(root: Path) -> Path:
-    """The folder with the image `micro-leak` and the module, built if need be."""
+    """Returns the folder with the image `micro-leak` and the module, built if need be."""
     done = subprocess.run([root / "guest" / "leak" / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         raise RuntimeError(f"guest/leak/build: exit status {done.returncode}")
@@ -24,34 +24,34 @@ def leak_image(root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a guest's kernel says of its memory."""
+    """Memory figures of a guest's kernel."""
 
     slab_kib: int
-    """`SUnreclaim`: what the kernel has allocated and does not give back by itself."""
+    """`SUnreclaim`: memory that the kernel has allocated and does not release by itself."""
     available_kib: int
     """`MemAvailable`."""
 
 
 class Leaky(Protocol):
-    """A guest with the injector."""
+    """A guest with the leak module."""
 
     guest: OsGuest
 
     def memory(self) -> Memory:
-        """As it is now."""
+        """Returns its present memory figures."""
 
     def leak(self, mib: int) -> int:
-        """Leak so much at once; gives the bytes that it took."""
+        """Leaks so much immediately; returns the bytes that it took."""
 
 
 def leaky(guest: OsGuest, made: Path) -> Leaky:
-    """The guest with the injector. `made`: what `leak_image` gave."""
+    """Returns access to the module in a guest. `made`: the result of `leak_image`."""
     return _Micro(guest) if guest.kind == "micro" else _Debian(guest, made / "rekindle_leak.ko")
 
 
 @dataclass(frozen=True)
 class _Micro:
-    """Its image has the injector, and a command port for it."""
+    """A micro guest: its image has the module, and a command port for it."""
 
     guest: OsGuest
 
@@ -75,14 +75,14 @@ class _Micro:
 
 @dataclass(frozen=True)
 class _Debian:
-    """The injector is brought to it over ssh, once it is up; a reboot takes it away again."""
+    """A Debian guest: the module is copied to it over ssh after each boot, since a reboot removes it."""
 
     guest: OsGuest
     module: Path
 
     def memory(self) -> Memory:
-        said = self.guest.ssh("cat /proc/meminfo")
-        known = {name: int(kib) for name, kib in re.findall(r"^(\w+): +(\d+) kB$", said, re.MULTILINE)}
+        meminfo = self.guest.ssh("cat /proc/meminfo")
+        known = {name: int(kib) for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo, re.MULTILINE)}
         return Memory(known["SUnreclaim"], known["MemAvailable"])
 
     def leak(self, mib: int) -> int:

@@ -1,18 +1,19 @@
-"""Peers: what else brings a guest of this kernel back, on QEMU's own. By turns with ours.
+"""Peers: other ways to restart a guest with this kernel, on QEMU alone. Measured by turns with Rekindle.
 
-- `qboot`: the same kernel and RAM disk, started at once by the firmware `qboot.rom`, which does nothing else. To be
-  compared with a cold reboot.
-- `microvm`: the same by QEMU's machine `microvm`, as Firecracker starts one: few devices, no legacy clock (its PCI bus
-  is on, since the guests' initrds have drivers for that only). Only under KVM: by emulation it has nothing by which
-  Debian's kernel could calibrate its clocks, and does not boot.
-- `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up. With a phase.
-- `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. With a phase.
+- `qboot`: the same kernel and RAM disk, started immediately by the firmware `qboot.rom`, which does nothing else.
+  Compare with a cold reboot.
+- `microvm`: the same on QEMU's machine `microvm`, as in Firecracker: few devices, no legacy clock (its PCI bus
+  is on, since the guests' initrds have drivers for that only). Only under KVM: under emulation Debian's kernel has no
+  source to calibrate its clocks, and does not boot.
+- `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up.
+  Compare with a phase.
+- `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. Compare with a phase.
 
-Of ours, most of a load is done before its former guest ends: `load_us` counts that too, as it counts all of a peer's.
+Rekindle does most of a load before its previous guest ends: `load_us` counts that too, as it counts all of a peer's.
 
-All get QEMU's own disks (qcow2 over the image) and RAM, and the accelerator, processor and number of processors of
-ours. Their former guest is not shut down, its QEMU is killed: that is not in their time, and ours is told without it,
-too. The last two go back to an older disk, and give up what was written since; `phase` does not.
+All get QEMU's own disks (qcow2 over the image) and RAM, and the same accelerator, processor and number of
+processors. Their previous guest is not shut down, its QEMU is killed: its end is not in their time, and for Rekindle
+the time is also given without it. The last two return to an older disk, and lose later writes; `phase` does not.
 """
 
 import shutil
@@ -40,7 +41,7 @@ TAKEN_OVER = ("-accel", "-cpu", "-smp")
 SNAPSHOT = "ready"
 OURS = ("cold", "phase-services")
 BOOTED = ("qboot", "microvm")
-"""Peers that keep nothing."""
+"""Peers that keep no state."""
 
 
 @dataclass
@@ -51,14 +52,14 @@ class Peer:
     guest: OsGuest
     how: str
     like: list[str]
-    """What it has of our command line."""
+    """Words of Rekindle's command line that it uses, too."""
     tap: netns.Tap
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     disks: list[Path] = field(default_factory=list)
 
     def make_disks(self) -> None:
-        """Overlays of the image's disks, and one that is empty where it has none: `savevm` needs a place."""
+        """Creates overlays of the image's disks, and an empty one if it has none, since `savevm` needs a place."""
         folder = self.guest.image.folder
         names = [] if self.guest.kind == "micro" else ["disk.raw", "data.raw"]
         for name in names:
@@ -92,7 +93,7 @@ class Peer:
         return given
 
     def start(self, *more: str) -> None:
-        """Start a QEMU."""
+        """Starts a QEMU."""
         self.qmp.unlink(missing_ok=True)
         with (self.folder / "qemu.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -105,7 +106,7 @@ class Peer:
             )
 
     def monitor(self) -> Qmp:
-        """A connection to it."""
+        """Connects to its monitor."""
         process = self.process
         return Qmp(self.qmp, DEADLINE_S, alive=lambda: process is not None and process.poll() is None)
 
@@ -117,12 +118,12 @@ class Peer:
             self.process = None
 
     def save(self) -> None:
-        """Keep the guest as it is now, in the peer's way; it has ended then."""
+        """Saves the guest in the peer's way, and ends it."""
         with self.monitor() as qmp:
             if self.how == "loadvm":
-                said = qmp.execute("human-monitor-command", {"command-line": f"savevm {SNAPSHOT}"})
-                if said.strip():
-                    raise PeerError(f"savevm: {said.strip()}")
+                output = qmp.execute("human-monitor-command", {"command-line": f"savevm {SNAPSHOT}"})
+                if output.strip():
+                    raise PeerError(f"savevm: {output.strip()}")
             else:
                 qmp.execute("stop")
                 qmp.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
@@ -141,8 +142,8 @@ class Peer:
             if status in ("failed", "cancelled"):
                 raise PeerError(f"{self.how}: the migration has {status}: {(self.folder / 'qemu.log').read_text()}")
 
-    def bring_back(self, row: Row) -> None:
-        """A new QEMU with the guest, its former one having been killed."""
+    def restart(self, row: Row) -> None:
+        """Kills the QEMU and starts a new one with the guest."""
         self.end()
         if self.how == "incoming":
             for disk in self.disks:
@@ -162,7 +163,7 @@ class Peer:
         row.load_us = row.running_host_us - row.ended_host_us
 
     def round(self, number: int) -> Row:
-        """Bring it back with a client at it."""
+        """Restarts it with a client at it."""
         row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
         ask_often(self.guest.netns)
         with Client(self.guest.netns, self.guest.address, self.guest.path) as client:
@@ -170,10 +171,10 @@ class Peer:
             time.sleep(SETTLE_S)
             began_us = time.time_ns() // 1000
             try:
-                self.bring_back(row)
+                self.restart(row)
             except QmpError as error:
-                said = (self.folder / "qemu.log").read_text(errors="replace")[-1000:]
-                raise PeerError(f"{self.how}: {error}; QEMU said: {said}") from error
+                log = (self.folder / "qemu.log").read_text(errors="replace")[-1000:]
+                raise PeerError(f"{self.how}: {error}; QEMU's log: {log}") from error
             client.wait(10, after_host_us=row.running_host_us or time.time_ns() // 1000)
             time.sleep(SETTLE_S)
         gap = longest_gap(client.answers, began_us)
@@ -183,14 +184,14 @@ class Peer:
 
 
 def has_kvm(stage: Stage, guest: OsGuest) -> bool:
-    """Whether the guest runs on the processor itself."""
+    """Whether the guest runs under KVM."""
     line = stage.rekindle.show(guest.name)["command_line"]
     return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
 
 
 @contextmanager
 def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
-    """A guest of the kind, memory and processors of `like`, up and, where that is its way, saved and up again."""
+    """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if that is its way."""
     stage.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
     line = stage.rekindle.show(like.name)["command_line"]
     taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]
@@ -218,13 +219,13 @@ def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
         guest.wait_ready()
         if how not in BOOTED:
             made.save()
-            made.bring_back(Row("peers", guest.kind, guest.memory_mib, how, 0))
+            made.restart(Row("peers", guest.kind, guest.memory_mib, how, 0))
             guest.wait_ready()
         yield made
 
 
 def peers(stage: Stage, plan: Plan) -> None:
-    """Ours and each peer, by turns."""
+    """Measures Rekindle and each peer, by turns."""
     if not any(plan.peers.values()):
         raise NotPlannedError
     for kind, rounds in plan.peers.items():
@@ -246,7 +247,7 @@ def peers(stage: Stage, plan: Plan) -> None:
                     continue
                 ways[how] = stack.enter_context(peer(stage, plain, how, index + 2 + at)).round
             for number in range(rounds):
-                for how, bring_back in ways.items():
-                    row = bring_back(number)
+                for how, restart in ways.items():
+                    row = restart(number)
                     stage.rows.append(row)
-                    stage.say(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")
+                    stage.log(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")

@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ GUESTS = {
     "debian": ("cold", "warm-cache", "kexec", "phase-kernel"),
     "immutable": WAYS,
 }
-"""Ways of each guest: micro has no systemd and no kexec; debian writes its root, so only its early phase is good."""
+"""Ways of each guest. micro has no systemd and no kexec; debian writes its root, so only its early phase is usable."""
 LEAKS = {
     "micro": ("cold", "warm-cache", "phase-kernel", "phase-services"),
     "immutable": ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services"),
@@ -24,9 +24,9 @@ class Plan:
     rounds: dict[str, int]
     """Reboots of each way, by guest."""
     leaks: dict[str, int]
-    """The same, each with a leak before."""
+    """The same, each after a leak."""
     peers: dict[str, int]
-    """Guests brought back by each peer."""
+    """Restarts by each peer."""
     memory_mib: int = 512
     leak_mib: int = 64
     budget_s: float | None = None
@@ -48,7 +48,7 @@ QUICK = Plan(
 
 
 def quick(only: Collection[str]) -> Plan:
-    """The quick plan, with one of each of a case that is asked for by name and that it would leave out."""
+    """Returns the quick plan, plus one of each of a case that is named and that it would omit."""
 
     def once(own: dict[str, int], case: str | None) -> dict[str, int]:
         wanted = {name for name in own if (case or name) in only}
@@ -60,12 +60,12 @@ def quick(only: Collection[str]) -> Plan:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines = []
     for what, own, full in (
         ("reboots of each way", plan.rounds, FULL.rounds),
         ("reboots of each way after a leak", plan.leaks, FULL.leaks),
-        (f"guests brought back by each of {', '.join(PEERS)}", plan.peers, FULL.peers),
+        (f"restarts by each of {', '.join(PEERS)}", plan.peers, FULL.peers),
     ):
         for guest, number in full.items():
             if own.get(guest, 0) < number:

@@ -1,4 +1,4 @@
-"""Downtime by stages of the boot, a bar for each guest and way."""
+"""Plots downtime by stages of the boot, a bar for each guest and way."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ COLOURS = {
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     style.apply()
     rows = frame[frame["case"] == "reboot"]
     guests = list(dict.fromkeys(rows["guest"]))

@@ -9,16 +9,16 @@ import pandas as pd
 from rekindle_lab.bench.rows import read_rows
 
 FROZEN = "-frozen"
-"""Ends the name of a way in which the former guest's file systems are frozen by its agent, and it is powered off."""
+"""Suffix of a way in which the agent freezes the previous guest's file systems, and the guest is powered off."""
 WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services", "phase-services-frozen")
-"""How Rekindle reboots a guest; a phase with the candidate that is asked for."""
+"""How Rekindle reboots a guest; a phase is named with its candidate."""
 PEERS = ("qboot", "microvm", "incoming", "loadvm")
-"""The kernel started by a firmware for that; by the machine `microvm`; a full save, an internal snapshot, loaded."""
+"""Start by a minimal firmware; by the machine `microvm`; load of a full save; load of an internal snapshot."""
 
 
 @dataclass
 class Row:
-    """One reboot, or one guest brought back by a peer.
+    """One reboot, or one restart by a peer.
 
     Names end in the unit; times of the host's clock are since 1970.
     """
@@ -32,33 +32,33 @@ class Row:
     """One of the `WAYS` or of the `PEERS`."""
     round: int
     gap_us: int | None = None
-    """The longest silence of the client around it."""
+    """The client's longest time without an answer around it."""
     first_us: int | None = None
-    """How long the first request after it took, from connecting to the last byte."""
+    """Duration of the first request after it, from connecting to the last byte."""
     silent_host_us: int | None = None
     """The last answer before it."""
     ended_host_us: int | None = None
-    """The former guest's QEMU had ended; none by kexec. Of a peer: its new QEMU was started."""
+    """The previous guest's QEMU had ended; none by kexec. Of a peer: its new QEMU was started."""
     running_host_us: int | None = None
     """The new QEMU runs the guest: its first instruction, or the one after the candidate; none by kexec."""
     loader_host_us: int | None = None
-    """The firmware hands over to what loads the kernel."""
+    """The firmware starts the kernel's loader."""
     kernel_host_us: int | None = None
-    """The kernel's clock begins."""
+    """The kernel's clock starts."""
     user_host_us: int | None = None
-    """The first program of the root file system begins; none where that cannot be seen."""
+    """The first program of the root file system starts; none where that cannot be observed."""
     served_host_us: int | None = None
     """The first answer after it."""
     load_us: int | None = None
-    """By phase: from the command to the guest's running, without the end of the former one, beside which most of it is
-    done. Of a peer that loads: from its QEMU's start."""
+    """By phase: from the command until the guest runs, without the end of the previous one, during which most of it
+is done. Of a peer that loads: from its QEMU's start."""
     command_us: int | None = None
     candidate: str = ""
-    """The phase that it went on from."""
+    """The candidate from which it resumed."""
     ended: str = ""
-    """How the former guest came to its end."""
+    """How the previous guest ended."""
     leaked_bytes: int | None = None
-    """What the injector's pieces take."""
+    """Memory that the leak module has allocated."""
     slab_before_kib: int | None = None
     """`SUnreclaim` of /proc/meminfo before the leak, after a reboot of the same way."""
     slab_leaked_kib: int | None = None
@@ -72,6 +72,6 @@ class Row:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
     frame = read_rows(path, Row, "os")
     return frame.fillna({"candidate": "", "ended": ""})

@@ -25,15 +25,15 @@ from .rows import FROZEN, Row
 IMAGE = "micro"
 SSH_DEADLINE_S = 300.0
 SAVED_DEADLINE_S = 120.0
-LOOK_S = 1.0
-"""Between two looks at a guest that does not answer."""
+SAMPLE_S = 1.0
+"""Interval between two samples of a guest that does not answer."""
 CONSOLE = 600
 SETTLE_S = 1.0
 """How long a client asks an undisturbed guest before and after a reboot."""
 PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
-"""Those of which there can be candidates."""
+"""Phases that can have candidates."""
 PATHS = {"micro": "/bytes/16384"}
-"""What a client asks for: 16 KiB, of nginx or of micro's own server."""
+"""The requested page: 16 KiB, of nginx or of micro's own server."""
 MICRO_DISK_BYTES = 16 << 20
 
 
@@ -48,14 +48,14 @@ class OsGuest(Guest):
     phases: bool = False
     """Whether phases of its boot are kept.
 
-    Where they are a boot is longer, so the other ways have guests of their own.
+    With phases a boot takes longer, so the other ways have guests of their own.
     """
     firmware: Path | None = None
     """The file that is its firmware's debug port."""
 
     @property
     def path(self) -> str:
-        """What a client asks for."""
+        """The path that a client requests."""
         return PATHS.get(self.kind, "/files/000.bin")
 
     @property
@@ -65,7 +65,7 @@ class OsGuest(Guest):
 
     @property
     def disk(self) -> Path | None:
-        """What is removed at the end."""
+        """The file that is removed at the end."""
         return self.own_disk
 
     @property
@@ -79,7 +79,7 @@ class OsGuest(Guest):
         return f"{root}{guests.KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
 
     def disk_lines(self) -> list[str]:
-        """What its VM definition says of its disks."""
+        """Returns the disks of its VM definition."""
         own = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
         if self.kind != "immutable":
             return own
@@ -87,42 +87,42 @@ class OsGuest(Guest):
         return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own]
 
     def qemu_args(self) -> list[str]:
-        """The firmware's debug port."""
+        """Returns the arguments of the firmware's debug port."""
         return debug_port(self.firmware) if self.firmware else []
 
     def definition(self, qemu: str) -> str:
-        """With the phases that are kept."""
+        """Returns its VM definition, with the phases that are kept."""
         text = super().definition(qemu)
         return f"{text}\n[phase]\nsave = {json.dumps(PHASES[self.kind])}\n" if self.phases else text
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Write the definition, and make the disk that it writes."""
+        """Writes the definition, and makes the disk that it writes."""
         make_disk(self.kind, self.image, self.own_disk)
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
         return path
 
     def ssh_command(self, command: str) -> list[str]:
-        """What runs a command in it."""
+        """Returns the command that runs a command in it."""
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
         options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
         return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
 
     def ssh(self, command: str, given: bytes = b"") -> str:
-        """Run a command in it, with this as its input, and give what it says."""
+        """Runs a command in it, with `given` as its input, and returns its output."""
         words = self.ssh_command(command)
         done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {said}")
+            error = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
         return done.stdout.decode()
 
 
 def make_disk(kind: str, image: Image, path: Path) -> None:
-    """The disk that a guest writes.
+    """Makes the disk that a guest writes.
 
-    debian's root is put into a partition: the first block of a disk every firmware reads, and with a file system
-    there no candidate of a phase would ever be good.
+    debian's root gets a partition: every firmware reads the first block of a disk, and with a file system there no
+    candidate of a phase would ever be usable.
     """
     if kind == "micro":
         with path.open("wb") as file:
@@ -150,7 +150,7 @@ class Stage(bench.Stage):
     def os_guest(
         self, kind: str, index: int, memory_mib: int, image: Image | None = None, *, phases: bool = False
     ) -> OsGuest:
-        """A guest. One that keeps phases has no debug port: its firmware's part is not looked at."""
+        """Returns a guest. One that keeps phases has no debug port: its firmware's stage is not measured."""
         self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
         name = f"{kind}{index}"
         return OsGuest(
@@ -168,26 +168,26 @@ class Stage(bench.Stage):
         )
 
     def lost(self, guest: OsGuest, what: str) -> None:
-        """A reboot after which the guest was not well is written down, and it is booted."""
+        """Records a reboot after which the guest was not well, and boots it."""
         self.errors.append(what)
-        self.say(what)
+        self.log(what)
         self.rekindle.call("reboot", "os", guest.name, "--how", "cold")
         guest.wait_ready()
         if guest.phases:
             self.wait_saved(guest)
 
     def wait_saved(self, guest: OsGuest) -> None:
-        """Wait until there is a candidate of each phase that may be used."""
+        """Waits until each phase has a usable candidate."""
         wait_saved(self.rekindle, guest)
 
     def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
-        """Give the command: when that was, what it told, how long it took."""
+        """Runs the command; returns its start time, its output, and its duration."""
         began_us, began = time.time_ns() // 1000, time.monotonic()
-        told = self.rekindle.call("reboot", "os", guest.name, *words)
-        return began_us, told, int((time.monotonic() - began) * 1e6)
+        result = self.rekindle.call("reboot", "os", guest.name, *words)
+        return began_us, result, int((time.monotonic() - began) * 1e6)
 
     def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
-        """Reboot a guest in one of the ways with a client at it, and give what was seen. It is well again then."""
+        """Reboots a guest in one way with a client at it, and returns the row. The guest is well again then."""
         words = ["--how", how]
         if phase := phase_of(how):
             words = ["--how", "phase", "--candidate", phase]
@@ -200,27 +200,27 @@ class Stage(bench.Stage):
             client.wait(10)
             time.sleep(SETTLE_S)
             firmware = stack.enter_context(Firmware(guest.firmware)) if booted and guest.firmware else None
-            began_us, told, row.command_us = self._command(guest, *words)
+            began_us, result, row.command_us = self._command(guest, *words)
             try:
-                client.wait(10, after_host_us=max(began_us, told["resume_host_us"]))
+                client.wait(10, after_host_us=max(began_us, result["resume_host_us"]))
             except RekindleError as error:
-                raise RekindleError(f"{error}; {looked_at(self.rekindle, guest)}") from error
+                raise RekindleError(f"{error}; {describe_hang(self.rekindle, guest)}") from error
             guest.wait_ready()
             client.wait(10)
             time.sleep(SETTLE_S)
-        fill(row, told, longest_gap(client.answers, began_us))
+        fill(row, result, longest_gap(client.answers, began_us))
         if firmware is not None:
             row.loader_host_us = firmware.host_us
         if booted or how == "kexec":
             row.kernel_host_us = kernel_began(guest).host_us
             if guest.kind != "micro":
-                said = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
-                row.user_host_us = row.kernel_host_us + user_space_after_us(said)
+                timestamp = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
+                row.user_host_us = row.kernel_host_us + user_space_after_us(timestamp)
         return row
 
 
 def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
-    """Wait until there is a candidate of each phase that may be used. micro is told to announce the later one."""
+    """Waits until each phase has a usable candidate. micro is asked to announce the later one."""
     deadline = time.monotonic() + SAVED_DEADLINE_S
     if guest.kind == "micro":
         guest.command("phase services")
@@ -233,8 +233,8 @@ def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
         time.sleep(0.1)
 
 
-def looked_at(rekindle: Rekindle, guest: OsGuest) -> str:
-    """What is to be seen from outside of a guest that does not answer: two looks at its processor, and its console."""
+def describe_hang(rekindle: Rekindle, guest: OsGuest) -> str:
+    """Describes a guest that does not answer: two samples of its processor, and the end of its console log."""
     folder = rekindle.run_dir / guest.name
     try:
         text = (folder / "console.log").read_text(errors="replace")
@@ -246,40 +246,41 @@ def looked_at(rekindle: Rekindle, guest: OsGuest) -> str:
                 registers = qmp.execute("human-monitor-command", {"command-line": "info registers"})
                 words = [word for word in registers.split() if word.startswith(("RIP=", "RFL=", "HLT="))]
                 seen.append(" ".join(words))
-                time.sleep(LOOK_S)
+                time.sleep(SAMPLE_S)
     except (OSError, QmpError, ValueError, KeyError, TypeError) as error:
-        return f"it cannot be looked at: {error}"
+        return f"its QEMU cannot be queried: {error}"
     return f"QEMU: {'; '.join(seen)}; its console ends: {text[-CONSOLE:]!r}"
 
 
 def phase_of(how: str) -> str:
-    """The phase that a way goes on from; none of the others."""
+    """Returns the phase from which a way resumes; empty for other ways."""
     return how.removeprefix("phase-").removesuffix(FROZEN) if how.startswith("phase-") else ""
 
 
 def ask_often(namespace: str) -> None:
-    """A neighbour that has gone is asked for its address every 20 ms, not every second: else that would be measured."""
+    """Makes the kernel repeat ARP requests every 20 ms, not every second: otherwise that interval would be measured."""
     words = "for file in /proc/sys/net/ipv4/neigh/*/retrans_time_ms; do echo 20 >$file; done"
     run("ip", "netns", "exec", namespace, "sh", "-c", words)
 
 
-def fill(row: Row, told: dict[str, Any], gap: Gap) -> None:
-    """What the command and the client have told."""
+def fill(row: Row, result: dict[str, Any], gap: Gap) -> None:
+    """Fills a row from the outputs of the command and the client."""
     row.silent_host_us, row.served_host_us = gap.start_host_us, gap.end_host_us
     row.gap_us, row.first_us = gap.us, gap.first_us
-    row.steps = told.get("steps", [])
+    row.steps = result.get("steps", [])
     if row.how != "kexec":
-        row.ended_host_us, row.running_host_us = told["stop_host_us"], told["resume_host_us"]
-    row.ended = told.get("ended") or ""
-    phase = told.get("phase") or {}
+        row.ended_host_us, row.running_host_us = result["stop_host_us"], result["resume_host_us"]
+    row.ended = result.get("ended") or ""
+    phase = result.get("phase") or {}
     row.candidate, row.load_us = phase.get("candidate") or "", phase.get("load_us")
     if row.candidate != phase_of(row.how):
-        raise RekindleError(f"{told.get('name')}: it goes on from {row.candidate or 'nothing'}: {phase.get('skipped')}")
+        skipped = phase.get("skipped")
+        raise RekindleError(f"{result.get('name')}: it resumed from {row.candidate or 'nothing'}: {skipped}")
 
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real one."""
+    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))

@@ -1,4 +1,4 @@
-"""Measuring and analysing, one after the other or each by itself."""
+"""Measures and analyses this topic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,16 @@ _TOPIC = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage)
 
 
 def measure(task: run.Task) -> Path:
-    """Run the cases and write the raw files; gives the file of rows."""
+    """Runs the cases and writes the raw files; returns the file of rows."""
     task.build_images("debian", "immutable")
     leak_image(task.root)
     return _TOPIC.measure(replace(task, plan=quick(task.only)) if task.plan == QUICK else task)
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
     frame = rows.read(raw)
-    about = run.take_over(TOPIC, raw, out)
+    about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
         "Downtime as a client sees it (s, medians)": analysis.downtimes(frame),

@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 from collections.abc import Sequence
 
@@ -13,22 +13,22 @@ from rekindle_lab.stats import Comparison, compare, median, p95, ratio_interval
 from .rows import DEFAULT, POLICIES
 
 EVERY_S = 2.0
-"""The interval that figures are quoted for: `rekindle protect`'s own default."""
+"""The interval for which figures are quoted: the default of `rekindle protect`."""
 KEPT = 1.05
 """An interval is kept if the median of the actual ones is not longer than this times the configured one."""
 PAUSE_SIZES_MIB = (512, 2048)
 LARGE_BYTES = 1 << 20
-"""Smaller checkpoints are left out of `bytes_vs_dirty`: device state and bookkeeping are most of them."""
+"""Smaller checkpoints are left out of `bytes_vs_dirty`, since they are mostly device state and bookkeeping."""
 
 
 def steady(frame: pd.DataFrame) -> pd.DataFrame:
-    """Checkpoints of a protector that is under way: not the full ones, and those that have an interval."""
+    """Returns checkpoints in the steady state: without the full ones and those without an interval."""
     rows = frame[(frame["what"] == "checkpoint") & (frame["full"] == 0)]
     return rows[rows["interval_ms"].notna()]
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     _pauses(frame, found)
     _bytes(frame, found)
@@ -55,18 +55,18 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
             )
         )
     else:
-        found.lacks("pages_wrong_1000")
+        found.report_missing("pages_wrong_1000")
     return found
 
 
 def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -> list[float]:
-    """Guest-stopped times in ms."""
+    """Returns guest-stopped times in ms."""
     rows = frame[(frame["case"] == case) & (frame["how"] == how) & frame["what"].isin(("checkpoint", "save"))]
     return milliseconds(pick(rows, "stopped_us", **where))
 
 
 def _pauses(frame: pd.DataFrame, found: Found) -> None:
-    """`pause_vs_background_snapshot` for the worst of its sizes, `pause_vs_basic` for the worse of both policies."""
+    """Adds `pause_vs_background_snapshot` for the worst size, `pause_vs_basic` for the worse of both policies."""
     peer = WAYS[0]
     by_size = {
         mib: (stopped_ms(frame, "pause", DEFAULT, memory_mib=mib), stopped_ms(frame, "pause", peer, memory_mib=mib))
@@ -80,7 +80,7 @@ def _pauses(frame: pd.DataFrame, found: Found) -> None:
         found.ratio(name, Bar(1.0), *have[worst], f"{DEFAULT}, {size(worst)}", f"{peer}, {size(worst)}", extra=extra)
     for mib in by_size:
         if mib not in have:
-            found.lacks(name, size(mib))
+            found.report_missing(name, size(mib))
     # The paper's figure 2: pauses by technique and interval, while the guest compiles.
     common = {"workload": "compile", "store": "disk", "every_s": EVERY_S}
     basic = stopped_ms(frame, "intervals", "basic", **common)
@@ -88,7 +88,7 @@ def _pauses(frame: pd.DataFrame, found: Found) -> None:
     known = {how: values for how, values in others.items() if values and basic}
     for how in others:
         if how not in known:
-            found.lacks("pause_vs_basic", how)
+            found.report_missing("pause_vs_basic", how)
     if known:
         worst_how = max(known, key=lambda how: median(known[how]))
         found.ratio(
@@ -104,7 +104,7 @@ def _pauses(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
-    """The pause of each policy against `basic`, for every interval."""
+    """Compares the pause of each policy to `basic`, for every interval."""
     ratios = {}
     for every in sorted(frame.loc[frame["case"] == "intervals", "every_s"].dropna().unique()):
         where = {"workload": "compile", "store": "disk", "every_s": every}
@@ -117,13 +117,13 @@ def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def _bytes(frame: pd.DataFrame, found: Found) -> None:
-    """Bytes written over the compressed size of the pages that were dirty; checkpoints of some size only."""
+    """Adds bytes written over the compressed size of the dirty pages; without small checkpoints."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
     rows = rows[(rows["compressed_bytes"] >= LARGE_BYTES) & (rows["every_s"] == EVERY_S)]
     ratios = {how: list(g["bytes"] / g["compressed_bytes"]) for how, g in rows.groupby("how") if len(g)}
     if DEFAULT not in ratios:
-        found.lacks("bytes_vs_dirty")
+        found.report_missing("bytes_vs_dirty")
         return
     values = ratios[DEFAULT]
     extra = {f"median_{how}": median(list(those)) for how, those in ratios.items()}
@@ -131,7 +131,7 @@ def _bytes(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _interval_kept(frame: pd.DataFrame, found: Found) -> None:
-    """The smallest configured interval that was kept, and so were all longer ones."""
+    """Adds the smallest configured interval that was kept, if all longer ones were, too."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
     actual = {
@@ -144,9 +144,9 @@ def _interval_kept(frame: pd.DataFrame, found: Found) -> None:
             break
         kept = every_s
     if not actual:
-        found.lacks("interval_kept")
+        found.report_missing("interval_kept")
     elif kept is None:
-        found.lacks("interval_kept", "an interval that was kept")
+        found.report_missing("interval_kept", "an interval that was kept")
     else:
         values = actual[kept]
         extra = {f"actual_{every_s:g}s": median(those) for every_s, those in sorted(actual.items())}
@@ -154,12 +154,12 @@ def _interval_kept(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str, limit: float) -> None:
-    """How much longer the same work takes with protection: ratio of medians less 1, its interval by resampling."""
+    """Adds how much longer the same work takes with protection: ratio of medians less 1, its interval by resampling."""
     rows = frame[(frame["case"] == "slowdown") & (frame["workload"] == workload)]
     with_it = [value / 1e6 for value in pick(rows, "window_us", what="window", how=DEFAULT)]
     without = [value / 1e6 for value in pick(rows, "window_us", what="window", how="none")]
     if len(with_it) < 2 or len(without) < 2:
-        found.lacks(name)
+        found.report_missing(name)
         return
     of = compare(with_it, without)
     low, high = ratio_interval(with_it, without)
@@ -187,7 +187,7 @@ def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str, limit
 
 
 def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The paper's table I: size, commit time and actual interval, by workload, store and configured interval."""
+    """Lays out the paper's table I: size, commit time, actual interval, by workload, store, configured interval."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["how"] == DEFAULT)]
     lines: list[dict[str, object]] = []
@@ -210,7 +210,7 @@ def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def overheads(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The paper's figure 3: overhead of a workload, and the level of protection that it got for it.
+    """Lays out the paper's figure 3: overhead of a workload, and its level of protection.
 
     Overhead: the window against those without protection of the same cell. Level of protection (V-C): checkpoints per
     second, one a second being 100 %.
@@ -241,7 +241,7 @@ def overheads(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Guest-stopped times by size and way, and the ratio of the default to each, with its interval."""
+    """Lists guest-stopped times by size and way, and the ratio of the default to each, with its interval."""
     lines: list[dict[str, object]] = []
     for mib in sorted(frame[frame["case"] == "pause"]["memory_mib"].unique()):
         ours = stopped_ms(frame, "pause", DEFAULT, memory_mib=mib)
@@ -266,12 +266,12 @@ def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def versus(ours: Sequence[float], peer: Sequence[float]) -> Comparison | None:
-    """A comparison, where there is enough for one."""
+    """Returns a comparison, if there are enough values."""
     return compare(ours, peer) if len(ours) > 1 and len(peer) > 1 and min(peer) > 0 else None
 
 
 def pauses_by_interval(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The paper's figure 2: mean pause by policy and interval while the guest compiles, and its parts."""
+    """Lays out the paper's figure 2: mean pause by policy and interval while the guest compiles, and its parts."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile")]
     lines: list[dict[str, object]] = []
@@ -293,7 +293,7 @@ def pauses_by_interval(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def written_rates(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Memory written at a set rate, and an idle guest."""
+    """Lists memory written at a set rate, and an idle guest."""
     rows = steady(frame)
     lines: list[dict[str, object]] = []
     for (rate, how), group in rows[rows["case"] == "rates"].groupby(["rate_mb", "how"], sort=True):

@@ -1,4 +1,4 @@
-"""The cases: each sets up a guest, has ours and the peers take their turns, and leaves rows. Nothing is judged here."""
+"""The cases: each sets up a guest, measures Rekindle and the peers by turns, and leaves rows for the analysis."""
 
 import math
 import os
@@ -24,21 +24,21 @@ MEMORY_MIB = 512
 """The paper's guest."""
 PAUSE_EVERY_S = 2.0
 GAP_S = 1.0
-"""Between two saves of a peer, so that the guest has something to write again."""
+"""Delay between two saves of a peer, so that the guest has something to write again."""
 COMMIT_BYTES = 46_000_000
 """Table I: a checkpoint of the kernel compilation every 10 s."""
 WRONG_EVERY_S = 0.05
 
 
 def pause(stage: Stage, plan: Plan) -> None:
-    """Guest-stopped time while the guest compiles: every policy and every peer in turn, at each size."""
+    """Measures guest-stopped time while the guest compiles: every policy and every peer in turn, at each size."""
     for index, (mib, wanted) in enumerate(plan.pause.items(), start=1):
-        stage.say(f"pause: starting a guest with {size(mib)}")
+        stage.log(f"pause: starting a guest with {size(mib)}")
         with stage.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
             store = stage.store("disk").fresh(guest.name)
             work.loop("compile")
             for number in range(wanted.rounds):
-                stage.say(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
+                stage.log(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
                 _round(stage, guest, store, wanted, number)
             store.remove()
 
@@ -64,7 +64,7 @@ def _peer(stage: Stage, guest: Guest, how: str, times: int, common: dict[str, An
     try:
         with stage.qmp(guest) as qmp:
             for _ in range(times):
-                time.sleep(GAP_S)  # not for a condition: the guest works
+                time.sleep(GAP_S)  # gives the guest time to work
                 saved = snapshot.save(qmp, how, path)
                 stage.rows.append(
                     Row(
@@ -92,14 +92,14 @@ def _window(
     how: str,
     **common: Any,  # noqa: ANN401
 ) -> Window:
-    """A window of a workload, protected or (without a store) not, with its rows."""
+    """Runs a workload, protected or (without a store) not, and appends the rows."""
     used = Used(0, 0)
-    beside = (
+    protection = (
         nullcontext(None)
         if store is None or every_s is None
         else protected(stage.rekindle, guest.name, store, span(every_s), policy(how))
     )
-    with beside as protector:
+    with protection as protector:
         if protector is not None:
             protector.wait("checkpoint", 2, timeout=60 + 10 * (every_s or 0))
         window = work.run(workload, plan.units.of(workload))
@@ -129,7 +129,7 @@ def _window(
 
 
 def intervals(stage: Stage, plan: Plan) -> None:
-    """Table I, figures 2 and 3: sizes, commits, pauses and overhead by interval, workload, policy and store."""
+    """Measures table I, figures 2 and 3: size, commit, pause, overhead by interval, workload, policy and store."""
     with stage.working("table", MEMORY_MIB, 10) as (guest, work):
         for number, (kind, workload, how) in enumerate(plan.cells):
             if not stage.has_store(kind):
@@ -139,20 +139,20 @@ def intervals(stage: Stage, plan: Plan) -> None:
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
             _window(stage, guest, work, None, plan, workload, None, "none", **common)
             for every_s in plan.intervals_s:
-                stage.say(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
+                stage.log(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
                 _window(stage, guest, work, store, plan, workload, every_s, how, **common)
             _window(stage, guest, work, None, plan, workload, None, "none", **common)
             store.remove()
 
 
 def slowdown(stage: Stage, plan: Plan) -> None:
-    """The same work with and without protection every 2 s, by turns: A B, B A, A B, ..."""
+    """Measures the same work with and without protection every 2 s, by turns: A B, B A, A B, ..."""
     with stage.working("slow", MEMORY_MIB, 11) as (guest, work):
         for workload, pairs in plan.slowdown.items():
             store = stage.store("disk").fresh(f"slowdown-{workload}")
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
             for number in range(pairs):
-                stage.say(f"slowdown: {workload}: pair {number + 1} of {pairs}")
+                stage.log(f"slowdown: {workload}: pair {number + 1} of {pairs}")
                 turns = [(None, None, "none"), (store, 2.0, DEFAULT)]
                 for at, every_s, how in turns if number % 2 == 0 else turns[::-1]:
                     common = {"case": "slowdown", "round": number}
@@ -161,14 +161,14 @@ def slowdown(stage: Stage, plan: Plan) -> None:
 
 
 def rates(stage: Stage, plan: Plan) -> None:
-    """Memory written at a set rate, and an idle guest: every policy, a checkpoint a second."""
+    """Measures memory written at a set rate, and an idle guest: every policy, a checkpoint per second."""
     with stage.working("rates", MEMORY_MIB, 12) as (guest, _):
         area = max(area for _, area in plan.rates)
         guest.command(f"touch {max(1, int(area))}M")
         for number, (rate, area) in enumerate(plan.rates):
             guest.command(f"dirty {rate:g} {area:g} random" if rate else "dirty 0")
             for how in POLICIES:
-                stage.say(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
+                stage.log(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
                 store = stage.store("disk").fresh("rates")
                 count = ("--count", str(plan.rate_checkpoints + 1))
                 with protected(stage.rekindle, guest.name, store, "1s", policy(how), *count) as protector:
@@ -190,7 +190,7 @@ def rates(stage: Stage, plan: Plan) -> None:
 
 
 def commit(stage: Stage, plan: Plan) -> None:
-    """A checkpoint of 46 MB that do not compress, by turns with dd of as many bytes to the same disk."""
+    """Measures a checkpoint of 46 MB that do not compress, by turns with dd of as many bytes to the same disk."""
     pages = math.ceil(COMMIT_BYTES / 4096)
     area_mib = math.ceil(pages * 4096 / (1 << 20))
     source, target = stage.work / "dd.source", stage.disk_dir / "dd.target"
@@ -202,14 +202,14 @@ def commit(stage: Stage, plan: Plan) -> None:
             protector.stop()
         try:
             for number in range(plan.commit):
-                stage.say(f"commit: turn {number + 1} of {plan.commit}")
+                stage.log(f"commit: turn {number + 1} of {plan.commit}")
                 _rewrite(guest, area_mib)
-                # QEMU's own descriptor has recorded it: the next protector's first checkpoint has just that.
+                # QEMU's write record covers it: the next protector's first checkpoint consists of just that.
                 with protected(stage.rekindle, guest.name, store, "1h") as protector:
                     event = protector.of("checkpoint")[0]
                     protector.stop()
                     if event["full"]:
-                        raise RuntimeError("the protector has not gone on where the one before left off")
+                        raise RuntimeError("the protector did not continue from the last one's checkpoint")
                     stage.checkpoints(protector, 0, **common, how=DEFAULT, round=number)
                 if not source.exists():
                     source.write_bytes(os.urandom(event["bytes"]))
@@ -222,7 +222,7 @@ def commit(stage: Stage, plan: Plan) -> None:
 
 
 def _rewrite(guest: Guest, area_mib: int) -> None:
-    """Write the whole touched area anew."""
+    """Lets the guest write the whole touched area anew."""
 
     def written() -> int:
         return int(guest.command("dirty 400").split()[1])
@@ -237,26 +237,26 @@ def _rewrite(guest: Guest, area_mib: int) -> None:
 
 
 def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
-    """Write `length` bytes of `source` to `target` by `dd conv=fdatasync`: microseconds by its own clock, and bytes."""
+    """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`; returns its microseconds, and bytes."""
     target.unlink(missing_ok=True)
     command = ["dd", f"if={source}", f"of={target}", "bs=1M", f"count={length}", "iflag=count_bytes", "conv=fdatasync"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
-    told = re.search(r"(\d+) bytes .* copied, ([\d.e+-]+) s", done.stderr)
-    if told is None:
+    report = re.search(r"(\d+) bytes .* copied, ([\d.e+-]+) s", done.stderr)
+    if report is None:
         raise RuntimeError(f"dd: {done.stderr.strip()}")
-    return int(float(told[2]) * 1e6), int(told[1])
+    return int(float(report[2]) * 1e6), int(report[1])
 
 
 def wrong(stage: Stage, plan: Plan) -> None:
-    """Many checkpoints of a guest that compiles and writes; then all of its memory against the store's newest."""
+    """Takes many checkpoints of a guest that compiles and writes; then compares all memory with the store's newest."""
     with stage.working("wrong", MEMORY_MIB, 14) as (guest, work):
         guest.command("touch 64M")
         guest.command("dirty 20 64 random")
         work.loop("compile")
         for number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
-            # The default has all of them; each of the others a tenth.
+            # The default policy has all of them; each of the others a tenth.
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
-            stage.say(f"wrong: {count} checkpoints, {how}")
+            stage.log(f"wrong: {count} checkpoints, {how}")
             store = stage.store("disk").fresh(f"wrong-{how}")
             more = ("--keep", "1", "--count", str(count), "--compare")
             with protected(stage.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:

@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes and intervals; in full, and within 8 minutes."""
+"""What a run measures: repetitions, sizes and intervals; in full, and within 8 minutes."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ INTERVALS_S = (10.0, 5.0, 2.0, 1.0, 0.25)
 
 @dataclass(frozen=True)
 class Units:
-    """How much of each workload a window has: 15 to 30 s on a machine without KVM."""
+    """Amount of each workload in a window: 15 to 30 s on a machine without KVM."""
 
     compile: int = 45
     transcode: int = 200
 
     def of(self, workload: str) -> int:
-        """Files, or frames."""
+        """Returns the number of files or frames."""
         return {"compile": self.compile, "transcode": self.transcode}[workload]
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Rounds at one size; in each, so many checkpoints of each policy, and saves of each peer."""
+    """Rounds at one size, and in each the number of checkpoints of each policy and of saves of each peer."""
 
     rounds: int
     checkpoints: int
     saves: dict[str, int]
     touch: str | None = None
-    """Filled before: a larger guest has more in its memory."""
+    """Memory filled before: a larger guest has more in use."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
     slowdown: dict[str, int]
     """Pairs of a window with and one without protection, by workload."""
     rates: tuple[tuple[float, float], ...]
-    """MB/s that are written, and MB of the area that is written to; a rate of 0 is an idle guest."""
+    """MB/s that are written, and MB of the written area; a rate of 0 is an idle guest."""
     rate_checkpoints: int
     commit: int
     """Commits of 46 MB, by turns with dd."""
@@ -90,7 +90,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines: list[str] = []
     for mib, full in FULL.pause.items():
         own = plan.pause.get(mib)

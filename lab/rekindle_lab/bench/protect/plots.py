@@ -1,4 +1,4 @@
-"""The paper's figures 2 and 3, and guest-stopped times beside the peers'."""
+"""Plots the paper's figures 2 and 3, and guest-stopped times of Rekindle and peers."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def _named(value: float) -> str:
 
 
 def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], fmt: str = "{:.3g}") -> None:  # noqa: ANN401
-    """Bars side by side, one group for each label, with their values on top."""
+    """Draws bars, one group for each label, with their values on top."""
     width = 0.8 / max(1, len(series))
     for index, (name, values) in enumerate(series.items()):
         at = [x + (index - (len(series) - 1) / 2) * width for x in range(len(groups))]
@@ -131,6 +131,6 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     style.apply()
     return [name for name in (part(frame, folder) for part in (_pauses, _figure_2, _figure_3)) if name]

@@ -15,20 +15,20 @@ POLICIES = (DEFAULT, "cow", "basic")
 
 @dataclass
 class Row:
-    """One thing that was measured. Names end in the unit; host times are microseconds since 1970."""
+    """One measurement. Names end in the unit; host times are microseconds since 1970."""
 
     case: str
     """`pause`, `intervals`, `slowdown`, `rates`, `commit`, `wrong`."""
     what: str
-    """`checkpoint`, `window` (a piece of work, beside which checkpoints were taken or not), `save` (a peer's), `dd`,
-    `compare`."""
+    """`checkpoint`, `window` (a piece of work, with or without checkpoints during it), `save` (a peer's), `dd`,
+`compare`."""
     memory_mib: int
     workload: str
     """`compile`, `transcode`, `dirty` (with `rate_mb`), `idle`."""
     store: str
-    """`disk`, `slow`, `tls`; nothing for a window without protection."""
+    """`disk`, `slow`, `tls`; empty for a window without protection."""
     how: str
-    """A policy of ours, `none`, or a peer."""
+    """A policy of Rekindle, `none`, or a peer."""
     round: int
     """Rows of one case with the same round were made by turns; in `intervals`, a round is a cell of the table."""
     every_s: float | None = None
@@ -49,7 +49,7 @@ class Row:
     commit_us: int | None = None
     """From the guest's resume to the commit."""
     took_us: int | None = None
-    """From the beginning of the checkpoint (`save`: of the command) to its end."""
+    """From the start of the checkpoint (`save`: of the command) to its end."""
     units: int | None = None
     """Files or frames of a window."""
     window_us: int | None = None
@@ -58,7 +58,7 @@ class Row:
     cpu_us: int | None = None
     """Processor time of the protector over the window and its first checkpoint."""
     peak_kib: int | None = None
-    """Its resident memory at most."""
+    """Its peak resident memory."""
     pages: int | None = None
     written_since: int | None = None
     wrong: int | None = None
@@ -68,5 +68,5 @@ class Row:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
     return read_rows(path, Row, "protect")

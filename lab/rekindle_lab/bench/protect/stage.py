@@ -1,4 +1,4 @@
-"""The stage of this topic: one guest with its workloads, the stores, and rows out of what a protector tells."""
+"""The stage of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Stage(bench.Stage):
     _stores: dict[str, Store] = field(default_factory=dict)
 
     def has_store(self, kind: str) -> bool:
-        """Whether there can be such stores here; that there cannot is written down."""
+        """Whether stores of this kind are possible here; if not, that is recorded."""
         if kind != "slow" or can_be_slow():
             return True
         line = "slow stores: this machine has no block I/O controller of control groups v1"
@@ -40,7 +40,7 @@ class Stage(bench.Stage):
         return False
 
     def store(self, kind: str) -> Store:
-        """A place for stores: `disk`, `slow`, `tls`; made when it is first asked for."""
+        """Returns a folder for stores: `disk`, `slow`, `tls`; made at the first call."""
         if kind not in self._stores:
             if kind == "disk":
                 made = on_disk(self.disk_dir / "stores")
@@ -53,18 +53,18 @@ class Stage(bench.Stage):
 
     @contextmanager
     def working(self, name: str, memory_mib: int, index: int, touch: str | None = None) -> Iterator[tuple[Guest, Work]]:
-        """A guest that can compile and transcode."""
+        """Starts a guest that can compile and transcode."""
         self.need(memory_mib=memory_mib, disk_mib=2 * memory_mib)
         guest = self.guest(name, IMAGE, memory_mib, index, touch)
         with self.ours(guest):
             yield guest, Work(guest, self.rekindle.run_dir)
 
     def qmp(self, guest: Guest) -> Qmp:
-        """A connection to the guest's QEMU. Rekindle must have nothing to do there meanwhile."""
+        """Connects to the guest's QEMU. Rekindle must not use it meanwhile."""
         return Qmp(Path(self.rekindle.show(guest.name)["vmm"]["directory"]) / "qmp.sock")
 
     def checkpoints(self, protector: Protector, skip: int = 0, **common: Any) -> int:  # noqa: ANN401
-        """A row for each checkpoint that the protector has told of, but the first `skip`; gives how many."""
+        """Appends a row for each reported checkpoint, except the first `skip`; returns their number."""
         done = protector.of("checkpoint")[skip:]
         for event in done:
             same = {name: event[name] for name in Row.__dataclass_fields__ if name in event and name != "steps"}
@@ -75,18 +75,18 @@ class Stage(bench.Stage):
 
 
 def span(seconds: float) -> str:
-    """A time for the command line, which wants whole numbers."""
+    """Formats a time for the command line, which takes whole numbers."""
     return f"{round(seconds * 1000)}ms"
 
 
 def policy(how: str) -> str | None:
-    """What to say after `--policy`."""
+    """Returns the value of `--policy`."""
     return None if how == DEFAULT else how
 
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[Stage] = Stage) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
+    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))
         name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))

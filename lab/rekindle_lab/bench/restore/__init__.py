@@ -1,4 +1,4 @@
-"""Topic `restore`: how soon a guest goes on from a checkpoint, and how fast it is then.
+"""Topic `restore`: how soon a guest resumes from a checkpoint, and how fast it is then.
 
 Follows sections V-D and V-E of the HydraVM paper (HPL-2011-24): figure 4, table II.
 """

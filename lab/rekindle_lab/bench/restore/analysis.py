@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import json
 
@@ -15,12 +15,12 @@ SMALL_MIB, LARGE_MIB = 512, 8192
 
 
 def restores(frame: pd.DataFrame, **where: float | str) -> list[float]:
-    """Command to guest running, in ms."""
+    """Returns times from the command until the guest runs, in ms."""
     return milliseconds(pick(frame[frame["what"] == "restore"], "restore_us", **where))
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     small = restores(frame, case="restore", memory_mib=SMALL_MIB, how="lazy")
     large = restores(frame, case="restore", memory_mib=LARGE_MIB, how="lazy")
@@ -43,7 +43,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
             )
         )
     else:
-        found.lacks("restore_ms_512m")
+        found.report_missing("restore_ms_512m")
     found.ratio(
         "restore_8g_vs_512m",
         Bar(1.2),
@@ -60,12 +60,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
 
 
 def _prepared(frame: pd.DataFrame, found: Found) -> None:
-    """The time, and as a figure of its own the memory that is taken meanwhile."""
+    """Adds the time, and as a figure of its own the memory that is taken meanwhile."""
     into = restores(frame, case="prepared", how="prepared")
     fresh = restores(frame, case="prepared", how="lazy")
     resident = [value / 1024 for value in pick(frame, "resident_kib", case="prepared", how="prepared")]
     if not into:
-        found.lacks("restore_prepared_ms")
+        found.report_missing("restore_prepared_ms")
         return
     of = compare(into, fresh) if fresh else None
     found.add(
@@ -91,11 +91,11 @@ def _prepared(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str) -> None:
-    """The rest of a piece of work after a restore against the same rest undisturbed; pairs, so ratios of each."""
+    """Compares the rest of a piece of work after a restore with the same undisturbed; by pairs, so ratios of each."""
     rows = frame[(frame["case"] == "after") & (frame["workload"] == workload) & (frame["what"] == "window")]
     by_round = rows.pivot_table(index="round", columns="how", values="rest_us") if len(rows) else pd.DataFrame()
     if not {"lazy", "undisturbed"} <= set(by_round.columns) or len(by_round.dropna()) < 2:
-        found.lacks(name)
+        found.report_missing(name)
         return
     pairs = by_round.dropna()
     ours, theirs = list(pairs["lazy"] / 1e6), list(pairs["undisturbed"] / 1e6)
@@ -122,7 +122,7 @@ def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str) -> No
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each case, size, store and way: the paper's figure 4, with the peer."""
+    """Lists each case, size, store and way: the paper's figure 4, with the peer."""
     rows = frame[frame["what"] == "restore"]
     lines: list[dict[str, object]] = []
     for (case, mib, store, how), group in rows.groupby(["case", "memory_mib", "store", "how"], sort=True):
@@ -146,7 +146,7 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The paper's table II: overhead of the second half, and memory fetched."""
+    """Lays out the paper's table II: overhead of the second half, and memory fetched."""
     rows = frame[frame["case"] == "after"]
     lines: list[dict[str, object]] = []
     for workload, group in rows.groupby("workload", sort=True):
@@ -174,7 +174,7 @@ def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def moves(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Work whose host died, and that went on in another place."""
+    """Lists work whose host died, and that was continued in another place."""
     rows = frame[frame["case"] == "elsewhere"]
     lines: list[dict[str, object]] = []
     for how, group in rows[rows["what"] == "restore"].groupby("how", sort=True):
@@ -192,7 +192,7 @@ def moves(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def steps(frame: pd.DataFrame) -> dict[tuple[str, str], dict[str, float]]:
-    """For figure 4: medians in ms of each step, by (what was restored, how)."""
+    """Returns medians in ms of each step for figure 4, by (what was restored, how)."""
     out: dict[tuple[str, str], dict[str, float]] = {}
     rows = frame[(frame["what"] == "restore") & frame["case"].isin(("restore", "prepared", "stores"))]
     for (case, mib, store, how), group in rows.groupby(["case", "memory_mib", "store", "how"], sort=True):

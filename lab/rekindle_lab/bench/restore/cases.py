@@ -1,4 +1,4 @@
-"""The cases: guests are protected, crash, and are restored in turn; each leaves rows. Nothing is judged here."""
+"""The cases: guests are protected, crash, and are restored in turn; each leaves rows. The analysis judges them."""
 
 import os
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from .stage import Restored, Stage
 MEMORY_MIB = 512
 """The paper's guest."""
 FILLS = 3
-"""In so many rounds it is waited until all memory has come: with 8G that takes longer than all else."""
+"""Only the first rounds wait until all memory is loaded: with 8G that takes longer than all else."""
 
 
 def _protect(stage: Stage, guest: Guest, store: Store, checkpoints: int = 3) -> None:
-    """Take some checkpoints of a guest that works."""
+    """Takes some checkpoints of a guest that works."""
     with protected(stage.rekindle, guest.name, store, "1s", None, "--count", str(checkpoints)) as protector:
         protector.wait("checkpoint", checkpoints)
         protector.join()
 
 
 def _restore(stage: Stage, name: str, store: Store, row: Row, *options: str) -> None:
-    """Restore from a store that is read from its disk, and append the row.
+    """Restores from a store that is read from its disk, and appends the row.
 
-    In the first rounds wait until the guest has all of its memory, too.
+    In the first rounds waits until the guest has all of its memory, too.
     """
     store.forget()
     restored = stage.restore(name, store, *options)
-    row.restore_us, row.told_us, row.steps = restored.restore_us, restored.told_us, restored.steps
+    row.restore_us, row.told_us, row.steps = restored.restore_us, restored.reported_us, restored.steps
     if "--eager" not in options and row.round < FILLS:
         filled = stage.wait_filled(name, restored.resumed_host_us)
         row.fill_us, row.worst_us = filled.fill_us, filled.worst_us
@@ -46,15 +46,15 @@ def _restore(stage: Stage, name: str, store: Store, row: Row, *options: str) -> 
 
 
 def restore(stage: Stage, plan: Plan) -> None:
-    """Figure 4: command to guest running, by size, lazily and eagerly, and QEMU's own load of a full save, in turn.
+    """Measures figure 4: command to guest running, by size, lazily, eagerly, and QEMU's load of a full save, in turn.
 
-    Each guest compiles when its checkpoint is taken; then its host dies, and it is restored from that checkpoint again
-    and again. Only one is up at a time.
+    Each guest compiles when its checkpoint is taken; then its host dies, and it is restored from that checkpoint
+    repeatedly. Only one guest runs at a time.
     """
     with ExitStack() as stack:
         ready: list[tuple[Guest, Store, dict[str, object]]] = []
         for index, mib in enumerate(plan.restore, start=1):
-            stage.say(f"restore: starting a guest with {size(mib)}")
+            stage.log(f"restore: starting a guest with {size(mib)}")
             guest, work = stack.enter_context(stage.working(f"back{mib}", mib, index, plan.touch.get(mib)))
             work.loop("compile")
             store = stage.store("disk").fresh(guest.name)
@@ -72,7 +72,7 @@ def restore(stage: Stage, plan: Plan) -> None:
             for guest, store, shown in ready:
                 wanted = plan.restore[guest.memory_mib]
                 todo = [how for how in wanted if number < wanted[how]]
-                stage.say(f"restore: {size(guest.memory_mib)}: round {number + 1}: {', '.join(todo) or 'nothing'}")
+                stage.log(f"restore: {size(guest.memory_mib)}: round {number + 1}: {', '.join(todo) or 'nothing'}")
                 for how in todo:
                     row = Row("restore", "restore", guest.memory_mib, "compile", "disk", how, number)
                     if how == "incoming":
@@ -80,12 +80,12 @@ def restore(stage: Stage, plan: Plan) -> None:
                     else:
                         _restore(stage, guest.name, store, row, *(["--eager"] if how == "eager" else []))
                         stage.crash(guest.name)
-        for guest, store, _ in ready:  # for those that take them down
+        for guest, store, _ in ready:  # for the cleanup of the stages
             stage.restore(guest.name, store)
 
 
 def _incoming(stage: Stage, guest: Guest, shown: dict[str, object], row: Row) -> None:
-    """QEMU's own load, also from the disk."""
+    """Measures QEMU's own load, also from the disk."""
     path = stage.disk_dir / f"{guest.name}.save"
     forget(path)
     vmm, line = shown["vmm"], shown["command_line"]
@@ -102,14 +102,14 @@ def _incoming(stage: Stage, guest: Guest, shown: dict[str, object], row: Row) ->
 
 
 def stores(stage: Stage, plan: Plan) -> None:
-    """The same from each kind of store: the paper's disk and SSD."""
+    """Measures the same from each kind of store: the paper's disk and SSD."""
     with stage.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
         places = [stage.store(kind).fresh(f"from-{kind}") for kind in plan.stores if stage.has_store(kind)]
         for place in places:
             _protect(stage, guest, place)
         for number in range(plan.store_restores):
-            stage.say(f"stores: round {number + 1} of {plan.store_restores}")
+            stage.log(f"stores: round {number + 1} of {plan.store_restores}")
             for place in places:
                 stage.crash(guest.name)
                 row = Row("stores", "restore", MEMORY_MIB, "compile", place.kind, "lazy", number)
@@ -119,7 +119,7 @@ def stores(stage: Stage, plan: Plan) -> None:
 
 
 def prepared(stage: Stage, plan: Plan) -> None:
-    """Into a QEMU that waits with empty RAM, and without one, in turn; and what it takes while it waits."""
+    """Restores into a prepared QEMU, and without one, in turn; measures the memory of the prepared one."""
     if not stage.knows_prepare():
         stage.left_out.append("case prepared: this rekindle has no `restore --prepare`")
         return
@@ -128,7 +128,7 @@ def prepared(stage: Stage, plan: Plan) -> None:
         store = stage.store("disk").fresh("spare")
         _protect(stage, guest, store)
         for number in range(plan.prepared):
-            stage.say(f"prepared: round {number + 1} of {plan.prepared}")
+            stage.log(f"prepared: round {number + 1} of {plan.prepared}")
             for how in ("prepared", "lazy"):
                 stage.crash(guest.name)
                 row = Row("prepared", "restore", MEMORY_MIB, "compile", "disk", how, number)
@@ -140,7 +140,7 @@ def prepared(stage: Stage, plan: Plan) -> None:
 
 
 def after(workload: str) -> Callable[[Stage, Plan], None]:
-    """Table II: the second half of a piece of work after a restore, against the same of an undisturbed one, in turn."""
+    """Measures table II: the second half of a piece of work after a restore, by turns with an undisturbed one."""
 
     def case(stage: Stage, plan: Plan) -> None:
         pairs = plan.after.get(workload, 0)
@@ -150,7 +150,7 @@ def after(workload: str) -> Callable[[Stage, Plan], None]:
         with stage.working("after", MEMORY_MIB, 12) as (guest, work):
             work.run(workload, piece.count, piece.first)  # so that the guest has it all in its page cache
             for number in range(pairs):
-                stage.say(f"after: {workload}: pair {number + 1} of {pairs}")
+                stage.log(f"after: {workload}: pair {number + 1} of {pairs}")
                 whole = work.run(workload, piece.count, piece.first)
                 _cut(stage, guest, work, workload, piece, whole, number)
 
@@ -158,7 +158,7 @@ def after(workload: str) -> Callable[[Stage, Plan], None]:
 
 
 def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, number: int) -> None:
-    """Crash and restore in the middle of the work. `whole`: the same work, undisturbed."""
+    """Crashes and restores in the middle of the work. `whole`: the same work, undisturbed."""
     store = stage.store("disk").fresh(f"after-{workload}")
     common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": number}
     row = Row(what="restore", how="lazy", **common)
@@ -177,9 +177,9 @@ def _cut(stage: Stage, guest: Guest, work: Work, workload: str, piece: Piece, wh
 
         window = work.run(workload, piece.count, piece.first, at=half)
     if not restored:
-        raise RekindleError(f"{workload}: was done before it could be cut; it needs more units")
+        raise RekindleError(f"{workload}: finished before it could be interrupted; give it more units")
     filled = stage.wait_filled(guest.name, restored[0].resumed_host_us)
-    row.restore_us, row.told_us, row.steps = restored[0].restore_us, restored[0].told_us, restored[0].steps
+    row.restore_us, row.told_us, row.steps = restored[0].restore_us, restored[0].reported_us, restored[0].steps
     row.demanded_pages, row.filled_pages, row.worst_us = filled.demanded, filled.behind, filled.worst_us
     stage.rows.append(row)
     position = window.position(stopped[0] / 1e6, whole)

@@ -1,7 +1,7 @@
-"""A compilation goes on in another place after its host has died.
+"""The case: a compilation is continued in another place after its host has died.
 
-Another run directory, another network namespace, the store on a server. What comes of it must be bit for bit what an
-undisturbed run gives.
+The other place is another run directory and network namespace, with the store on a server. The result must be bit for
+bit that of an undisturbed run.
 """
 
 import os
@@ -28,11 +28,11 @@ from .stage import Stage
 MEMORY_MIB = 512
 END_DEADLINE_S = 60.0
 HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
-"""Of the guest that libvirt starts."""
+"""RAM of the guest that libvirt starts."""
 
 
 def elsewhere(stage: Stage, plan: Plan) -> None:
-    """A guest of Rekindle's, then one of libvirt's."""
+    """Measures a guest of Rekindle's, then one of libvirt's."""
     with ExitStack() as stack:
         there = Rekindle(stage.rekindle.binary, stage.work / "there")
         other = stack.enter_context(netns.namespace(f"{stage.netns}b"))
@@ -57,7 +57,7 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
     folder = stage.disk_dir / "libvirt"
     for above in (stage.disk_dir, *stage.disk_dir.parents):
         if not above.stat().st_mode & 0o001:
-            # libvirtd's user must reach it.
+            # The user of libvirtd must be able to reach it.
             folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -83,7 +83,7 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
             return [pid]
 
         _move(stage, plan, work, there, definition, "libvirt", host)
-        # In its new namespace.
+        # The guest answers in its new namespace.
         with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
             answer = connection.recv(4096).decode()
@@ -114,11 +114,11 @@ def _move(
     how: str,
     host: Callable[[], list[int]],
 ) -> None:
-    """Compile undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
+    """Compiles undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
     name, count = work.guest.name, plan.units.compile
-    stage.say(f"elsewhere: {how}: undisturbed")
+    stage.log(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)
-    stage.say(f"elsewhere: {how}: with the death of its host in the middle")
+    stage.log(f"elsewhere: {how}: with the death of its host in the middle")
     store: Store = stage.store("tls").fresh(f"elsewhere-{how}")
     protector = Protector(stage.rekindle, name, store, "1s")
     moved: list[Row] = []
@@ -132,12 +132,12 @@ def _move(
         _end(processes)
         died = time.time_ns() // 1000
         newest = protector.of("checkpoint")[-1]["stopped_host_us"]
-        told = there.call("restore", name, "--store", store.url, *store.options, "--definition", str(definition))
+        restored = there.call("restore", name, "--store", store.url, *store.options, "--definition", str(definition))
         row = Row("elsewhere", "restore", MEMORY_MIB, "compile", "tls", how, 0)
-        row.told_us = row.restore_us = told["us"]
+        row.told_us = row.restore_us = restored["us"]
         row.lost_us = died - newest
         moved.append(row)
-        work.look_at(there.run_dir / name / "console.log")
+        work.read_console(there.run_dir / name / "console.log")
 
     try:
         protector.wait("checkpoint")
@@ -145,7 +145,7 @@ def _move(
     finally:
         protector.kill()
     if not moved:
-        raise RekindleError(f"elsewhere: {how}: the work was done before its host could die; it needs more units")
+        raise RekindleError(f"elsewhere: {how}: the work finished before its host could die; give it more units")
     stage.rows.append(moved[0])
     for which, one in (("undisturbed", whole), (how, window)):
         row = Row("elsewhere", "window", MEMORY_MIB, "compile", "tls", which, 0 if how == "elsewhere" else 1)

@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from rekindle_lab.guests import size
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of work that is cut by a crash and a restore."""
+    """A piece of work that is interrupted by a crash and a restore."""
 
     count: int
     """Files, or frames."""
     cut: int
-    """So many are done before it is cut."""
+    """Units that are done before the crash."""
     first: int = 1
-    """Files before this one are left out: only the part before the cut is shortened."""
+    """Units before this one are left out: only the part before the crash is shortened."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class Plan:
     """Repetitions."""
 
     restore: dict[int, dict[str, int]]
-    """By MiB of RAM: lazy, eager, incoming."""
+    """Repetitions by MiB of RAM: lazy, eager, incoming."""
     touch: dict[int, str]
-    """What a larger guest has in its memory besides."""
+    """Extra memory that a larger guest has filled."""
     stores: tuple[str, ...]
-    """For figure 4: lazily from each of them, 512M."""
+    """Stores for figure 4, from which 512M are restored lazily."""
     store_restores: int
-    """How often from each."""
+    """Restores from each store."""
     prepared: int
     after: dict[str, int]
-    """Windows that are cut by a crash and a restore, and as many that are not, by workload."""
+    """Windows with a crash and a restore, and as many without, by workload."""
     pieces: dict[str, Piece]
-    """What is done in those windows."""
+    """The work in those windows."""
     units: Units
-    """Of the work that goes on elsewhere; it is cut in the middle."""
+    """The work that is continued elsewhere; it is interrupted in the middle."""
     budget_s: float | None = None
     """A case that would begin later than this is left out."""
 
@@ -70,7 +70,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines: list[str] = []
     for mib, full in FULL.restore.items():
         own = plan.restore.get(mib, {})

@@ -1,4 +1,4 @@
-"""The paper's figure 4: what a restore takes, by its parts; and with the peer."""
+"""Plots the paper's figure 4: the parts of a restore; with the peer."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ PALETTE = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#C
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     parts = analysis.steps(frame)
     if not parts:
         return []
@@ -34,6 +34,6 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     axes.set_xlabel("ms from the command to the guest's running (medians)")
     axes.grid(axis="x")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle("A guest goes on (the paper's figure 4)", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle("A guest resumes (the paper's figure 4)", x=0.01, ha="left", fontweight="bold")
     style.save(figure, folder / "restore-figure4.png")
     return ["restore-figure4.png"]

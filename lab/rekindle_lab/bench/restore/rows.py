@@ -15,7 +15,7 @@ run directory and network namespace; there, of a guest that libvirt had started.
 
 @dataclass
 class Row:
-    """One thing that was measured. Names end in the unit; host times are microseconds since 1970."""
+    """One measurement. Names end in the unit; host times are microseconds since 1970."""
 
     case: str
     """`restore`, `prepared`, `after`, `stores`, `elsewhere`."""
@@ -28,31 +28,31 @@ class Row:
     """One of the `HOWS`; `undisturbed` for a window."""
     round: int
     restore_us: int | None = None
-    """From the start of the command to the guest's running."""
+    """From the start of the command until the guest runs."""
     told_us: int | None = None
-    """What the command itself says."""
+    """The same as reported by the command itself."""
     fill_us: int | None = None
-    """From the guest's running until all of its memory was there."""
+    """From when the guest runs until all of its memory is loaded."""
     demanded_pages: int | None = None
-    """Pages that somebody waited for."""
+    """Pages that the guest waited for."""
     filled_pages: int | None = None
-    """Pages that came behind."""
+    """Pages that were loaded in the background."""
     worst_us: int | None = None
-    """The longest that somebody waited for a page."""
+    """The longest that the guest waited for a page."""
     resident_kib: int | None = None
-    """Memory that a prepared QEMU, with what stands by for it, takes while it waits."""
+    """Memory that a prepared QEMU, with its helpers, takes while it waits."""
     units: int | None = None
     position: float | None = None
-    """How far the work was at the checkpoint."""
+    """Progress of the work at the checkpoint."""
     rest_us: int | None = None
-    """From there (restored: from the guest's running again) until the work was done."""
+    """From there (restored: from when the guest runs again) until the work was done."""
     lost_us: int | None = None
     """From the guest's stop for the newest checkpoint until its host died."""
     digest: str = ""
-    """Of what the work gave."""
+    """Digest of the work's result."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
     return read_rows(path, Row, "restore")

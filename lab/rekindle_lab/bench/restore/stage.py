@@ -24,17 +24,17 @@ _FILLED = re.compile(r"all memory is there: (\d+) pages on demand \(the longest 
 
 @dataclass(frozen=True)
 class Restored:
-    """A restore, seen from outside. Times in microseconds."""
+    """A restore, observed from outside. Times in microseconds."""
 
     restore_us: int
-    told_us: int
+    reported_us: int
     resumed_host_us: int
     steps: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A restored guest has all of its memory."""
+    """The completed fill of a restored guest."""
 
     fill_us: int
     demanded: int | None
@@ -46,13 +46,13 @@ class Stage(ProtectStage):
     """Everything that cases share."""
 
     def knows_prepare(self) -> bool:
-        """Whether this `rekindle restore` can prepare."""
+        """Whether this `rekindle restore` has `--prepare`."""
         command = [str(self.rekindle.binary), "restore", "--help"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return "--prepare" in done.stdout
 
     def qemus(self, name: str) -> list[int]:
-        """Process numbers of the QEMUs of the VM of this name in our run directory."""
+        """Returns the process numbers of the VM's QEMUs in our run directory."""
         found = []
         wanted = str(self.rekindle.run_dir / name).encode() + b"/vmm-"
         for entry in Path("/proc").iterdir():
@@ -66,7 +66,7 @@ class Stage(ProtectStage):
         return found
 
     def crash(self, name: str) -> None:
-        """The guest's host dies: its QEMU is killed, and what Rekindle kept of it is gone."""
+        """Simulates the death of the guest's host: kills its QEMU, and removes what Rekindle kept of it."""
         for pid in self.qemus(name):
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 30.0
@@ -77,38 +77,38 @@ class Stage(ProtectStage):
         self.rekindle.stop(name)
 
     def restore(self, name: str, store: Store, *options: str) -> Restored:
-        """Restore it. The guest's running is the end of the step `resume` of Rekindle's own timeline."""
+        """Restores it. The guest runs from the end of the step `resume` in Rekindle's own timeline."""
         timeline = self.rekindle.run_dir / name / "timeline.jsonl"
-        begun = time.time_ns() // 1000
-        told = self.rekindle.call("restore", name, "--store", store.url, *store.options, *options)
+        started = time.time_ns() // 1000
+        report = self.rekindle.call("restore", name, "--store", store.url, *store.options, *options)
         entries = [json.loads(line) for line in timeline.read_text().splitlines()]
-        steps = [entry for entry in entries if entry["start_host_us"] + entry["us"] >= begun]
+        steps = [entry for entry in entries if entry["start_host_us"] + entry["us"] >= started]
         resumed = [step for step in steps if step["step"] == "resume"]
         if not resumed:
             raise RekindleError(f"restore {name}: its timeline has no step `resume`")
         end = resumed[-1]["start_host_us"] + resumed[-1]["us"]
-        return Restored(end - begun, told["us"], end, steps)
+        return Restored(end - started, report["us"], end, steps)
 
     def wait_filled(self, name: str, since_host_us: int) -> Filled:
-        """Wait until all of its memory is there."""
+        """Waits until all of its memory is loaded."""
         fill, log = (self.rekindle.run_dir / name / file for file in ("fill.json", "pager.log"))
         deadline = time.monotonic() + FILL_DEADLINE_S
         while fill.exists():
             if time.monotonic() > deadline:
-                raise RekindleError(f"{name}: its memory has not come within {FILL_DEADLINE_S:g} s")
+                raise RekindleError(f"{name}: its memory is not loaded within {FILL_DEADLINE_S:g} s")
             time.sleep(0.005)
         took = time.time_ns() // 1000 - since_host_us
-        # The pager tells a moment after the record has gone.
+        # The pager logs this shortly after it has removed the record.
         while True:
-            told = _FILLED.search(log.read_text())
-            if told or time.monotonic() > deadline:
+            filled = _FILLED.search(log.read_text())
+            if filled or time.monotonic() > deadline:
                 break
             time.sleep(0.005)
-        numbers = [int(number) for number in told.groups()] if told else [None, None, None]
+        numbers = [int(number) for number in filled.groups()] if filled else [None, None, None]
         return Filled(took, numbers[0], numbers[2], numbers[1])
 
     def resident_kib(self, name: str) -> int:
-        """Resident memory of everything that runs for this VM: QEMU, and processes of Rekindle's."""
+        """Returns the resident memory of all processes for this VM: QEMU and Rekindle's."""
         total = 0
         marks = (str(self.rekindle.run_dir / name).encode() + b"/", b"\0" + name.encode() + b"\0")
         environment = f"REKINDLE_RUN_DIR={self.rekindle.run_dir}".encode()
@@ -131,7 +131,7 @@ class Stage(ProtectStage):
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage, as for topic `protect`."""
+    """Sets up the stage, as for topic `protect`."""
     with protect_stage(root, binary, qemu, rows, disk, Stage) as here:
         assert isinstance(here, Stage)
         yield here

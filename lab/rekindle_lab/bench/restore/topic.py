@@ -1,4 +1,4 @@
-"""Measuring and analysing, one after the other or each by itself."""
+"""Measures and analyses this topic."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Figures, tables and plots from a file of rows and, where it is, the file that was written beside it."""
+    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
     frame = rows.read(raw)
-    about = run.take_over(TOPIC, raw, out)
+    about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
         "Figure 4: from the command to the guest's running": analysis.summary(frame),

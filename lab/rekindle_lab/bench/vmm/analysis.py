@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import json
 
@@ -12,17 +12,17 @@ from rekindle_lab.stats import compare, median, p95
 from .rows import HOWS
 
 HEADLINE_MIB = 512
-"""Size at which warm is set against cpr-transfer: the one with the most repetitions."""
+"""Size at which warm is compared with cpr-transfer: the one with the most repetitions."""
 SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
 
 
 def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
-    """As `pick`, but one value for each operation, for columns that all its rows have in common."""
+    """Returns the values as `pick`, but one for each operation, for columns that all its rows share."""
     return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     ratio = found.ratio
 
@@ -72,7 +72,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
             )
         )
     else:
-        found.lacks("warm_11_vms_total", "11 VMs or for one")
+        found.report_missing("warm_11_vms_total", "11 VMs or for one")
     ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
 
     rounds = pick(frame, "sessions_lost", case="losses")
@@ -81,18 +81,18 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
         lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
         found.add(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
     else:
-        found.lacks("warm_losses_50")
+        found.report_missing("warm_losses_50")
 
     changed = pick(frame, "memory_changed_bytes", how="warm")
     if changed:
         found.add(Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw))
     else:
-        found.lacks("warm_memory_changed")
+        found.report_missing("warm_memory_changed")
     return found
 
 
 def label(row: "pd.Series[object]") -> str:
-    """What was rebooted, for people."""
+    """Describes what was rebooted, for the tables."""
     what = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
     among = {"solo": "1 of many x ", "count": f"{row['vms']} x "}.get(str(row["case"]), "")
     turn = " (by turns)" if row["case"] == "sizes" else ""
@@ -100,9 +100,9 @@ def label(row: "pd.Series[object]") -> str:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """A line for each case and way: guest-stopped time and service gap in ms, and warm's share of the former.
+    """Lists each case and way: guest-stopped time and service gap in ms, and warm's share of the first.
 
-    The guest of a cold reboot is not stopped but shut down and booted: for that the gap tells.
+    The guest of a cold reboot is not stopped but shut down and booted: compare the gaps there.
     """
     lines: list[dict[str, object]] = []
     keys = ["case", "guest", "memory_mib", "vms"]
@@ -133,7 +133,7 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Warm against cpr-transfer in every case that has both: ratios of medians with their 95% interval."""
+    """Compares warm with cpr-transfer in every case that has both: ratios of medians with their 95% interval."""
     lines: list[dict[str, object]] = []
     for case in SERVICE_CASES:
         for _, group in frame[frame["case"] == case].groupby(["guest", "memory_mib", "vms"], sort=True):
@@ -160,12 +160,12 @@ def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def tasks(frame: pd.DataFrame) -> pd.DataFrame:
-    """The tasks before and after the VMM is replaced, one row for each operation, in ms: the paper's figures 5 and 6.
+    """Lists the tasks before and after the VMM is replaced, one row per operation, in ms: the paper's figures 5 and 6.
 
     `pre_ms`: from the first guest's suspension (or the order to shut down) to the last one's end. `post_ms`: from there
     until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
-    cpr-transfer does both tasks in one step that cannot be told apart from outside, so these are missing for it; so is
-    the guest-stopped time of a cold reboot, which shuts the guest down instead.
+    These are missing for cpr-transfer, which does both tasks in one step that cannot be divided from outside; so is the
+    guest-stopped time of a cold reboot, which shuts the guest down instead.
     """
     keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
     out = []

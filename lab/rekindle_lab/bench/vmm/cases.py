@@ -1,4 +1,4 @@
-"""The cases: each sets up its guests, reboots them in turn (A B A B) and leaves rows behind. Nothing is judged here."""
+"""The cases: each sets up its guests, reboots them in turn (A B A B) and leaves rows. The analysis judges them."""
 
 import functools
 import os
@@ -22,9 +22,9 @@ SMALL_MIB = 256
 DEBIAN_MIB = 1024
 SESSION_DEADLINE_S = 10.0
 SLOW = Client(every="10ms")
-"""For the case that has many clients: they shall not be what is measured."""
+"""The case with many clients uses few requests, so that clients are not what is measured."""
 SESSIONS = 4
-"""Open TCP sessions, besides the ssh one, that have to outlive the reboots."""
+"""Open TCP sessions, in addition to the ssh one, that must survive the reboots."""
 
 
 def in_turn(
@@ -34,30 +34,30 @@ def in_turn(
     peers: list[Peer],
     repetitions: dict[str, int],
     client: Client = USUAL,
-    beside: Callable[[int], None] | None = None,
+    each_round: Callable[[int], None] | None = None,
 ) -> None:
-    """Warm, cpr-transfer, saved, cold, and again, for as long as each has repetitions left.
+    """Reboots warm, cpr-transfer, saved, cold, and again, for as long as each has repetitions left.
 
-    `beside` has its turn in each round, too.
+    `each_round` is called in each round, too.
     """
     names = f"{len(ours)} x {ours[0].image.kind} {size(ours[0].memory_mib)}"
     for number in range(max(repetitions.values())):
         todo = [how for how in HOWS if number < repetitions.get(how, 0) and (peers or how != "cpr-transfer")]
-        stage.say(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
-        if beside is not None:
-            beside(number)
+        stage.log(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
+        if each_round is not None:
+            each_round(number)
         for how in todo:
             stage.reboot(case, number, peers if how == "cpr-transfer" else ours, how, client=client)
 
 
 def ram(stage: Stage, plan: Plan) -> None:
-    """Figure 5: one micro guest, all of its RAM touched, by size."""
+    """Measures figure 5: one micro guest, all of its RAM touched, by size."""
     for index, (mib, repetitions) in enumerate(plan.ram.items(), start=1):
         with ExitStack() as stack:
             try:
                 saved = repetitions.get("saved", 0)
                 stage.need(memory_mib=mib, disk_mib=mib if saved else 0)
-                stage.say(f"ram: starting a guest with {size(mib)}, and touching all of it")
+                stage.log(f"ram: starting a guest with {size(mib)}, and touching all of it")
                 guest = stack.enter_context(stage.ours(stage.guest(f"ram{mib}", "micro", mib, index, "all")))
             except NoRoomError as error:
                 stage.left_out.append(f"micro with {size(mib)}: all of it, for the machine {error}")
@@ -73,26 +73,26 @@ def ram(stage: Stage, plan: Plan) -> None:
 
 
 def sizes(stage: Stage, plan: Plan) -> None:
-    """The smallest and the largest guest, both up, rebooted warm in turn: what size alone does."""
+    """Reboots the smallest and the largest guest warm in turn, both running, to isolate the effect of size."""
     stage.need(memory_mib=sum(plan.extremes))
     with ExitStack() as stack:
         guests = []
         for index, mib in enumerate(plan.extremes, start=10):
-            stage.say(f"sizes: starting a guest with {size(mib)}, and touching all of it")
+            stage.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
             guests.append(stack.enter_context(stage.ours(stage.guest(f"size{mib}", "micro", mib, index, "all"))))
         for number in range(plan.sizes):
-            stage.say(f"sizes: round {number + 1} of {plan.sizes}")
+            stage.log(f"sizes: round {number + 1} of {plan.sizes}")
             for guest in guests:
                 stage.reboot("sizes", number, [guest], "warm")
 
 
 def count(stage: Stage, plan: Plan) -> None:
-    """Figures 6 and 7: more and more small guests, rebooted in parallel."""
+    """Measures figures 6 and 7: more and more small guests, rebooted in parallel."""
     with ExitStack() as stack:
         ours: list[Guest] = []
         peers: list[Peer] = []
         for n, repetitions in plan.count.items():
-            stage.say(f"count: starting VMs up to number {n}")
+            stage.log(f"count: starting VMs up to number {n}")
             with_peers = any(r.get("cpr-transfer", 0) for m, r in plan.count.items() if m >= n)
             while len(ours) < n:
                 stage.need(memory_mib=2 * SMALL_MIB)
@@ -102,29 +102,29 @@ def count(stage: Stage, plan: Plan) -> None:
                     peers.append(stack.enter_context(stage.peer(guest, wait=False)))
             for guest in [*ours, *(peer.guest for peer in peers)]:
                 guest.wait_ready()
-            beside = functools.partial(alone, stage, ours[0]) if n == max(plan.count) else None
-            in_turn(stage, "count", ours, peers, repetitions, SLOW, beside)
+            each_round = functools.partial(alone, stage, ours[0]) if n == max(plan.count) else None
+            in_turn(stage, "count", ours, peers, repetitions, SLOW, each_round)
 
 
 def alone(stage: Stage, guest: Guest, number: int) -> None:
-    """A warm reboot of one guest among many, against which one of all of them is set."""
+    """Reboots one guest among many warm, for comparison with all of them."""
     stage.reboot("solo", number, [guest], "warm", client=SLOW)
 
 
 def debian(stage: Stage, plan: Plan) -> None:
-    """One guest with a whole distribution in it, nginx as the service."""
+    """Reboots one guest with a whole distribution, nginx as the service."""
     if not any(plan.debian.values()):
         return
     stage.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
     with ExitStack() as stack:
-        stage.say("debian: starting")
+        stage.log("debian: starting")
         guest = stack.enter_context(stage.ours(stage.guest("debian", "debian", DEBIAN_MIB, 40)))
         peer = stack.enter_context(stage.peer(guest))
         in_turn(stage, "debian", [guest], [peer], plan.debian)
 
 
-class Session:
-    """A session inside a TCP connection: whoever is at the other end sends back each line."""
+class EchoSession:
+    """A session inside a TCP connection: the other end sends back each line."""
 
     def __init__(self, send: Callable[[bytes], None], handle: int, close: Callable[[], None]) -> None:
         self._send, self._handle, self.close = send, handle, close
@@ -150,8 +150,8 @@ class Session:
         return got == line
 
 
-def tcp_session(guest: Guest) -> Session:
-    """A session with the guest's echo service, as soon as it is there."""
+def tcp_session(guest: Guest) -> EchoSession:
+    """Opens a session with the guest's echo service, as soon as it listens."""
     end = time.monotonic() + 60.0
     while True:
         try:
@@ -163,11 +163,11 @@ def tcp_session(guest: Guest) -> Session:
             time.sleep(0.1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)
-    return Session(connection.sendall, connection.fileno(), connection.close)
+    return EchoSession(connection.sendall, connection.fileno(), connection.close)
 
 
-def ssh_session(guest: Guest) -> Session:
-    """A session with `cat` over ssh. The key of the image lets root in."""
+def ssh_session(guest: Guest) -> EchoSession:
+    """Opens a session with `cat` over ssh, with the image's key for root."""
     options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes"]
     command = ["ip", "netns", "exec", guest.netns, "ssh", "-F", "none", "-i", str(guest.image.key), "-T"]
     command += [word for option in options for word in ("-o", option)]
@@ -180,14 +180,14 @@ def ssh_session(guest: Guest) -> Session:
         process.kill()
         process.wait()
 
-    return Session(process.stdin.write, process.stdout.fileno(), close)
+    return EchoSession(process.stdin.write, process.stdout.fileno(), close)
 
 
 def losses(stage: Stage, plan: Plan) -> None:
-    """Warm reboots in a row, under HTTP load, with TCP and ssh sessions open all the time."""
+    """Reboots warm in a row, under HTTP load, with TCP and ssh sessions open all the time."""
     stage.need(memory_mib=DEBIAN_MIB, disk_mib=4 * 1024)
     with ExitStack() as stack:
-        stage.say("losses: starting debian")
+        stage.log("losses: starting debian")
         guest = stack.enter_context(stage.ours(stage.guest("losses", "debian", DEBIAN_MIB, 41)))
         # micro, which stands in for it in a trial, has no ssh.
         openers = [tcp_session] * SESSIONS + ([] if guest.image.kind == "micro" else [ssh_session])
@@ -216,8 +216,8 @@ def losses(stage: Stage, plan: Plan) -> None:
                         **common,
                     )
                 )
-                stage.say(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
-                for index in lost:  # anew, or it would be counted again after the next reboot
+                stage.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
+                for index in lost:  # reopened, or it would be counted again after the next reboot
                     sessions[index].close()
                     sessions[index] = openers[index](guest)
         report = probes[0].report
@@ -236,11 +236,11 @@ def losses(stage: Stage, plan: Plan) -> None:
 
 
 def memory(stage: Stage, plan: Plan) -> None:
-    """Warm reboots for which Rekindle compares every RAM block before and after, and the guest verifies its own."""
+    """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its own memory."""
     stage.need(memory_mib=512)
     with stage.ours(stage.guest("memory", "micro", 512, 42, "all")) as guest:
         for number in range(plan.memory):
-            stage.say(f"memory: reboot {number + 1} of {plan.memory}")
+            stage.log(f"memory: reboot {number + 1} of {plan.memory}")
             stage.reboot("memory", number, [guest], "warm", "--verify-memory")
         reply = guest.command("verify")
         if not reply.startswith("ok"):
@@ -248,16 +248,16 @@ def memory(stage: Stage, plan: Plan) -> None:
 
 
 def breakdown(stage: Stage, plan: Plan) -> None:
-    """Figure 8: throughput of nginx over time, with the steps of each way to reboot."""
+    """Measures figure 8: throughput of nginx over time, with the steps of each way to reboot."""
     stage.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
     with ExitStack() as stack:
-        stage.say("breakdown: starting debian")
+        stage.log("breakdown: starting debian")
         guest = stack.enter_context(stage.ours(stage.guest("web", "debian", DEBIAN_MIB, 43)))
         peer = stack.enter_context(stage.peer(guest)) if "cpr-transfer" in plan.breakdown else None
         for how in plan.breakdown:
-            stage.say(f"breakdown: {how}")
-            who: Guest | Peer = peer if peer is not None and how == "cpr-transfer" else guest
-            stage.records.append(stage.reboot("breakdown", 0, [who], how, client=LOAD))
+            stage.log(f"breakdown: {how}")
+            target: Guest | Peer = peer if peer is not None and how == "cpr-transfer" else guest
+            stage.records.append(stage.reboot("breakdown", 0, [target], how, client=LOAD))
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {

@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines: list[str] = []
 
     def compare(what: str, full: dict[str, int], own: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The figures: the paper's 5, 6, 7 and 8, with today's peers."""
+"""Plots the paper's figures 5, 6, 7 and 8, with today's peers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from .rows import HOWS
 
 
 def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
-    """For each way a line through the medians, with a bar up to the 95th percentile. Gives the values drawn."""
+    """Draws a line through the medians of each way, with a bar up to the 95th percentile. Returns the values drawn."""
     drawn: list[float] = []
     for how in HOWS:
         rows = frame[(frame["how"] == how) & frame[column].notna() & (frame[column] > 0)]
@@ -83,7 +83,7 @@ def _tasks(frame: pd.DataFrame, x: str, xlabel: str, ticks: dict[int, str], titl
 
 
 def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     style.apply()
     done: list[str] = []
     times = tasks(frame)

@@ -13,7 +13,7 @@ HOWS = ("warm", "cpr-transfer", "saved", "cold")
 
 @dataclass
 class Row:
-    """What one reboot did to one VM. Names end in the unit; host times are microseconds since 1970."""
+    """The outcome of one reboot for one VM. Names end in the unit; host times are microseconds since 1970."""
 
     case: str
     """`ram`, `sizes`, `count`, `solo`, `debian`, `losses`, `load`, `memory`, `breakdown`."""
@@ -22,7 +22,7 @@ class Row:
     vms: int
     how: str
     round: int
-    """Rows of one case, guest, size, number and way with the same round are one operation."""
+    """Rows of one case, guest, size, number and way with the same round belong to one operation."""
     vm: str
     stopped_us: int | None = None
     stop_host_us: int | None = None
@@ -30,16 +30,16 @@ class Row:
     total_us: int | None = None
     """First stop to last resume of all VMs of the operation."""
     command_us: int | None = None
-    """The whole command, from the caller's side."""
+    """Duration of the command as its caller sees it."""
     gap_us: int | None = None
-    """The client's longest silence around the reboot, and when it began and ended."""
+    """The client's longest time without an answer around the reboot, and its bounds."""
     gap_start_host_us: int | None = None
     gap_end_host_us: int | None = None
     answered: int | None = None
     failed: int | None = None
     connections_lost: int | None = None
     sessions: int | None = None
-    """Open TCP and ssh sessions that were tried after the reboot, and those of them that no longer worked."""
+    """Open TCP and ssh sessions that were tried after the reboot, and those of them that failed."""
     sessions_lost: int | None = None
     memory_changed_bytes: int | None = None
     from_version: str = ""
@@ -48,5 +48,5 @@ class Row:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
     return read_rows(path, Row, "vmm")

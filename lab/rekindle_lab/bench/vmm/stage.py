@@ -21,7 +21,7 @@ from .rows import Row
 
 @dataclass(frozen=True)
 class Client:
-    """How a client asks a guest's service while it is rebooted."""
+    """The settings of the client that asks a guest's service while it is rebooted."""
 
     path: str | None = None
     """A file of nginx's; without it the guest's usual service."""
@@ -30,7 +30,7 @@ class Client:
     margin_s: float = MARGIN_S
 
     def url(self, guest: Guest) -> str:
-        """What it asks for."""
+        """Returns the requested URL."""
         if self.path is None:
             return guest.service_url
         # micro, which stands in for debian in a trial, has no files.
@@ -53,9 +53,9 @@ class Stage(bench.Stage):
 
     @contextmanager
     def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
-        """A guest for cpr-transfer with the hardware of `guest`, which must not have been rebooted yet.
+        """Starts a guest for cpr-transfer with the hardware of `guest`, which must not have been rebooted yet.
 
-        It is ready unless one shall not `wait`.
+        It is ready unless `wait` is false.
         """
         shown = self.rekindle.show(guest.name)
         twin = replace(guest, name=f"{guest.name}-peer", netns=self.peer_netns)
@@ -84,27 +84,27 @@ class Stage(bench.Stage):
         self,
         case: str,
         number: int,
-        who: Sequence["Guest | Peer"],
+        targets: Sequence["Guest | Peer"],
         how: str,
         *options: str,
         client: Client = USUAL,
     ) -> dict[str, Any]:
-        """Reboot guests at once with a client at each, append a row for each, and give the record of the first.
+        """Reboots guests together with a client at each, appends a row for each, and returns the record of the first.
 
-        All of `who` are of one kind: ours, or peers (then `how` is cpr-transfer). `number` is the round.
+        All of `targets` are of one kind: ours, or peers (then `how` is cpr-transfer). `number` is the round.
         """
-        peers = [one for one in who if isinstance(one, Peer)]
-        at = [one.guest if isinstance(one, Peer) else one for one in who]
-        targets = [(client.url(guest), guest.netns) for guest in at]
-        # A client that survives any stop; but after a boot the old connection is dead, and only a new one tells.
+        peers = [one for one in targets if isinstance(one, Peer)]
+        at = [one.guest if isinstance(one, Peer) else one for one in targets]
+        urls = [(client.url(guest), guest.netns) for guest in at]
+        # A client that survives any stop; but a boot kills the old connection, so a cold reboot needs a short timeout.
         settings = (*client.options, "--timeout", "5s" if how == "cold" else "300s")
-        with self.rekindle.probes(targets, *settings, every=client.every, margin_s=client.margin_s) as probes:
-            begun = time.monotonic()
+        with self.rekindle.probes(urls, *settings, every=client.every, margin_s=client.margin_s) as probes:
+            started = time.monotonic()
             if peers:
                 document = handover_json(peers)
             else:
                 document = self.rekindle.reboot([guest.name for guest in at], how, *options)
-            command_us = int((time.monotonic() - begun) * 1e6)
+            command_us = int((time.monotonic() - started) * 1e6)
             for guest in at:
                 guest.wait_ready()
         for guest, vm, probe in zip(at, by_name(document, [guest.name for guest in at]), probes, strict=True):
@@ -147,13 +147,13 @@ class Peer:
 
 
 def version(vmm: dict[str, Any] | None) -> str:
-    """The version of a `from` or `to`, as text."""
+    """Returns the version of a `from` or `to`, as text."""
     given = (vmm or {}).get("version", "")
     return ".".join(str(part) for part in given.values()) if isinstance(given, dict) else str(given)
 
 
 def by_name(document: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The VMs of a reboot's JSON in the order of `names`. Raises unless each was rebooted."""
+    """Returns the VMs of a reboot's JSON in the order of `names`. Raises unless each was rebooted."""
     vms = {vm["name"]: vm for vm in document["vms"]}
     for name in names:
         outcome = vms.get(name, {}).get("outcome", "not in the report")
@@ -163,7 +163,7 @@ def by_name(document: dict[str, Any], names: Sequence[str]) -> list[dict[str, An
 
 
 def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Reboot peers, and tell it in the form of a reboot's JSON."""
+    """Reboots peers, and reports in the form of a reboot's JSON."""
     handovers = reboot_all([peer.vm for peer in peers])
     vms = [
         {
@@ -183,7 +183,7 @@ def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
+    """Sets up the stage: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
 
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """

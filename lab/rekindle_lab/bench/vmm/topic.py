@@ -1,4 +1,4 @@
-"""Measuring and analysing, one after the other or each by itself."""
+"""Measures and analyses this topic."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ RECORDS = "vmm-breakdown.json"
 
 
 def measure(task: run.Task) -> Path:
-    """Run the cases and write the raw files; gives the file of rows."""
+    """Runs the cases and writes the raw files; returns the file of rows."""
     task.build_images("micro", "debian")
     records = []
     try:
@@ -32,10 +32,10 @@ def measure(task: run.Task) -> Path:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Figures, tables and plots from a file of rows and, where they are, the files that were written beside it."""
+    """Makes figures, tables and plots from a file of rows and, if present, the other files of the run."""
     frame = rows.read(raw)
-    about = run.take_over(TOPIC, raw, out, RECORDS)
-    records = run.beside(raw, RECORDS, [])
+    about = run.copy_run(TOPIC, raw, out, RECORDS)
+    records = run.read_sidecar(raw, RECORDS, [])
     found = analysis.figures(frame, run.raw_name(TOPIC))
     tables = {
         "Guest-stopped time and service gap": analysis.summary(frame),

@@ -1,4 +1,4 @@
-"""Topic `warm-cache`: what a rebooted guest finds of its cache, against a cold reboot and against peers.
+"""Topic `warm-cache`: how much of its cache a guest has after a reboot, compared with a cold reboot and with peers.
 
 Follows section 5 of CacheMind: figures 5 to 13, table 1.
 """

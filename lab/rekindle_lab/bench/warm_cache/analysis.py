@@ -1,4 +1,4 @@
-"""From raw rows to figures. Reads nothing but the rows, so that a file can be analysed again."""
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
 
 import json
 
@@ -12,31 +12,31 @@ from .plan import LIMITS
 from .rows import WAYS
 
 WARM, COLD = "warm-cache", "cold"
-AT_ONCE_S = 5
-"""The first so many seconds of a web server after a reboot are *at once*."""
+FIRST_S = 5
+"""The first seconds of a web server after a reboot, whose rate counts."""
 STEADY_S = 10
-"""The last so many before it are what it is compared with."""
+"""The last seconds before it, with which they are compared."""
 
 
 def at_least(limit: float) -> Bar:
-    """A bar that a figure must not be below."""
+    """Returns the bar of a figure where more is better."""
     return Bar(limit, ">=")
 
 
 def rate(rows: pd.DataFrame) -> list[float]:
-    """MB/s of each row."""
+    """Returns MB/s of each row."""
     return [float(value) for value in rows["bytes"] / rows["us"]]
 
 
 def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
-    """The rows in which the columns are as given."""
+    """Returns the rows in which the columns are as given."""
     for key, value in values.items():
         frame = frame[frame[key] == value]
     return frame
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Found:
-    """The figures of the issue's table. `raw`: the rows' file."""
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
     found = Found(raw)
     _first_read(frame, found)
     _runs(frame, found)
@@ -75,10 +75,10 @@ def _runs(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
-    """MB/s at once after each reboot, and before it."""
+    """Returns MB/s in the first seconds after each reboot, and in the last before it."""
     after, before = [], []
     for _, rows in where(frame, case="http", what="http", how=how).groupby("round"):
-        first = rows[(rows["second"] >= 1) & (rows["second"] <= AT_ONCE_S)]
+        first = rows[(rows["second"] >= 1) & (rows["second"] <= FIRST_S)]
         last = rows[(rows["second"] < 0) & (rows["second"] >= -STEADY_S)]
         if len(first) and len(last):
             after.append(float(first["bytes"].sum()) / len(first) / 1e6)
@@ -88,7 +88,7 @@ def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
 
 def _web(frame: pd.DataFrame, found: Found) -> None:
     after, before = _seconds(frame, WARM)
-    words = (f"the first {AT_ONCE_S} s, warm", f"the last {STEADY_S} s before")
+    words = (f"the first {FIRST_S} s, warm", f"the last {STEADY_S} s before")
     found.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
 
 
@@ -101,7 +101,7 @@ def _map(frame: pd.DataFrame, found: Found) -> None:
 
 
 def _cost_us(rows: pd.DataFrame) -> float | None:
-    """Time of a processor for a request."""
+    """Returns processor time per request."""
     costs = (rows["cpu_us"] / rows["requests"]).dropna()
     return median([float(cost) for cost in costs]) if len(costs) else None
 
@@ -116,7 +116,7 @@ def _native(frame: pd.DataFrame, found: Found) -> None:
     for (what, block), name in names.items():
         rows = where(frame, case="native", what=what, block=block)
         ours, peers = where(rows, how="server"), {how: where(rows, how=how) for how in PEERS}
-        # Whichever way of the daemon's is the fastest for this kind.
+        # The daemon's fastest way for this kind counts.
         best = max(PEERS, key=lambda how: median(rate(peers[how])) if len(peers[how]) else 0.0)
         peer, is_peer = peers[best], f"qemu-storage-daemon, {PEERS[best]}"
         costs = {"server_us_a_request": _cost_us(ours), "peer_us_a_request": _cost_us(peer)}
@@ -125,7 +125,7 @@ def _native(frame: pd.DataFrame, found: Found) -> None:
     for name, how in (("attic_read_native", "attic"), ("attic_read_native_fresh", "attic-fresh")):
         rows = where(frame, how=how)
         if not len(rows):
-            found.lacks(name)
+            found.report_missing(name)
             continue
         a_core = [float(value) for value in rows["bytes"] / rows["cpu_us"] / 1e3]
         extra = {"of_wall_time": median([value / 1e3 for value in rate(rows)])}
@@ -134,14 +134,14 @@ def _native(frame: pd.DataFrame, found: Found) -> None:
 
 
 def taken(rows: pd.DataFrame) -> pd.Series:
-    """MiB that the host gave, what the emulation had translated left out."""
+    """Returns MiB that the host has used, without the code that the emulation has translated."""
     return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
 
 
 def _memory(frame: pd.DataFrame, found: Found) -> None:
     rows = where(frame, case="files", what="memory", how=WARM)
     if not len(rows):
-        found.lacks("host_memory_peak")
+        found.report_missing("host_memory_peak")
         return
     shares = [float(value) for value in (taken(rows) - 64) / rows["memory_mib"]]
     files = [float(value) for value in rows["ram_kib"] / 1024 / rows["memory_mib"]]
@@ -154,7 +154,7 @@ def _helper(frame: pd.DataFrame, found: Found) -> None:
     kills = [float(us) / 1e3 for us in where(frame, case="helper", what="kill")["us"]]
     errors = where(frame, case="helper", what="verify")["errors"]
     if not kills or not len(errors):
-        found.lacks("helper_back")
+        found.report_missing("helper_back")
         return
     extra = {"worst": max(kills)}
     found.add(Figure("helper_back", median(kills), "ms", len(kills), p95(kills), Bar(200), found.raw, extra=extra))
@@ -163,13 +163,13 @@ def _helper(frame: pd.DataFrame, found: Found) -> None:
 
 
 def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of files that are read and written before and after a reboot; `on`: their file system."""
+    """Returns the rows of files that are read and written before and after a reboot; `on`: their file system."""
     rows = frame[frame["case"].isin(["files", "folios", "peers"]) & (frame["what"] != "memory")]
     return rows.assign(on=["XFS" if case == "folios" else "ext4" for case in rows["case"]])
 
 
 def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Each kind of access, before and after."""
+    """Lists each kind of access, before and after."""
     lines = []
     by = ["limit", "on", "what", "block", "how"]
     for (limit, on, what, block, how), of in through_reboots(frame).groupby(by, sort=False):
@@ -183,7 +183,7 @@ def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """As the paper's."""
+    """Lays out the paper's table 1."""
     lines = []
     for how, of in where(frame, case="tpch").groupby("how", sort=False):
         line: dict[str, object] = {"reboot": how}
@@ -195,18 +195,18 @@ def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def web(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Before, at once, and later."""
+    """Lists the web server's rate before a reboot, directly after, and later."""
     lines = []
     for how in (WARM, COLD):
         after, before = _seconds(frame, how)
         if after:
-            line = {"reboot": how, "before": median(before), f"first {AT_ONCE_S} s": median(after), "n": len(after)}
+            line = {"reboot": how, "before": median(before), f"first {FIRST_S} s": median(after), "n": len(after)}
             lines.append(line)
     return lines
 
 
 def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """What the host gave."""
+    """Lists the memory that the host has used."""
     lines = []
     rows = where(frame, what="memory")
     for (case, how), of in rows.groupby(["case", "how"], sort=False):
@@ -222,7 +222,7 @@ def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """What remembering costs, in the guest and in the server."""
+    """Lists the cost of the map, in the guest and in the server."""
     lines = []
     for what, of in where(frame, case="map").groupby("what", sort=False):
         line: dict[str, object] = {"access": what}
@@ -235,7 +235,7 @@ def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Rates and what a processor has to do for them."""
+    """Lists rates and processor time of the servers."""
     lines = []
     for (what, block, how), of in where(frame, case="native").groupby(["what", "block", "how"], sort=False):
         line: dict[str, object] = {"access": what, "block": int(block), "server": how, "MB/s": median(rate(of))}
@@ -245,7 +245,7 @@ def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
-    """Medians of each query, in ms, by way and access."""
+    """Returns medians of each query, in ms, by way and access."""
     found: dict[tuple[str, int], list[float]] = {}
     for (how, at), of in where(frame, case="tpch").groupby(["how", "at"]):
         runs = [[step["us"] / 1e3 for step in json.loads(text)] for text in of["steps"]]
@@ -254,5 +254,5 @@ def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
 
 
 def ways(frame: pd.DataFrame) -> list[str]:
-    """Those that there are, in order."""
+    """Returns the ways that have rows, in order."""
     return [way for way in WAYS if way in set(frame["how"])]

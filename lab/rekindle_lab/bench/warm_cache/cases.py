@@ -1,4 +1,4 @@
-"""The cases. Each leaves its rows at once; ways are taken by turns."""
+"""The cases. Each appends its rows immediately; ways are taken by turns."""
 
 import json
 import re
@@ -22,16 +22,16 @@ from .watch import Watch, cached_kib
 MICRO_FILE = "/bytes/65536"
 TPCH = Path(__file__).parent / "tpch"
 OTHER_ROUNDS = 3
-"""With other limits of the disk than the first."""
+"""Rounds with other limits of the disk than the first."""
 WARM, COLD = "warm-cache", "cold"
 COLD_READ = "cold-read"
-"""Cold, and then all that a database has was read before its first run, so that no disk has a part in that."""
+"""Way: a cold reboot, after which all files of the database are read before its first run, so that no disk counts."""
 READ_ALL = "find /var/lib/postgresql /usr/lib/postgresql /usr/lib/x86_64-linux-gnu -type f -exec cat {} + >/dev/null"
 _ENGINES = {"mmap-read": ("read", "mmap"), "mmap-write": ("write", "mmap"), "bytes": ("write:4095", "psync")}
 
 
 def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tuple[int, int]:
-    """Let the guest go through its file once: bytes, microseconds."""
+    """Lets the guest access its file once; returns bytes and microseconds."""
     way, engine = _ENGINES.get(what, (what, "psync"))
     size = mib << 20
     if what == "bytes":
@@ -40,18 +40,18 @@ def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tu
         f"fio --name=x --filename={guest.file} --size={size} --bs={block} --rw={way} --ioengine={engine} --invalidate=0"
     )
     words += f" --gtod_reduce=1 --thread --output-format=json {' '.join(options)}"
-    said = guest.ssh(words)
-    job = json.loads(said[said.index("{") :])["jobs"][0]
-    told = job["read"] if way == "read" else job["write"]
-    if told["io_bytes"] == 0:
+    output = guest.ssh(words)
+    job = json.loads(output[output.index("{") :])["jobs"][0]
+    counters = job["read"] if way == "read" else job["write"]
+    if counters["io_bytes"] == 0:
         raise RekindleError(f"{guest.name}: fio moved nothing: {words}")
-    # Where the end waits for the disk that is not in the time of the writes, only in that of the job.
-    took = max(told["runtime"], job.get("job_runtime", 0))
-    return told["io_bytes"], took * 1000
+    # If the end waits for the disk, that time is only in the job's, not in that of the writes.
+    took = max(counters["runtime"], job.get("job_runtime", 0))
+    return counters["io_bytes"], took * 1000
 
 
 def settle(guest: CacheGuest) -> None:
-    """Nothing is left to be written, and nothing begins to be written by itself."""
+    """Writes back everything, and keeps the kernel from writing back by itself."""
     guest.ssh(
         "sync; sysctl -q vm.dirty_ratio=90 vm.dirty_background_ratio=80 vm.dirty_expire_centisecs=360000"
         " vm.dirty_writeback_centisecs=0"
@@ -59,7 +59,7 @@ def settle(guest: CacheGuest) -> None:
 
 
 def access(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int, at: int) -> None:
-    """Go through the file, and leave a row."""
+    """Accesses the file, and appends a row."""
     moved, took = fio(guest, one.what, one.block, one.mib)
     given = {"memory_mib": guest.memory_mib, "block": one.block, "bytes": moved, "us": took}
     stage.rows.append(Row(case, one.what, how, limit, number, at, **given))
@@ -68,7 +68,7 @@ def access(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, lim
 
 
 def around(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int) -> None:
-    """Go through the file, reboot, and go through it again, twice each; with what the host gives for that."""
+    """Accesses the file, reboots, and accesses it again, twice each; records the memory that the host uses for that."""
     for at in (-2, -1):
         access(stage, guest, case, one, how, limit, number, at)
     with Watch(guest.name, stage.ram_dir) as watch:
@@ -82,28 +82,28 @@ def around(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, lim
 def memory(
     stage: Stage, guest: CacheGuest, watch: Watch, case: str, how: str, limit: str, number: int, steps: object
 ) -> None:
-    """A row of what the host gave at the peak."""
+    """Appends a row with the memory of the host at the peak."""
     cached = cached_kib(guest.disk) if guest.disk else None
-    served = stage.from_attic(guest) if guest.cache == "server" else None
+    served = stage.from_retained_cache(guest) if guest.cache == "server" else None
     given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
-    told = {
+    other = {
         "memory_mib": guest.memory_mib,
         "bytes": served,
         "cached_kib": cached,
         "steps": steps if isinstance(steps, list) else [],
     }
-    stage.rows.append(Row(case, "memory", how, limit, number, **given, **told))
+    stage.rows.append(Row(case, "memory", how, limit, number, **given, **other))
 
 
 def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
-    """A B, B A, A B."""
+    """Returns the ways in alternating order: A B, B A, A B."""
     return ways if number % 2 == 0 else ways[::-1]
 
 
 def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Plan], None]:
-    """Figures 5 to 7: one guest, rebooted with its cache and cold by turns.
+    """Returns the case of figures 5 to 7: one guest, rebooted with its cache and cold by turns.
 
-    `limit`: the disk's, by its place in the plan; fewer rounds with others than the first.
+    `limit`: the disk's, by its index in the plan; fewer rounds with others than the first.
     """
 
     def case(stage: Stage, plan: Plan) -> None:
@@ -120,14 +120,14 @@ def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Pla
                 for number in range(one.rounds if limit == 0 else min(one.rounds, OTHER_ROUNDS)):
                     for how in turns(number, (WARM, COLD)):
                         around(stage, guest, "files", one, how, name, number)
-                    stage.say(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+                    stage.log(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
             stage.hold(None)
 
     return case
 
 
 def folios(stage: Stage, plan: Plan) -> None:
-    """The same from a file system that caches in large pieces, so that a guest has less to do for each page."""
+    """Measures the same on a file system that caches in large pieces, so that a guest has less work per page."""
     if not plan.folios:
         raise NotPlannedError
     stage.hold(None)
@@ -143,12 +143,12 @@ def folios(stage: Stage, plan: Plan) -> None:
             for number in range(one.rounds):
                 for how in turns(number, (WARM, COLD)):
                     around(stage, guest, "folios", one, how, limit, number)
-                stage.say(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+                stage.log(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
         stage.hold(None)
 
 
 def peers(stage: Stage, plan: Plan) -> None:
-    """Figures 11 and 12: QEMU has the disk, with the host's cache and without."""
+    """Measures figures 11 and 12: QEMU has the disk, with the host's cache and without."""
     if not plan.peers:
         raise NotPlannedError
     limit = plan.limits[0]
@@ -162,11 +162,11 @@ def peers(stage: Stage, plan: Plan) -> None:
                 for number in range(one.rounds):
                     around(stage, guest, "peers", one, cache, limit, number)
             stage.hold(None)
-        stage.say(f"peers: cache={cache}")
+        stage.log(f"peers: cache={cache}")
 
 
 def map_cost(stage: Stage, plan: Plan) -> None:
-    """Figures 8 to 10: what remembering costs while nothing reboots. Two guests; all accesses reach the disk."""
+    """Measures figures 8 to 10: the cost of the map without reboots. Two guests; all accesses reach the disk."""
     if stage.slow:
         stage.hold(None)
     image = stage.image("debian-cache")
@@ -187,20 +187,21 @@ def map_cost(stage: Stage, plan: Plan) -> None:
                     for how in turns(number, ("map", "no-map")):
                         guest, server = both[how]
                         assert isinstance(guest, CacheGuest)
-                        # What is written is cached, as in the paper: only then is a byte a page no read of the page.
+                        # What is written stays cached, as in the paper: only then does a write of one byte per page
+                        # not read the page first.
                         guest.ssh("sync" + ("; echo 3 >/proc/sys/vm/drop_caches" if what == "read" else ""))
                         before = server.used_us()
                         moved, took = fio(guest, what, block, plan.map_mib, *options)
                         given = {"bytes": moved, "us": took, "cpu_us": server.used_us() - before}
                         stage.rows.append(Row("map", what, how, "none", number, memory_mib=768, block=block, **given))
-                stage.say(f"map: {number + 1} of {plan.map_rounds}")
+                stage.log(f"map: {number + 1} of {plan.map_rounds}")
     finally:
         for disk in disks.values():
             disk.unlink(missing_ok=True)
 
 
 def tpch(stage: Stage, plan: Plan) -> None:
-    """Table 1: the 22 queries one after the other, twice before a reboot and twice after it."""
+    """Measures table 1: the 22 queries one after the other, twice before a reboot and twice after it."""
     stage.hold(None)
     queries = "".join(path.read_text() for path in sorted(TPCH.glob("q*.sql")))
     run = f"cat >/run/tpch.sql <<'SQL'\n\\set ON_ERROR_STOP on\n\\timing on\n\\o /dev/null\n{queries}\nSQL\n"
@@ -211,17 +212,17 @@ def tpch(stage: Stage, plan: Plan) -> None:
         stage.hold(limit)
 
         def power(how: str, number: int, at: int) -> None:
-            """The 22 queries once; `at` 0 is only for the cache."""
+            """Runs the 22 queries once; the run with `at` 0 only fills the cache."""
             lines = guest.ssh(run).split("\n")
             times = [float(found[1]) for line in lines if (found := re.match(r"Time: ([0-9.]+) ms", line))]
             stamps = [float(line) for line in lines if re.fullmatch(r"\d+\.\d+", line)]
             if len(times) != 22 or len(stamps) != 2:
-                raise RekindleError(f"tpch: {len(times)} queries of 22 told their time")
+                raise RekindleError(f"tpch: {len(times)} of 22 queries have a time")
             steps = [{"step": f"Q{n}", "us": round(ms * 1000)} for n, ms in enumerate(times, 1)]
             took = round((stamps[1] - stamps[0]) * 1e6)
             if at == 0:
                 return
-            served = stage.from_attic(guest) if at == 1 and how == WARM else None
+            served = stage.from_retained_cache(guest) if at == 1 and how == WARM else None
             given = {"bytes": served, "us": took, "steps": steps}
             stage.rows.append(Row("tpch", "tpch", how, limit, number, at, guest.memory_mib, **given))
 
@@ -235,17 +236,17 @@ def tpch(stage: Stage, plan: Plan) -> None:
                     guest.ssh(READ_ALL)
                 for at in range(1, plan.tpch_runs + 1):
                     power(how, number, at)
-            stage.say(f"tpch: {number + 1} of {plan.tpch}")
+            stage.log(f"tpch: {number + 1} of {plan.tpch}")
         stage.hold(None)
 
 
 def http(stage: Stage, plan: Plan) -> None:
-    """Figure 13: one client asks for 4,000 files, one at a time, while the guest is rebooted."""
+    """Measures figure 13: one client requests 4,000 files, one at a time, while the guest is rebooted."""
     stage.hold(None)
     limit = plan.limits[0]
     with stage.ours(stage.cached("http", 1024, 6)) as guest:
         assert isinstance(guest, CacheGuest)
-        # It would begin while the web server works already.
+        # It would start while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
         stage.hold(limit)
         # micro, which stands in for the guest in a trial, has one file.
@@ -254,7 +255,7 @@ def http(stage: Stage, plan: Plan) -> None:
             client.wait(len(paths))
             for number in range(plan.http):
                 for how in turns(number, (WARM, COLD)):
-                    # All files once more after a cold reboot, so that all are cached.
+                    # Requests all files once more after a cold reboot, so that all are cached.
                     client.wait(len(paths))
                     begin = time.monotonic()
                     time.sleep(plan.http_s)
@@ -269,13 +270,13 @@ def http(stage: Stage, plan: Plan) -> None:
                         row = Row("http", "http", how, limit, number, memory_mib=guest.memory_mib, block=65536, **given)
                         stage.rows.append(row)
                     memory(stage, guest, watch, "http", how, limit, number, steps)
-                stage.say(f"http: {number + 1} of {plan.http}")
+                stage.log(f"http: {number + 1} of {plan.http}")
         stage.hold(None)
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {
     "native": native.native,
-    "attic": native.attic,
+    "attic": native.retained,
     "read": files(lambda one: one.what == "read" and one.block >= 4096),
     "small": files(lambda one: one.what == "read" and one.block < 4096),
     "write": files(lambda one: one.what == "write"),

@@ -1,4 +1,4 @@
-"""A disk's server is killed under load again and again, and is back without anybody's help."""
+"""The case: a disk's server is killed under load repeatedly, and is restarted without help."""
 
 import json
 import os
@@ -16,37 +16,37 @@ from .rows import Row
 from .stage import CacheGuest, Stage
 
 BACK_DEADLINE_S = 60.0
-LOOK_S = 0.001
-"""Between two questions to the server."""
+POLL_S = 0.001
+"""Interval of the queries to the server."""
 SPAN_MIB = 32
-"""Of the disk that is written and verified."""
+"""Size of the area that is written and verified."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What the guest's load has done."""
+    """The result of the guest's load."""
 
     bytes_read: int
     errors: int
 
 
 def verify(guest: CacheGuest, seconds: int) -> Verified:
-    """Write to the disk, and read back and verify what was written, for so long."""
+    """Writes to the disk for so long, and reads back and verifies what was written."""
     path = guest.file if guest.stands_in else "/srv/verify"
     words = f"fio --name=x --filename={path} --size={SPAN_MIB << 20} --bs=4096 --rw=randwrite --direct=1"
     words += " --ioengine=libaio --iodepth=8 --verify=crc32c --verify_backlog=256 --continue_on_error=verify"
     words += f" --time_based --runtime={seconds} --thread --output-format=json || true"
-    said = guest.ssh(words)
-    if "{" not in said:
-        raise RekindleError(f"{guest.name}: fio has printed no result: {said!r}")
-    job = json.loads(said[said.index("{") :])["jobs"][0]
+    output = guest.ssh(words)
+    if "{" not in output:
+        raise RekindleError(f"{guest.name}: fio has printed no result: {output!r}")
+    job = json.loads(output[output.index("{") :])["jobs"][0]
     if job["read"]["io_bytes"] == 0:
         raise RekindleError(f"{guest.name}: fio has verified nothing")
     return Verified(job["read"]["io_bytes"], int(job["error"] != 0) + job.get("total_err", 0))
 
 
 def is_served(control: Path) -> bool:
-    """Whether a server answers there and the queues of a QEMU run."""
+    """Whether a server answers there and serves the queues of a QEMU."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5)
@@ -59,7 +59,7 @@ def is_served(control: Path) -> bool:
 
 
 def kill(stage: Stage, guest: CacheGuest) -> int:
-    """Kill the server of the guest's disk. Gives the microseconds until another one serves the guest."""
+    """Kills the server of the guest's disk. Returns the microseconds until another one serves the guest."""
     shown = stage.rekindle.show(guest.name)["helpers"]
     pid = next((helper["pid"] for helper in shown if helper["helper"] == "disk:disk0"), None)
     if pid is None:
@@ -70,12 +70,12 @@ def kill(stage: Stage, guest: CacheGuest) -> int:
     while not is_served(control):
         if time.monotonic_ns() - began > BACK_DEADLINE_S * 1e9:
             raise RekindleError(f"{guest.name}: its disk is not served again {BACK_DEADLINE_S:.0f} s after the kill")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return (time.monotonic_ns() - began) // 1000
 
 
 def helper_back(stage: Stage, plan: Plan) -> None:
-    """Kill it under a load that verifies what it reads."""
+    """Kills it under a load that verifies what it reads."""
     if stage.slow:
         stage.hold(None)
     seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5
@@ -88,7 +88,7 @@ def helper_back(stage: Stage, plan: Plan) -> None:
                 break
             row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(stage, guest))
             stage.rows.append(row)
-        told = load.result()
-        given = {"bytes": told.bytes_read, "errors": told.errors}
+        verified = load.result()
+        given = {"bytes": verified.bytes_read, "errors": verified.errors}
         stage.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **given))
-        stage.say(f"helper: {plan.kills} kills, {told.errors} errors in {told.bytes_read} bytes")
+        stage.log(f"helper: {plan.kills} kills, {verified.errors} errors in {verified.bytes_read} bytes")

@@ -1,4 +1,4 @@
-"""Servers without a guest: ours and QEMU's storage daemon, with the same client at native speed."""
+"""The case: servers without a guest, Rekindle's and QEMU's storage daemon, with the same client at native speed."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ PEERS = {"qsd": "io_uring", "qsd-native": "native", "qsd-threads": "threads"}
 
 @dataclass(frozen=True)
 class Kind:
-    """What the client does."""
+    """The requests of the client."""
 
     what: str
     order: str
@@ -42,20 +42,20 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Server:
-    """One that runs."""
+    """A running server."""
 
     socket: Path
     pid: int
 
     def used_us(self) -> int:
-        """Microseconds of a processor that its threads have used."""
+        """Returns the processor time that its threads have used, in microseconds."""
         threads = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) // 1000
 
 
 @contextmanager
 def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
-    """Start a server and wait for its socket; ended at the end, or with this process."""
+    """Starts a server and waits for its socket; it ends with the body, or with this process."""
     command = ["setpriv", "--pdeathsig", "KILL", *command]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
@@ -80,7 +80,7 @@ def ours(stage: Stage, image: Path, name: str = "ours", *options: str) -> Abstra
 
 
 def daemon(stage: Stage, device: Path, aio: str) -> AbstractContextManager[Server]:
-    """QEMU's, with a thread of its own, which polls, and direct I/O as ours."""
+    """Starts QEMU's storage daemon, with a polling thread of its own, and direct I/O as in Rekindle's server."""
     binary = shutil.which("qemu-storage-daemon")
     if binary is None:
         raise NoRoomError("has no qemu-storage-daemon; run: scripts/setup")
@@ -92,7 +92,7 @@ def daemon(stage: Stage, device: Path, aio: str) -> AbstractContextManager[Serve
 
 
 def ask(stage: Stage, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
-    """Let the client do something; what it tells."""
+    """Runs the client; returns its report."""
     client = stage.rekindle.binary.parent / "examples" / "native"
     command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
     command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
@@ -102,14 +102,14 @@ def ask(stage: Stage, server: Server, kind: Kind, span_mib: int, *options: str) 
     return json.loads(done.stdout)
 
 
-def _row(what: Kind, how: str, number: int, told: dict[str, int]) -> Row:
-    given = {"bytes": told["bytes"], "us": told["ns"] // 1000, "cpu_us": told["server_cpu_ns"] // 1000}
-    return Row("native", what.what, how, "none", number, block=what.block, requests=told["requests"], **given)
+def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
+    given = {"bytes": report["bytes"], "us": report["ns"] // 1000, "cpu_us": report["server_cpu_ns"] // 1000}
+    return Row("native", what.what, how, "none", number, block=what.block, requests=report["requests"], **given)
 
 
 @contextmanager
 def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
-    """A block device in memory: its own time varies less than a disk's."""
+    """Makes a block device in memory: its own time varies less than a disk's."""
     stage.need(memory_mib=4 * span_mib)
     if not Path("/dev/loop-control").exists():
         raise NoRoomError("has no loop devices")
@@ -117,7 +117,7 @@ def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
     try:
         subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
         with loop_device(path) as device:
-            # It is the device's alone from here on: memory that is freed with it.
+            # Only the device holds it from here on: its memory is freed with it.
             path.unlink()
             yield Path(device)
     finally:
@@ -125,44 +125,44 @@ def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
 
 
 def native(stage: Stage, plan: Plan) -> None:
-    """Windows with each server in turn."""
+    """Measures windows with each server in turn."""
     ways = ("server", *PEERS)
     with medium(stage, plan.span_mib) as device:
         for number in range(plan.native):
             for how in ways if number % 2 == 0 else ways[::-1]:
                 with daemon(stage, device, PEERS[how]) if how in PEERS else ours(stage, device) as server:
                     for kind in KINDS:
-                        told = ask(stage, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
-                        stage.rows.append(_row(kind, how, number, told))
-            stage.say(f"native: {number + 1} of {plan.native}")
+                        report = ask(stage, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
+                        stage.rows.append(_row(kind, how, number, report))
+            stage.log(f"native: {number + 1} of {plan.native}")
 
 
-def attic(stage: Stage, plan: Plan) -> None:
-    """All is read, the client goes, the next one reads it out of the attic: into buffers, or memory nobody touched."""
+def retained(stage: Stage, plan: Plan) -> None:
+    """Reads all, disconnects, and reads all again from the retained cache: into used buffers, or untouched memory."""
     kind = KINDS[1]
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
     with medium(stage, plan.span_mib) as device, ours(stage, device) as server:
         control = f"{server.socket}.control"
-        for number in range(plan.attic):
+        for number in range(plan.retained):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
                 ask(stage, server, kind, plan.span_mib, *every)
                 _idle(stage, control)
                 stage.rekindle.call("disk", "keep", control)
-                told = ask(stage, server, kind, plan.span_mib, *every, option)
+                report = ask(stage, server, kind, plan.span_mib, *every, option)
                 _idle(stage, control)
                 status = stage.rekindle.call("disk", "status", control)
                 served = (status["attic"] or [0, status["emptied"]])[1]["served"]
-                if served * 4096 != told["bytes"]:
-                    raise RekindleError(f"attic: {served} blocks came out of it, of {told['bytes'] // 4096}")
+                if served * 4096 != report["bytes"]:
+                    raise RekindleError(f"{served} blocks came from the retained cache, not {report['bytes'] // 4096}")
                 stage.rekindle.call("disk", "drop", control)
-                stage.rows.append(_row(kind, how, number, told))
-        stage.say(f"attic: {plan.attic}")
+                stage.rows.append(_row(kind, how, number, report))
+        stage.log(f"attic: {plan.retained}")
 
 
 def _idle(stage: Stage, control: str) -> None:
-    """Wait until no client is connected."""
+    """Waits until no client is connected."""
     deadline = time.monotonic() + START_DEADLINE_S
     while stage.rekindle.call("disk", "status", control)["connected"]:
         if time.monotonic() > deadline:
-            raise RekindleError(f"{control}: its client does not go")
+            raise RekindleError(f"{control}: its client does not disconnect")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What a run measures: how often, at which sizes; in full, and within 8 minutes."""
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Files:
     what: str
     block: int
     mib: int
-    """Of the file."""
+    """Size of the file."""
     rounds: int
     """Reboots of each way."""
 
@@ -27,7 +27,7 @@ class Plan:
     native: int
     """Windows of each server and kind."""
     native_s: float
-    attic: int
+    retained: int
     files: tuple[Files, ...]
     limits: tuple[str, ...]
     folios: tuple[Files, ...]
@@ -38,21 +38,21 @@ class Plan:
     tpch: int
     """Reboots of each way."""
     tpch_runs: int
-    """So many runs before a reboot, and after it."""
+    """Runs before a reboot, and after it."""
     http: int
     """Reboots of each way."""
     http_s: int
-    """Seconds before, and after."""
+    """Seconds before a reboot, and after it."""
     kills: int
-    """Of a disk's server."""
+    """Kills of a disk's server."""
     kill_every_s: float = 2.5
-    """Longer than a server has to serve for its next restart to have no delay."""
+    """Interval of the kills, longer than a server must run for its next restart to have no delay."""
     memory_mib: int = 2048
-    """Of a guest that reads the file of 1 GiB."""
+    """RAM of a guest that reads the file of 1 GiB."""
     span_mib: int = 1024
-    """Of a disk that is read and written without a guest."""
+    """Size of a disk that is accessed without a guest."""
     web_files: int = 4000
-    """What the web server is asked for."""
+    """Files that are requested from the web server."""
     budget_s: float | None = None
     """A case that would begin later than this is left out."""
 
@@ -60,7 +60,7 @@ class Plan:
 FULL = Plan(
     native=10,
     native_s=2.0,
-    attic=10,
+    retained=10,
     files=(
         Files("read", 4096, 1024, 5),
         Files("read", 1 << 20, 1024, 5),
@@ -89,7 +89,7 @@ FULL = Plan(
 QUICK = Plan(
     native=4,
     native_s=1.0,
-    attic=3,
+    retained=3,
     files=(Files("read", 4096, 1024, 1), Files("read", 1 << 20, 1024, 1)),
     limits=("paper",),
     folios=(),
@@ -106,11 +106,11 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What of the full plan this one does not do, in words."""
+    """Lists what this plan omits from the full one."""
     lines: list[str] = []
     for name, own, full in (
         ("native windows of each server", plan.native, FULL.native),
-        ("native reads out of the attic", plan.attic, FULL.attic),
+        ("native reads from the retained cache", plan.retained, FULL.retained),
         ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
         ("reboots of each way with TPC-H", plan.tpch, FULL.tpch),
         ("reboots of each way with a web server", plan.http, FULL.http),

@@ -1,4 +1,4 @@
-"""The paper's figures 5 and 13: a file read through a reboot, and a web server's rate through one."""
+"""Plots the paper's figures 5 and 13: a file read through a reboot, and a web server's rate through one."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ AT = (-2, -1, 1, 2)
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw what there is data for, and give the names of the files."""
+    """Draws the plots that have data, and returns their file names."""
     style.apply()
     return [name for name in (_accesses(frame, folder), _web(frame, folder)) if name]
 

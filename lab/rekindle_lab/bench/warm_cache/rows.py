@@ -9,51 +9,51 @@ import pandas as pd
 from rekindle_lab.bench.rows import read_rows
 
 WAYS = ("warm-cache", "cold", "writeback", "none")
-"""How a guest was rebooted: the two of Rekindle's, and cold with QEMU's own disk in two cache modes."""
+"""How a guest was rebooted: Rekindle's two ways, and cold with QEMU's own disk in two cache modes."""
 
 
 @dataclass
 class Row:
-    """One thing that was measured. Names end in the unit."""
+    """One measurement. Names end in the unit."""
 
     case: str
     """As in the plan."""
     what: str
-    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one a page), `tpch`, `http`, `memory`; `kill` (of a
-    server: until it serves again) and `verify` (what was read and verified meanwhile)."""
+    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one per page), `tpch`, `http`, `memory`; `kill` (of a
+server: until it serves again) and `verify` (what was read and verified meanwhile)."""
     how: str
     """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
-    `map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (into buffers) and
-    `attic-fresh` (into memory that nobody has touched)."""
+`map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (retained cache, into used
+buffers) and `attic-fresh` (the same into untouched memory)."""
     limit: str
-    """What the disk is held to: one of the plan's, or `none`."""
+    """The limit of the disk: one of the plan's, or `none`."""
     round: int
     at: int = 0
-    """Which access it is: -1 is the last before the reboot, 1 the first after it; 0 where there is none."""
+    """Index of the access: -1 is the last before the reboot, 1 the first after it; 0 where there is none."""
     memory_mib: int | None = None
     block: int | None = None
-    """Bytes of a request."""
+    """Bytes per request."""
     bytes: int | None = None
-    """That were moved; of `memory`, and of a first run of `tpch`: that came out of the attic."""
+    """Bytes moved; of `memory`, and of a first run of `tpch`: bytes from the retained cache."""
     us: int | None = None
     requests: int | None = None
     cpu_us: int | None = None
-    """Of a processor, used by the server meanwhile."""
+    """Processor time of the server meanwhile."""
     second: int | None = None
-    """Of `http`: since the guest was well again, 1 first; before 0 until the reboot, the last is -1."""
+    """Of `http`: second since the guest was well again, from 1; before 0 until the reboot, the last is -1."""
     ram_kib: int | None = None
-    """At the peak: the files of guest memory, the attic's too."""
+    """At the peak: the files of guest memory, including the retained cache."""
     private_kib: int | None = None
-    """At the same time: memory of their own of QEMU and server."""
+    """At the same time: private memory of QEMU and server."""
     code_kib: int | None = None
-    """Of that: what the emulation has translated."""
+    """Part of that: code that the emulation has translated."""
     cached_kib: int | None = None
-    """What the host caches of the image, at the end."""
+    """Part of the image in the host's cache, at the end."""
     errors: int | None = None
-    """Of the verification."""
+    """Errors of the verification."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a file. Numbers that are not there are NaN; `steps` stays JSON text."""
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
     return read_rows(path, Row, "warm-cache")

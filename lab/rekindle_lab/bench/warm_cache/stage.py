@@ -1,4 +1,4 @@
-"""The stage of this topic: a disk that is held to a rate, and guests on it that are rebooted."""
+"""The stage of this topic: a disk with limited rates, and guests on it that are rebooted."""
 
 import json
 import os
@@ -23,9 +23,9 @@ from .plan import LIMITS
 IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
 SHELL_PORT = 7004
-"""Instead of ssh, where micro stands in."""
+"""Port of the shell that replaces ssh where micro stands in."""
 DATA_BYTES = 1600 << 20
-"""Of the disk with XFS; the file on it has 1 GiB."""
+"""Size of the disk with XFS; the file on it has 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class CacheGuest(Guest):
     SHUTDOWN_TIMEOUT: ClassVar[str] = "5m"
 
     cache: str = "server"
-    """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of one that was started by hand."""
+    """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of a manually started server."""
     bytes_per_s: int | None = None
-    """What its definition holds the disk to."""
+    """Rate limit in its definition."""
     data: bool = False
-    """Whether the file lies on a disk of its own, with XFS: its pages are cached in large pieces (folios)."""
+    """Whether the file is on a separate disk with XFS, whose pages are cached in large pieces (folios)."""
 
     @property
     def stands_in(self) -> bool:
@@ -48,7 +48,7 @@ class CacheGuest(Guest):
 
     @property
     def file(self) -> str:
-        """What is read and written."""
+        """The file that is read and written."""
         if self.stands_in:
             return "/dev/vda"
         return "/mnt/file" if self.data else "/srv/file"
@@ -60,18 +60,18 @@ class CacheGuest(Guest):
 
     @property
     def disk(self) -> Path | None:
-        """Its own copy of the image's disk; one of a server by hand is that server's."""
+        """Its own copy of the image's disk; none for a server that was started manually."""
         return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
 
     def qemu_args(self) -> list[str]:
-        """The disk of a server that was started by hand."""
+        """Returns the arguments for the disk of a server that was started manually."""
         if self.disk is not None:
             return []
         chardev = f"socket,id=byhand,path={self.cache},reconnect-ms=1000"
         return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
 
     def disk_lines(self) -> list[str]:
-        """Who has its disk, and what the server holds it to."""
+        """Returns the disks of its definition, with the server and its limit."""
         if self.disk is None:
             return []
         how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
@@ -80,7 +80,7 @@ class CacheGuest(Guest):
         return [line for path in paths for line in ("[[disk]]", f"path = {json.dumps(str(path))}", *how, *rate)]
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Write the definition, and copy the disk, of which the host caches nothing then."""
+        """Writes the definition, and copies the disk, of which the host caches nothing afterwards."""
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
         if self.disk is not None:
@@ -93,12 +93,12 @@ class CacheGuest(Guest):
         return path
 
     def mount(self) -> None:
-        """Mount the disk with XFS, if it has one."""
+        """Mounts the disk with XFS, if it has one."""
         if self.data:
             self.ssh("modprobe xfs && mount /dev/vdb /mnt")
 
     def ssh(self, command: str) -> str:
-        """Run a command in it, and give what it says."""
+        """Runs a command in it, and returns its output."""
         if self.stands_in:
             return self._shell(command)
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
@@ -108,21 +108,21 @@ class CacheGuest(Guest):
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_DEADLINE_S, check=False
         )
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {said}")
+            error = (done.stderr.strip() or done.stdout.strip())[-1000:]
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
         return done.stdout
 
     def _shell(self, command: str) -> str:
-        """The same on the port that `guest/stand-in` has for it."""
+        """Does the same on the port of `guest/stand-in`."""
         with netns.connect(self.netns, self.address, SHELL_PORT, SSH_DEADLINE_S) as connection:
             connection.settimeout(SSH_DEADLINE_S)
             connection.sendall(command.encode())
             connection.shutdown(socket.SHUT_WR)
             reply = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-        said, _, status = reply.rstrip("\n").rpartition("exit ")
+        output, _, status = reply.rstrip("\n").rpartition("exit ")
         if status != "0":
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {status}: {said[-1000:]}")
-        return said
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {status}: {output[-1000:]}")
+        return output
 
 
 @dataclass
@@ -130,23 +130,23 @@ class Stage(bench.Stage):
     """Everything that cases share."""
 
     slow: Slow | None = None
-    """Where guest disks are; none where no disk can be held to a rate."""
+    """Disk with limits for the guests' disks; `None` where the kernel cannot limit one."""
 
     def cached(self, name: str, memory_mib: int, index: int, cache: str = "server") -> CacheGuest:
-        """A guest of this topic."""
+        """Returns a guest of this topic."""
         self.need(memory_mib=int(memory_mib * 1.1) + 512)
         folder = self.slow.folder if self.slow else self.disk_dir
         image = self.image(IMAGE)
         return CacheGuest(name, image, memory_mib, index, None, self.netns, self.ram_dir, folder, cache)
 
     def hold(self, limit: str | None) -> None:
-        """Hold the disk to one of the limits, or to nothing."""
+        """Limits the disk to one of the rates, or removes the limit."""
         if self.slow is None:
-            raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk is held to a rate")
+            raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
         self.slow.hold(LIMITS[limit] if limit else None)
 
-    def from_attic(self, guest: CacheGuest) -> int:
-        """Bytes that its disks' servers have given it out of its former memory; none after a cold reboot."""
+    def from_retained_cache(self, guest: CacheGuest) -> int:
+        """Returns bytes that its disks' servers have supplied from the retained cache; none after a cold reboot."""
         of_all = 0
         for disk in ("disk0", "disk1") if guest.data else ("disk0",):
             control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
@@ -156,18 +156,18 @@ class Stage(bench.Stage):
         return of_all
 
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
-        """Reboot the guest and wait until it is well again."""
-        told = self.rekindle.call("reboot", "os", guest.name, "--how", how)
+        """Reboots the guest and waits until it is well again."""
+        report = self.rekindle.call("reboot", "os", guest.name, "--how", how)
         guest.wait_ready()
         guest.mount()
-        return told
+        return report
 
 
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True) -> Iterator[Stage]:
-    """Set the stage: folders, a tmpfs for guest RAM, a network namespace, a disk.
+    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace, a disk.
 
-    `disk`: a folder on a real one. `slow`: with one that the kernel holds to a rate, where it can.
+    `disk`: a folder on a real one. `slow`: with a disk that the kernel limits, where possible.
     """
     with ExitStack() as stack:
         at = stack.enter_context(bench.folders(disk))

@@ -1,4 +1,4 @@
-"""What the host gives for a guest: looked at every 50 ms, while something else goes on."""
+"""Samples the host's memory for a guest every 50 ms, in a background thread."""
 
 import re
 import subprocess
@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 EVERY_S = 0.05
-"""Between two looks."""
+"""Interval of the samples."""
 SELDOM_S = 1.0
-"""Between two looks at what takes longer: which processes there are, and what the emulation has translated."""
+"""Interval of the slower samples: the list of processes, and the code that the emulation has translated."""
 
 
 def processes(mark: str) -> list[int]:
-    """QEMUs and disk servers that have `mark`, a run directory, in their command line."""
+    """Returns QEMUs and disk servers that have `mark`, a run directory, in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -29,7 +29,7 @@ def processes(mark: str) -> list[int]:
 
 
 def files_in(pids: list[int], device: int) -> int:
-    """Bytes of all files of a file system that any of these processes has open; those without a name too, each once."""
+    """Returns the bytes of all files of a file system that these processes have open, unlinked ones too, each once."""
     sizes: dict[int, int] = {}
     for pid in pids:
         try:
@@ -43,7 +43,7 @@ def files_in(pids: list[int], device: int) -> int:
 
 
 def private_kib(pid: int) -> int:
-    """Memory of its own."""
+    """Returns the private memory of a process."""
     try:
         found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -52,7 +52,7 @@ def private_kib(pid: int) -> int:
 
 
 def code_kib(pid: int) -> int:
-    """What is in mappings that can be written and run: what an emulation has translated."""
+    """Returns the memory in mappings that are writable and executable: code that an emulation has translated."""
     total, counts = 0, False
     try:
         lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
@@ -67,7 +67,7 @@ def code_kib(pid: int) -> int:
 
 
 def cached_kib(path: Path) -> int:
-    """What the host caches of a file."""
+    """Returns how much of a file the host caches."""
     done = subprocess.run(
         ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)], capture_output=True, text=True, check=True
     )
@@ -75,16 +75,16 @@ def cached_kib(path: Path) -> int:
 
 
 class Watch:
-    """Looks until the body has ended; then `ram_kib`, `private_kib` and `code_kib` are those of the peak."""
+    """Samples until the body has ended; then `ram_kib`, `private_kib` and `code_kib` are those of the peak."""
 
     def __init__(self, mark: str, ram_dir: Path) -> None:
-        """`mark`: see `processes`. `ram_dir`: where guest memory is."""
+        """`mark`: see `processes`. `ram_dir`: the folder of guest memory."""
         self.ram_kib = self.private_kib = self.code_kib = 0
         self._mark, self._device = mark, ram_dir.stat().st_dev
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         seldom, pids, code = 0.0, [], 0
         while not self._over.wait(EVERY_S):
             if time.monotonic() > seldom:

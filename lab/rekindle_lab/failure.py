@@ -1,4 +1,4 @@
-"""How the lab's commands end when they cannot go on."""
+"""The exit of the lab's commands after an error."""
 
 import sys
 
@@ -6,6 +6,6 @@ import typer
 
 
 def fail(command: str, error: object, status: int = 2) -> typer.Exit:
-    """Say why on standard error; gives what to raise. Status 2: what was given is wrong; 1: it went wrong."""
+    """Prints the error to standard error; returns what to raise. Status 2: invalid input; 1: failure."""
     print(f"rekindle-lab {command}: {error}", file=sys.stderr)
     return typer.Exit(status)
