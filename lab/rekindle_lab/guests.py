@@ -21,7 +21,7 @@ READY_DEADLINE_S = 300.0
 
 
 def size(memory_mib: int) -> str:
-    """`512M`, `2G`."""
+    """Formats a size as `512M` or `2G`."""
     return f"{memory_mib // 1024}G" if memory_mib % 1024 == 0 else f"{memory_mib}M"
 
 
@@ -100,7 +100,7 @@ class Guest:
 
     @property
     def command_line(self) -> str:
-        """Its kernel's."""
+        """The command line of its kernel."""
         words = f"{KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
         if self.image.kind in ("debian", "debian-cache"):
             words = f"root=/dev/vda rw {words}"

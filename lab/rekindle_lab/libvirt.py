@@ -38,7 +38,7 @@ class Libvirt:
         return f"qemu:///session?socket={self.folder / 'run' / 'libvirt' / 'libvirt-sock'}"
 
     def virsh(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run virsh."""
+        """Runs virsh."""
         command = ["virsh", "--quiet", "--connect", self.uri, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if check and done.returncode != 0:
@@ -101,7 +101,7 @@ class Domain:
     memory_mib: int
     console: Path
     address: str
-    """The guest's."""
+    """Address of the guest."""
 
     def command(self, line: str, deadline: float = 300.0, port: int = COMMAND_PORT) -> str:
         """Sends a line to one of its ports and returns the reply."""

@@ -21,7 +21,7 @@ END_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Used:
+class ResourceUse:
     """Resource use of the process."""
 
     cpu_us: int
@@ -100,14 +100,14 @@ class Protector:
                     raise RekindleError(f"{' '.join(self._command[1:])}: {what}; its output: {output or '(nothing)'}")
                 self._changed.wait(left)
 
-    def stop(self) -> Used:
+    def stop(self) -> ResourceUse:
         """Ends it, and waits until it has ended. Its write tracking stays in QEMU."""
         if self._process.returncode is None:
             self._sample_peak()
             self._process.send_signal(signal.SIGINT)
         return self.join()
 
-    def join(self, timeout: float = END_DEADLINE_S) -> Used:
+    def join(self, timeout: float = END_DEADLINE_S) -> ResourceUse:
         """Waits until it has ended by itself, and returns its resource use."""
         deadline = time.monotonic() + timeout
         while True:
@@ -123,7 +123,7 @@ class Protector:
             thread.join()
         if self._process.returncode not in (0, 1):
             raise RekindleError(f"{' '.join(self._command[1:])}: {''.join(self._errors)[-2000:]}")
-        return Used(int((usage.ru_utime + usage.ru_stime) * 1e6), self._peak_kib)
+        return ResourceUse(int((usage.ru_utime + usage.ru_stime) * 1e6), self._peak_kib)
 
     @property
     def returncode(self) -> int | None:

@@ -29,7 +29,7 @@ class Slow:
     """Its mount point."""
     device: str
 
-    def hold(self, limit: Limit | None) -> None:
+    def limit_rates(self, limit: Limit | None) -> None:
         """Limits the disk's rates, or removes the limits."""
         rates = {"bps": limit.bytes_per_s if limit else 0, "iops": (limit.operations_per_s or 0) if limit else 0}
         for what, rate in rates.items():
@@ -77,7 +77,7 @@ def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
         slow = Slow(mount, f"{os.major(number)}:{os.minor(number)}")
         run("mount", "-t", "ext4", loop, mount)
         stack.callback(subprocess.run, ["umount", str(mount)], check=False)
-        stack.callback(slow.hold, None)
+        stack.callback(slow.limit_rates, None)
         yield slow
 
 

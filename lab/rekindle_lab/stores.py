@@ -42,7 +42,7 @@ class Store:
         return replace(self, url=f"{self.url}/{name}", folder=self.folder / name)
 
     def remove(self) -> None:
-        """Remove it."""
+        """Removes the store."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ def on_disk(folder: Path) -> Store:
 def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
     """Makes a disk as slow as the paper's, on a file in `folder`."""
     with slow_disk(folder, size_mib) as slow:
-        slow.hold(Limit(SLOW_BYTES_PER_S, SLOW_OPERATIONS_PER_S))
+        slow.limit_rates(Limit(SLOW_BYTES_PER_S, SLOW_OPERATIONS_PER_S))
         yield Store("slow", str(slow.folder), slow.folder)
 
 

@@ -29,7 +29,7 @@ def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
-    """A text."""
+    """Returns a text."""
     value = table.get(key, default)
     if not isinstance(value, str):
         raise DefinitionError(

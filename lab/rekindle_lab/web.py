@@ -76,12 +76,12 @@ class Client:
             time.sleep(0.05)
 
     def __enter__(self) -> "Client":
-        """Begin."""
+        """Starts the requests."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Ends the requests."""
         self._over.set()
         self._thread.join()
 

@@ -101,7 +101,7 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the guest."""
 
     def command(self, line: str, deadline: float = ..., port: int = ...) -> str:
         """Sends a line to one of its ports and returns the reply."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rekindle_lab.bench import __main__ as command
 from rekindle_lab.bench import run, trial
 from rekindle_lab.bench.plausible import problems
-from rekindle_lab.bench.report import NO_BAR, Figure, Found
+from rekindle_lab.bench.report import NO_BAR, Figure, Findings
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.bench.stage import NoRoomError, NotPlannedError, Stage, Trial
 from rekindle_lab.rekindle import Rekindle
@@ -150,7 +150,7 @@ def test_a_row_with_a_note_of_failure_has_a_problem():
 
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
-        found = Found("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
+        found = Findings("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
         return run.report("vmm", run.read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(
@@ -169,7 +169,7 @@ def failing_with(error):
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """Runs `bench vmm` with a topic instead of the real one; returns exit status and the last line."""
-    monkeypatch.setattr(command, "taken_down_on_signals", lambda name: None)
+    monkeypatch.setattr(command, "interrupt_on_signals", lambda name: None)
     monkeypatch.setattr(command.os, "geteuid", lambda: 0)
 
     def bench(made, *words):

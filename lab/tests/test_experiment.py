@@ -65,7 +65,9 @@ class Fake:
 
 def go(folder, runner, experiment=None, **options):
     messages = []
-    left = ExperimentSession(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, messages.append).go(**options)
+    left = ExperimentSession(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, messages.append).run(
+        **options
+    )
     return left, messages
 
 

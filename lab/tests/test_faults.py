@@ -211,7 +211,7 @@ def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
     for n in range(3):
         file.append(Row("cache", "corruption", 1, n, n, outcome="went on", served=90, refused=10, wrong=0, **common))
         file.append(Row("text", "corruption", 1, n, n, outcome="crashed", served=95, refused=5, wrong=wrong, **common))
-    file.append(Row("stack", "corruption", 1, 0, 0, note="Gone: it does not answer"))
+    file.append(Row("stack", "corruption", 1, 0, 0, note="NoAnswerError: port 7007 does not answer"))
     for name, hit in (("cache", [3, 4, 9]), ("none", [])):
         row = Row(name, "corruption", 0, 0, 0, outcome="hung", served=100, refused=0, wrong=unchecked_wrong, **common)
         row.hit, row.hit_wrong = hit, len(hit[:2])

@@ -299,7 +299,7 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
     where = Stage(tmp_path, rekindle, "qemu", None, tmp_path, tmp_path, tmp_path, "ns")
-    where.lost(one, "it did not return")
+    where.record_loss(one, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
     assert where.errors == ["it did not return"]
 
@@ -319,7 +319,7 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
             ours=nullcontext,
             wait_saved=lambda _: None,
             reboot=reboot,
-            lost=lambda _, what: losses.append(what),
+            record_loss=lambda _, what: losses.append(what),
             rows=rows,
             log=lambda _: None,
         )

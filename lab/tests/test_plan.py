@@ -17,7 +17,7 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ROOTHAMMER_JBOSS, Timers
 from rekindle_lab.plan.command import make
 from rekindle_lab.plan.fleet import load, parse
-from rekindle_lab.plan.rolling import room
+from rekindle_lab.plan.rolling import capacity_limits
 from rekindle_lab.plan.timers import TICK_S
 from rekindle_lab.toml import DefinitionError
 
@@ -181,11 +181,11 @@ def test_it_is_the_best_of_all_ways_that_keep_the_capacity():
     document["vmm"]["slow"]["degraded_s"] = 70_000
     plan = make(parse(document))
     up = {name: availability(one, plan.fleet.os["kexec"], Timers()) for name, one in plan.fleet.vmm.items()}
-    there = room(plan.fleet, 28 * DAY_S, TICK_S)
+    limits = capacity_limits(plan.fleet, 28 * DAY_S, TICK_S)
     sums = [
         sum(n * up[name] for n, name in zip((1, 2, 3, 5), names, strict=True))
         for names in itertools.product(up, repeat=4)
-        if there.keeps(sum(n * plan.fleet.vmm[name].away_s for n, name in zip((1, 2, 3, 5), names, strict=True)))
+        if limits.keeps(sum(n * plan.fleet.vmm[name].away_s for n, name in zip((1, 2, 3, 5), names, strict=True)))
     ]
     assert not plan.problems
     assert sum(n * plan.choices["web", f"vm{n}"].availability for n in (1, 2, 3, 5)) == pytest.approx(max(sums), 1e-15)

@@ -41,10 +41,10 @@ def page(folder):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1000, "height": 800})
-        page.messages, page.requests = [], []
+        page.messages, page.requested = [], []
         page.on("console", lambda message: page.messages.append(message.text))
         page.on("pageerror", lambda error: page.messages.append(str(error)))
-        page.on("request", lambda request: page.requests.append(request.url.split(",")[0]))
+        page.on("request", lambda request: page.requested.append(request.url.split(",")[0]))
         page.goto((folder / "report" / "report.html").as_uri())
         yield page
         browser.close()
@@ -52,8 +52,8 @@ def page(folder):
 
 def test_it_is_self_contained_and_has_no_errors(page):
     assert page.messages == []
-    assert {url.split(":")[0] for url in page.requests} <= {"file", "data"}
-    assert len([url for url in page.requests if url.startswith("file")]) == 1
+    assert {url.split(":")[0] for url in page.requested} <= {"file", "data"}
+    assert len([url for url in page.requested if url.startswith("file")]) == 1
 
 
 def test_its_plots_are_shown(page):

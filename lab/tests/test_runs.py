@@ -36,10 +36,10 @@ def test_good_runs(tmp_path, lines):
 def test_a_missing_run(tmp_path, lines):
     del lines[4]
     level = campaign()[4]["treatment"]["technique"]
-    assert problems(tmp_path, lines) == [f"row -, column run: run 5 of 32 (technique={level}) is not there"]
+    assert problems(tmp_path, lines) == [f"row -, column run: run 5 of 32 (technique={level}) is missing"]
     runs = read(tmp_path / "runs.jsonl", allow=frozenset({"missing"}))
     assert len(runs.done) == 31
-    assert "row -, column run: run 5 of 32 is not there" in runs.notes
+    assert "row -, column run: run 5 of 32 is missing" in runs.notes
 
 
 def test_a_run_that_failed_and_was_not_repeated(tmp_path, lines):
@@ -116,7 +116,7 @@ def test_a_value_that_is_not_a_number(tmp_path, lines, value, what):
 def test_a_missing_or_unknown_response(tmp_path, lines):
     lines[6]["responses"]["downtime_ms"] = lines[6]["responses"].pop("downtime_s")
     assert problems(tmp_path, lines) == [
-        "row 7, column responses.downtime_s: is not there",
+        "row 7, column responses.downtime_s: is missing",
         "row 7, column responses.downtime_ms: no such response in the order",
     ]
 
@@ -162,7 +162,7 @@ def test_a_missing_key_or_one_of_another_type(tmp_path, lines):
     lines[2]["format"] = 9
     found = problems(tmp_path, lines, allow=frozenset({"missing"}))
     assert found[:3] == [
-        "row 1, column versions: is not there",
+        "row 1, column versions: is missing",
         "row 2, column run: '2' is not of the kind int",
         "row 3, column format: 9; this program reads 1",
     ]
@@ -192,7 +192,7 @@ def test_the_command_line_names_problem_and_remedy(tmp_path, lines):
     order_json(tmp_path / "order.json", campaign())
     result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl")])
     assert result.exit_code == 2
-    assert "is not there" in result.output
+    assert "is missing" in result.output
     assert "--allow-missing" in result.output
     result = CliRunner().invoke(app, ["analyse", str(tmp_path / "runs.jsonl"), "--allow-missing", "--json"])
     assert result.exit_code == 0, result.output

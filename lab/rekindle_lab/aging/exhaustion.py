@@ -36,10 +36,10 @@ class Finding:
 
 def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
     """Seconds until the limit is reached at a slope."""
-    room = (limit - trend_.level) * bad
-    if room <= 0:
+    distance = (limit - trend_.level) * bad
+    if distance <= 0:
         return 0.0
-    return room / (slope * bad) if slope * bad > 0 else math.inf
+    return distance / (slope * bad) if slope * bad > 0 else math.inf
 
 
 def judge(series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:

@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 @dataclass(frozen=True)
-class Quiet:
+class FalseAlarms:
     """False alarms of hosts of one kind. `high` is the upper end of the 95 % interval (Poisson)."""
 
     kind: str
@@ -76,7 +76,7 @@ class Quiet:
     high: float
 
 
-def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True) -> Quiet:
+def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True) -> FalseAlarms:
     """Judges hosts with four metrics each, every day of the second of two weeks, on all samples until then.
 
     An alarm that lasts for days counts once. With `near`, limits are so near (6 standard deviations) that the time to
@@ -107,4 +107,4 @@ def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True
             alarms += len(now - standing)
             standing = now
     high = float(stats.chi2.ppf(0.975, 2 * (alarms + 1)) / 2)
-    return Quiet(kind, host_weeks, alarms, alarms / host_weeks, high / host_weeks)
+    return FalseAlarms(kind, host_weeks, alarms, alarms / host_weeks, high / host_weeks)

@@ -52,7 +52,7 @@ class Series:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name of the series in tables."""
         return f"{self.host}{f'/{self.guest}' if self.guest else ''} {self.metric}"
 
     @property

@@ -27,7 +27,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Line:
+class AnovaLine:
     """One line of an analysis of variance. `ss` and `ms` are in the square of the response's unit."""
 
     source: str
@@ -46,19 +46,19 @@ class Line:
 class Anova:
     """A table of an analysis of variance: the factor, blocks if there are any, error, total."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[AnovaLine, ...]
 
-    def line(self, source: str) -> Line:
+    def line(self, source: str) -> AnovaLine:
         """The line of that name."""
         return next(line for line in self.lines if line.source == source)
 
     @property
-    def factor(self) -> Line:
+    def factor(self) -> AnovaLine:
         """The line of the factor, which is the first."""
         return self.lines[0]
 
     @property
-    def error(self) -> Line:
+    def error(self) -> AnovaLine:
         """The line of the error."""
         return self.line("error")
 
@@ -78,7 +78,11 @@ def _table(factor: str, df: int, between: float, df_error: int, within: float, d
     f = (between / df) / (within / df_error) if within > 0 else math.inf if between > 0 else math.nan
     p = float(stats.f.sf(f, df, df_error)) if not math.isnan(f) else math.nan
     return Anova(
-        (Line(factor, df, between, f, p), Line("error", df_error, within), Line("total", df_total, total)),
+        (
+            AnovaLine(factor, df, between, f, p),
+            AnovaLine("error", df_error, within),
+            AnovaLine("total", df_total, total),
+        ),
     )
 
 
@@ -101,7 +105,7 @@ def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int
     main = _table(factor, df, only_blocks - both, df_error, both, y.size - 1, total)
     f_blocks = ((only_levels - both) / df_blocks) / main.error.ms if main.error.ms > 0 else math.nan
     p_blocks = float(stats.f.sf(f_blocks, df_blocks, df_error)) if not math.isnan(f_blocks) else math.nan
-    line = Line("block", df_blocks, only_levels - both, f_blocks, p_blocks)
+    line = AnovaLine("block", df_blocks, only_levels - both, f_blocks, p_blocks)
     return Anova((main.factor, line, *main.lines[1:]))
 
 
@@ -179,7 +183,7 @@ def t_p(t: float, df: float) -> float:
     return float(2 * stats.t.sf(abs(t), df))
 
 
-def pooled_intervals(groups: Sequence[Group], error: Line, confidence: float = 0.95) -> list[tuple[float, float]]:
+def pooled_intervals(groups: Sequence[Group], error: AnovaLine, confidence: float = 0.95) -> list[tuple[float, float]]:
     """Each mean's interval with the error of all groups, as in the paper's "Means for one-way ANOVA"."""
     half = t_critical(error.df, 1 - confidence) * math.sqrt(error.ms)
     return [(group.mean - half / math.sqrt(group.n), group.mean + half / math.sqrt(group.n)) for group in groups]

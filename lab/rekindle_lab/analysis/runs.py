@@ -116,7 +116,7 @@ class Order:
 
     @property
     def runs(self) -> int:
-        """How many."""
+        """The number of planned runs."""
         return len(self.planned)
 
     @classmethod
@@ -232,7 +232,7 @@ def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
     before = len(problems)
     for key, kind in KEYS.items():
         if key not in line:
-            problems.append(Problem(row, key, "is not there"))
+            problems.append(Problem(row, key, "is missing"))
         elif not isinstance(line[key], kind) or isinstance(line[key], bool):
             problems.append(Problem(row, key, f"{line[key]!r} is not of the kind {kind.__name__}"))
     versions = line.get("versions")
@@ -260,7 +260,7 @@ def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | No
             if name not in order.factors:
                 problems.append(Problem(row, f"treatment.{name}", "no such factor in the order"))
             elif name not in treatment:
-                problems.append(Problem(row, f"treatment.{name}", "is not there"))
+                problems.append(Problem(row, f"treatment.{name}", "is missing"))
             elif treatment[name] not in order.factors[name]:
                 known = ", ".join(order.factors[name])
                 problems.append(Problem(row, f"treatment.{name}", f"unknown level '{treatment[name]}'; known: {known}"))
@@ -273,7 +273,7 @@ def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | No
             if line["block"] != block:
                 problems.append(Problem(row, "block", f"{line['block']}; the order has {block} for run {line['run']}"))
     if factor is not None and factor not in treatment:
-        problems.append(Problem(row, f"treatment.{factor}", "is not there"))
+        problems.append(Problem(row, f"treatment.{factor}", "is missing"))
     return _label(treatment, factor)
 
 
@@ -317,7 +317,7 @@ def _responses(row: int, line: dict[str, Any], names: list[str], problems: list[
         value = line["responses"].get(name)
         column = f"responses.{name}"
         if name not in line["responses"]:
-            problems.append(Problem(row, column, "is not there"))
+            problems.append(Problem(row, column, "is missing"))
         elif isinstance(value, bool) or not isinstance(value, int | float):
             problems.append(Problem(row, column, f"{value!r} is not a number"))
         elif not finite(value):
@@ -342,7 +342,7 @@ def _missing(
         if number not in attempts:
             level = ", ".join(f"{name}={level}" for name, level in treatments.get(number, {}).items())
             which = f"run {number} of {planned}" + (f" ({level})" if level else "")
-            what = f"{which} {'failed' if number in failed else 'is not there'}"
+            what = f"{which} {'failed' if number in failed else 'is missing'}"
             problems.append(Problem(failed.get(number), "run", what, "missing"))
     for number, (row, _) in attempts.items():
         if not 1 <= number <= planned:

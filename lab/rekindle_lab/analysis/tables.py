@@ -40,7 +40,7 @@ def p_text(p: float) -> str:
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
 
 
-class P(float):
+class PValue(float):
     """A p in a cell."""
 
 
@@ -56,7 +56,7 @@ def for_people(rows: Rows) -> Rows:
     """Formats p and intervals as texts."""
 
     def formatted(value: object) -> object:
-        if isinstance(value, P):
+        if isinstance(value, PValue):
             return p_text(value)
         return interval_text(value.interval, percent=value.percent) if isinstance(value, Spread) else value
 
@@ -98,10 +98,10 @@ def verdicts_table(verdicts: list[Verdict]) -> Rows:
         {
             "response": heading(verdict.response.name),
             "test": verdict.response.test,
-            "P-value": P(verdict.response.p),
-            "Bonferroni": P(verdict.p_bonferroni),
-            "Holm": P(verdict.p_holm),
-            "permutation": P(verdict.response.permutation_p),
+            "P-value": PValue(verdict.response.p),
+            "Bonferroni": PValue(verdict.p_bonferroni),
+            "Holm": PValue(verdict.p_holm),
+            "permutation": PValue(verdict.response.permutation_p),
             "omega²": Spread(verdict.response.effects.omega_squared),
             f"differs at {verdict.alpha:g}": "yes" if verdict.differs else "no",
         }
@@ -124,7 +124,7 @@ def anova(response: Response, factor: str, alpha: float) -> Rows:
                 "SS": line.ss,
                 "MS": line.ms if line.source != "total" else None,
                 "F": line.f if tested else None,
-                "P-value": P(line.p),
+                "P-value": PValue(line.p),
                 "F crit": f_critical(line.df, error.df, alpha) if tested else None,
             }
         )
@@ -155,7 +155,7 @@ def welch(response: Response, alpha: float) -> Rows:
                 "Den. df": found.df_error,
                 "F crit": f_critical(found.df, found.df_error, alpha),
             }
-            | {"P-value": P(found.p)}
+            | {"P-value": PValue(found.p)}
         ]
     ratio = next(check for check in response.equal_variances if check.name == "F of variances")
     return [
@@ -164,7 +164,7 @@ def welch(response: Response, alpha: float) -> Rows:
             "Test t": found.t,
             "Num. df": found.df_error,
             "T crit": t_critical(found.df_error, alpha),
-            "P-value": P(found.p),
+            "P-value": PValue(found.p),
         }
     ]
 
@@ -175,7 +175,7 @@ def assumptions(response: Response) -> Rows:
     speaks = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(response.normal)
     speaks += ["independent runs"] * len(response.independent)
     return [
-        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": P(check.p)}
+        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": PValue(check.p)}
         for what, check in zip(speaks, checks, strict=True)
     ]
 
@@ -192,7 +192,7 @@ def pairs(response: Response) -> Rows:
             "Hedges' g": Spread(pair.hedges_g),
         }
         if versus:
-            row["Games-Howell P"] = P(versus[pair.level, pair.other])
+            row["Games-Howell P"] = PValue(versus[pair.level, pair.other])
         rows.append(row)
     return rows
 

@@ -24,7 +24,7 @@ from rekindle_lab.bench import cluster, faults, host, move, protect, restore, vm
 from rekindle_lab.bench import os as os_reboot
 from rekindle_lab.bench import trial as trials
 from rekindle_lab.bench.run import Task, about_name, bare_report, raw_name, read_sidecar
-from rekindle_lab.bench.stage import taken_down_on_signals
+from rekindle_lab.bench.stage import interrupt_on_signals
 
 TOPICS = {
     "vmm": vmm,
@@ -92,7 +92,7 @@ def main(
         raise refuse(f"no {qemu} in PATH; run: scripts/setup")
     if os.geteuid() != 0:
         raise refuse("needs root, for taps and network namespaces; run it with sudo")
-    taken_down_on_signals("bench")
+    interrupt_on_signals("bench")
     if every:
         raise typer.Exit(
             1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", found], folder) else 0

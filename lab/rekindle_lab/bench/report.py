@@ -106,7 +106,7 @@ class Figure:
 
 
 @dataclass
-class Found:
+class Findings:
     """The figures, and the names of those for which there are no rows."""
 
     raw: str

@@ -72,5 +72,5 @@ def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[f
 
 
 def milliseconds(values_us: Sequence[float]) -> list[float]:
-    """From microseconds."""
+    """Converts from microseconds."""
     return [value / 1e3 for value in values_us]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle_lab import guests
 from rekindle_lab.bench.plausible import plausible_since
-from rekindle_lab.bench.report import Found, Report, machine_versions, qemu_version
+from rekindle_lab.bench.report import Findings, Report, machine_versions, qemu_version
 from rekindle_lab.bench.rows import RowFile
 from rekindle_lab.bench.stage import Stage, Trial
 from rekindle_lab.rekindle import Rekindle
@@ -172,7 +172,7 @@ def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
 
 def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
     """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
-    made = report(topic, about, command, Found(""), [], {})
+    made = report(topic, about, command, Findings(""), [], {})
     made.errors += errors
     return made
 
@@ -181,7 +181,7 @@ def report(
     topic: str,
     about: dict[str, Any],
     command: str,
-    found: Found,
+    found: Findings,
     plots: list[str],
     tables: dict[str, list[dict[str, object]]],
 ) -> Report:

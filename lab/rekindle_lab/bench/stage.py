@@ -23,7 +23,7 @@ MIB = 1 << 20
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def taken_down_on_signals(name: str) -> None:
+def interrupt_on_signals(name: str) -> None:
     """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
 
     Only the first one does: a second one does not interrupt the removal.

@@ -85,9 +85,9 @@ class Bed:
             raise BedError(f"cluster/bed {' '.join(words)}: exit status {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    def listen(self, patience_s: float = counter.PATIENCE) -> None:
+    def start_client(self, patience_s: float = counter.PATIENCE) -> None:
         """Starts the client, or replaces it with one that waits `patience_s` for an answer."""
-        self.deaf()
+        self.stop_client()
         inside = [
             str(self.root / "cluster" / "bed"),
             "client",
@@ -97,14 +97,14 @@ class Bed:
         command = [*inside, ADDRESS, str(self.counter_file), "20", str(patience_s)]
         self.client = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
 
-    def deaf(self) -> None:
+    def stop_client(self) -> None:
         """Ends the client."""
         if self.client is not None:
             self.client.terminate()
             self.client.wait()
             self.client = None
 
-    def where(self) -> str | None:
+    def vm_node(self) -> str | None:
         """Returns the node on which Pacemaker runs the VM."""
         return self.call("where", VM, check=False) or None
 
@@ -271,6 +271,6 @@ def bed(
         here.call("vm", VM)
         if output_commit:
             here.call("set", VM, "output_commit", "true")
-        here.listen(patience_s)
-        stack.callback(here.deaf)
+        here.start_client(patience_s)
+        stack.callback(here.stop_client)
         yield here

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PORT = 7000
 PATIENCE = 0.15
-"""Seconds."""
+"""Timeout of an answer in seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Drop:
+class CounterDrop:
     """A decrease of the counter, or a silence: last answer before, highest count so far, first answer after."""
 
     before: Answer
@@ -55,7 +55,7 @@ def read(path: Path) -> list[Answer]:
     return [Answer(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Drop]:
+def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[CounterDrop]:
     """Finds where the counter decreased, and where there was no answer for longer than `silence_s`.
 
     >>> list(drops([Answer(0, 5), Answer(100_000, 6), Answer(900_000, 4), Answer(1_000_000, 5)]))[0].back
@@ -64,7 +64,7 @@ def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Drop]:
     highest, last = 0, None
     for answer in answers:
         if last is not None:
-            drop = Drop(last, highest, answer)
+            drop = CounterDrop(last, highest, answer)
             if drop.back or drop.gap_s > silence_s:
                 yield drop
                 highest = 0

@@ -29,7 +29,7 @@ PERIOD_S = 0.05
 class Loss:
     """The ticks that a guest has lost when it continues in another QEMU."""
 
-    start: running.Start
+    start: running.GuestStart
     last_seen: int
     """The highest tick that a client has received from the QEMU before."""
 
@@ -42,10 +42,10 @@ class Loss:
         return max(0, self.last_seen - (self.start.tick - 1))
 
 
-def losses(starts: Sequence[running.Start], answers: Iterable[counter.Answer]) -> list[Loss]:
+def losses(starts: Sequence[running.GuestStart], answers: Iterable[counter.Answer]) -> list[Loss]:
     """Returns a loss for each QEMU but the first; `starts` in their order.
 
-    >>> first, second = running.Start(1, "a", 0, 1), running.Start(2, "b", 900_000, 4)
+    >>> first, second = running.GuestStart(1, "a", 0, 1), running.GuestStart(2, "b", 900_000, 4)
     >>> answers = [counter.Answer(0, 5), counter.Answer(100_000, 6), counter.Answer(1_500_000, 12)]
     >>> [loss.back for loss in losses([first, second], answers)]
     [3]

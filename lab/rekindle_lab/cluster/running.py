@@ -81,7 +81,7 @@ def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
 
 
 @dataclass(frozen=True)
-class Start:
+class GuestStart:
     """A guest's start in a QEMU: when, and the first tick of its counter there, if it was seen."""
 
     pid: int
@@ -90,7 +90,7 @@ class Start:
     tick: int | None
 
 
-def starts(events: Iterable[dict[str, Any]]) -> list[Start]:
+def starts(events: Iterable[dict[str, Any]]) -> list[GuestStart]:
     """Returns each QEMU in a watch's events, by when its guest began to run in it."""
     began: dict[int, tuple[str, int]] = {}
     ticks: dict[int, int] = {}
@@ -99,7 +99,7 @@ def starts(events: Iterable[dict[str, Any]]) -> list[Start]:
             began.setdefault(event["pid"], (event["node"], event["host_us"]))
         elif "tick" in event:
             ticks.setdefault(event["pid"], event["tick"])
-    found = [Start(pid, node, begin, ticks.get(pid)) for pid, (node, begin) in began.items()]
+    found = [GuestStart(pid, node, begin, ticks.get(pid)) for pid, (node, begin) in began.items()]
     return sorted(found, key=lambda start: start.begin_us)
 
 

@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from rekindle_lab import style
 from rekindle_lab.bench.report import table
 from rekindle_lab.bench.rows import RowFile
-from rekindle_lab.bench.stage import taken_down_on_signals
+from rekindle_lab.bench.stage import interrupt_on_signals
 from rekindle_lab.bench.warm_cache.stage import CacheGuest, Stage, stage
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.web import Answer, Client
@@ -197,7 +197,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The PNG to write; raw data and disks are written next to it.")],
 ) -> None:
     """Watch a web server through both reboots, draw its throughput, and print a table."""
-    taken_down_on_signals("demo")
+    interrupt_on_signals("demo")
     root = Path(__file__).resolve().parents[3]
     out = out.resolve()  # definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)

@@ -73,7 +73,7 @@ def command(
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, _interrupt)
     try:
-        left = ExperimentSession(experiment, folder, runner, versions).go(retry_failed=retry_failed, most=most)
+        left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
     except KeyboardInterrupt:
         raise fail("experiment", f"interrupted; {folder} has the finished runs, start again to continue", 130) from None
     except (orders.OrderError, DefinitionError) as error:

@@ -80,7 +80,7 @@ class GuestRunner:
         shutil.rmtree(leaves["disk"], ignore_errors=True)
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
-        """One run."""
+        """Executes one run."""
         del planned
         try:
             with self._place(leaves) as (work, ram, disk):

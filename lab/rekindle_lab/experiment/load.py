@@ -31,9 +31,9 @@ class Window:
     """The results of a client, with its whole report."""
 
     throughput_per_s: float
-    """Good answers."""
+    """Rate of good answers."""
     response_time_ms: float
-    """The median."""
+    """Median response time."""
     failed: int
     raw: dict[str, Any]
 

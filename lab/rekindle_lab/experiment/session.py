@@ -35,7 +35,7 @@ class ExperimentSession:
     versions: dict[str, str]
     log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
-    def go(self, *, retry_failed: bool = False, most: int | None = None) -> int:
+    def run(self, *, retry_failed: bool = False, most: int | None = None) -> int:
         """Executes the remaining runs, at most `most` of them; returns how many remain then."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ledger(self.folder) as ledger:

@@ -28,7 +28,7 @@ class Subject(OsGuest):
 
     @property
     def command_line(self) -> str:
-        """Its kernel's."""
+        """The command line of its kernel."""
         line = super().command_line
         return f"{line} rekindle.touch={self.touch}" if self.touch else line
 

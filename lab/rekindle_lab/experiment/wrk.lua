@@ -1,4 +1,4 @@
--- For wrk: asks for the paths that follow `--`, by turns, and ends with one line of JSON.
+-- A script for wrk: requests the paths that follow `--` by turns, and ends with one line of JSON.
 
 local requests, turn = {}, 0
 

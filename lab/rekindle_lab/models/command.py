@@ -57,7 +57,7 @@ def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
     return found
 
 
-def cross(parameters: Parameters) -> list[dict[str, Any]]:
+def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
     """Returns all crossings of each two techniques: in hosts, and in both intervals up to four times their values.
 
     Only where both are possible: clusters larger than their spare hosts, intervals longer than a renewal.
@@ -190,7 +190,7 @@ def command(
             "os_downtime_s": given.os.downtime_s,
             "notes": list(given.notes),
             "techniques": rows(given, hosts),
-            "crossings": cross(given),
+            "crossings": crossings_table(given),
         }
         if simulation:
             document["simulated"] = simulated(given, seed)

@@ -32,7 +32,7 @@ SAVE_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """One save. Times of the host clock are microseconds since 1970."""
 
     stop_host_us: int
@@ -48,7 +48,7 @@ class Saved:
         return self.resume_host_us - self.stop_host_us
 
 
-def save(qmp: Qmp, how: str, path: Path) -> Saved:
+def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
     """Saves the guest to `path` in one of the `WAYS`, and resumes it. Raises `PeerError` if QEMU fails."""
     path.unlink(missing_ok=True)
     known = {one["capability"] for one in qmp.execute("query-migrate-capabilities")}
@@ -77,7 +77,7 @@ def save(qmp: Qmp, how: str, path: Path) -> Saved:
         raise PeerError(f"{how}: {error}; QEMU reports: {state.get('error-desc', state.get('status'))}") from error
     finally:
         _set(qmp, [], known)
-    return Saved(stop.host_us, resume.host_us, took_us, path.stat().st_blocks * 512)
+    return SaveResult(stop.host_us, resume.host_us, took_us, path.stat().st_blocks * 512)
 
 
 def _continue(qmp: Qmp) -> Event:
@@ -108,7 +108,7 @@ def _done(qmp: Qmp) -> None:
 
 
 @dataclass(frozen=True)
-class Incoming:
+class RestoreResult:
     """A guest that QEMU itself has restored from a file. Times in microseconds."""
 
     restore_us: int
@@ -118,7 +118,7 @@ class Incoming:
 
 def restore(
     binary: str, command_line: Sequence[str], vmm_directory: str, folder: Path, path: Path, tap: Tap, ram: Path
-) -> Incoming:
+) -> RestoreResult:
     """Loads `path`, saved in full, into a new QEMU; ends it when its guest runs.
 
     `command_line` and `vmm_directory` are those of the VM that was saved. `folder` is made and removed.
@@ -164,4 +164,4 @@ def restore(
         shutil.rmtree(folder, ignore_errors=True)
     spans = [("start QEMU", launched, started), ("load everything, resume", started, resumed.host_us)]
     steps = [{"phase": "renew", "step": step, "start_host_us": a, "us": b - a} for step, a, b in spans]
-    return Incoming(resumed.host_us - launched, steps)
+    return RestoreResult(resumed.host_us - launched, steps)

@@ -17,7 +17,7 @@ from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan import choose
 from rekindle_lab.plan.choose import Choice, Pair, before_an_os_reboot
 from rekindle_lab.plan.fleet import Fleet, Hosts, load
-from rekindle_lab.plan.rolling import Rolling, Room, roll, room, with_vms
+from rekindle_lab.plan.rolling import CapacityLimits, Rolling, capacity_limits, roll, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.toml import DefinitionError
 
@@ -64,8 +64,8 @@ class Plan:
 def make(fleet: Fleet) -> Plan:
     """Plans techniques and intervals of each kind of host, then the order of the hosts."""
     longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
-    there = room(fleet, longest.vmm_interval_s, TICK_S)
-    taken = cache(lambda vms: _taken(fleet, vms, longest, there))
+    limits = capacity_limits(fleet, longest.vmm_interval_s, TICK_S)
+    taken = cache(lambda vms: _taken(fleet, vms, longest, limits))
     of_pair = cache(lambda pair: choose.choice(pair, longest, fleet.availability))
     choices: dict[tuple[str, str], Choice] = {}
     crowded = []
@@ -73,8 +73,8 @@ def make(fleet: Fleet) -> Plan:
     for hosts in fleet.hosts:
         pairs, host_s = taken(tuple((vms.allow_vmm, vms.allow_os, vms.count) for vms in hosts.vms))
         away_s = max(away_s, host_s)
-        if not there.keeps(host_s):
-            crowded.append(_crowded(fleet, hosts, pairs, host_s, there))
+        if not limits.keeps(host_s):
+            crowded.append(_capacity_problem(fleet, hosts, pairs, host_s, limits))
         for vms, pair in zip(hosts.vms, pairs, strict=True):
             choice = of_pair(pair)
             choices[hosts.name, vms.name] = choice
@@ -88,7 +88,7 @@ def make(fleet: Fleet) -> Plan:
 
 
 def _taken(
-    fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, there: Room
+    fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, limits: CapacityLimits
 ) -> tuple[tuple[Pair, ...], float]:
     """Returns the pairs for a host whose VMs allow these (VMM, OS, how many), and how long it is unavailable."""
     kinds = []
@@ -96,17 +96,19 @@ def _taken(
         techniques = [fleet.vmm[name] for name in allow_vmm]
         reboots = [(name, fleet.os[name]) for name in allow_os]
         kinds.append((choose.pairs(techniques, reboots, longest, fleet.availability), count))
-    return choose.best(kinds, partial(with_vms, fleet.scope), there.keeps)
+    return choose.best(kinds, partial(with_vms, fleet.scope), limits.keeps)
 
 
-def _crowded(fleet: Fleet, hosts: Hosts, pairs: tuple[Pair, ...], host_s: float, there: Room) -> str:
+def _capacity_problem(
+    fleet: Fleet, hosts: Hosts, pairs: tuple[Pair, ...], host_s: float, limits: CapacityLimits
+) -> str:
     target = fleet.availability
     meet = target is not None and all(pair.availability >= target for pair in pairs)
     by = ", ".join(f"{vms.name} by {pair.technique.name}" for vms, pair in zip(hosts.vms, pairs, strict=True))
     return (
         f"hosts '{hosts.name}': no techniques that are allowed{f' and meet availability {target:g}' if meet else ''} "
         f"keep capacity {fleet.capacity:g}: with the best ({by}) a host is away or degraded for {host_s:.4g} s, "
-        f"{there.most_s:.4g} s at most would do"
+        f"{limits.most_s:.4g} s at most would do"
     )
 
 

@@ -39,7 +39,7 @@ def with_vms(scope: str, away_s: float, vm_s: float, count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Room:
+class CapacityLimits:
     """How many of `size` hosts, evenly over an interval, are unavailable at the same time, and how many may be."""
 
     size: int
@@ -67,19 +67,19 @@ class Room:
         return self.most is None or self.concurrent(away_s) <= self.most
 
 
-def room(fleet: Fleet, interval_s: float, late_s: float = 0.0) -> Room:
+def capacity_limits(fleet: Fleet, interval_s: float, late_s: float = 0.0) -> CapacityLimits:
     """Returns the limits that a fleet's capacity sets."""
     most = None if fleet.capacity is None else math.floor(fleet.size * (1 - fleet.capacity) + 1e-9)
-    return Room(fleet.size, interval_s / fleet.size, late_s, most)
+    return CapacityLimits(fleet.size, interval_s / fleet.size, late_s, most)
 
 
 def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) -> Rolling:
     """Lays out the order for an interval, if each host takes `away_s` and its timers are at most `late_s` late."""
-    there = room(fleet, interval_s, late_s)
-    size, most = there.size, there.most
-    taken, concurrent = there.taken_s(away_s), there.concurrent(away_s)
+    limits = capacity_limits(fleet, interval_s, late_s)
+    size, most = limits.size, limits.most
+    taken, concurrent = limits.taken_s(away_s), limits.concurrent(away_s)
     conflicts = []
-    if most is not None and not there.keeps(away_s):
+    if most is not None and not limits.keeps(away_s):
         possible = (
             f"an interval of {size * taken / most / 86400:.3g} days would do"
             if most
@@ -89,8 +89,8 @@ def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) ->
             f"capacity {fleet.capacity:g} allows {most} of {size} hosts at a time, it needs {concurrent}: {possible}"
         )
     names, groups = _interleave(fleet)
-    conflicts += _too_near(groups, concurrent, taken)
-    return Rolling(tuple(names), there.spacing_s, away_s, concurrent, most, tuple(conflicts))
+    conflicts += _overlapping_groups(groups, concurrent, taken)
+    return Rolling(tuple(names), limits.spacing_s, away_s, concurrent, most, tuple(conflicts))
 
 
 def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
@@ -107,7 +107,7 @@ def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
     return [one[0] for _, _, one in placed], [one[1] for _, _, one in placed]
 
 
-def _too_near(groups: list[str | None], concurrent: int, taken: float) -> list[str]:
+def _overlapping_groups(groups: list[str | None], concurrent: int, taken: float) -> list[str]:
     """Returns groups of which two hosts would be unavailable at the same time; the order is cyclic."""
     places: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):

@@ -114,7 +114,7 @@ def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
     every = f"{plan.vmm_interval_s} {plan.vmm_phase_s}"
     if plan.scope == "host":
         also = "".join(f" os-{vm.name}" for vm in plan.vms if vm.coupled)
-        command = f"host {every}{also} -- {rekindle} reboot host {_carried(plan)}"
+        command = f"host {every}{also} -- {rekindle} reboot host {_reboot_options(plan)}"
         files |= _pair("host", f"Rekindle: renew the host {plan.name}", command)
     for vm in plan.vms:
         if plan.scope == "vmm":
@@ -135,7 +135,7 @@ def _check(plan: HostPlan) -> None:
                 raise DefinitionError(f"VM '{vm.name}': {kind}.{way} cannot be done by timers; {there}")
 
 
-def _carried(plan: HostPlan) -> str:
+def _reboot_options(plan: HostPlan) -> str:
     """Returns the options of one reboot for all VMs: how, and what happens to those that cannot be kept."""
     ways = {vm.vmm for vm in plan.vms}
     if len(ways) == len(VMM_WAYS):

@@ -107,7 +107,7 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
         definition=json.dumps(order["definition"], indent=1) if order else "",
     )
     (new_folder / PAGE).write_text(page)
-    put(new_folder, folder)
+    replace_folder(new_folder, folder)
     return folder / PAGE
 
 
@@ -117,7 +117,7 @@ def may_replace(folder: Path, mark: str) -> None:
         raise ValueError(f"{folder}: is not empty and has no {mark}: it would be removed; give another folder")
 
 
-def put(new: Path, folder: Path) -> None:
+def replace_folder(new: Path, folder: Path) -> None:
     """Replaces a folder, if any, with a new one that is complete."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")

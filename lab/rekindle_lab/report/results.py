@@ -11,7 +11,7 @@ from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content, load
 from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
-from rekindle_lab.report.page import may_replace, put
+from rekindle_lab.report.page import may_replace, replace_folder
 
 NAME = "results.md"
 RAW = "runs.jsonl.gz"
@@ -37,7 +37,7 @@ def publish(
         shutil.copyfile(order, new_folder / order.name)
         question = Order.load(order).question
     (new_folder / NAME).write_text(markdown(found, verdicts, question, made_by))
-    put(new_folder, folder)
+    replace_folder(new_folder, folder)
     return folder / NAME
 
 

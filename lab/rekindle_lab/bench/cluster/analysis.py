@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from rekindle_lab.bench.report import NO_BAR, Bar, Figure, Found
+from rekindle_lab.bench.report import NO_BAR, Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.stats import median, p95
 
@@ -24,13 +24,13 @@ FAULTS = ("failover", "faults", "held", "held-off")
 """The cases whose rows are faults."""
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file.
 
     A fault after which the cluster did not recover, or that was not watched all the time, has a row but is not counted
     in n: a figure with fewer rows than planned has missed its bar.
     """
-    found = Found(raw)
+    found = Findings(raw)
     kills = frame[(frame["case"] == "failover") & frame["recovered"]]
     planned = _planned(frame, ["failover"])
     _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
@@ -70,7 +70,7 @@ def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
     return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
 
 
-def _add(found: Found, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
+def _add(found: Findings, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
     if not values:
         found.report_missing(name)
         return
@@ -78,7 +78,7 @@ def _add(found: Found, name: str, unit: str, values: list[float], planned: int |
     found.add(figure)
 
 
-def _together(found: Found, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
+def _together(found: Findings, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
     if not values:
         found.report_missing(name)
         return
@@ -87,7 +87,7 @@ def _together(found: Found, name: str, rows: pd.DataFrame, values: list[float], 
     found.add(Figure(name, sum(values), "", n, p95(values), BARS[name], found.raw, planned=planned))
 
 
-def _output(frame: pd.DataFrame, found: Found) -> None:
+def _output(frame: pd.DataFrame, found: Findings) -> None:
     """Compares round trips and answers per second with output commit to protection alone at the same interval."""
     rows = frame[frame["case"] == "output"]
     if not len(rows):

@@ -93,7 +93,7 @@ def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers:
     row.trouble = row.trouble.removeprefix("; ")
 
 
-def _have(bed: Bed, fault: Fault, node: str) -> None:
+def _inject(bed: Bed, fault: Fault, node: str) -> None:
     """Injects the fault; a temporary one has ended afterwards."""
     if fault.kind in PASSING:
         begin, end = PASSING[fault.kind]
@@ -110,7 +110,7 @@ def _have(bed: Bed, fault: Fault, node: str) -> None:
         bed.call("kill", node)
 
 
-def _well(bed: Bed, fault: Fault, before: int, at: int) -> None:
+def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
     """Waits until the cluster has recovered; raises `BedError` at the deadline."""
     if fault.kind in KILLS:
 
@@ -129,12 +129,12 @@ def _well(bed: Bed, fault: Fault, before: int, at: int) -> None:
     bed.watched()
 
 
-def _one(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
+def _run_fault(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
     """Waits until all is well, injects the fault, waits for recovery, and records what happened."""
     bed = stage.bed
     events = bed.settle(STEADY)
     before, home = bed.watched()
-    if home != wait_for("Pacemaker to run the VM", bed.where):
+    if home != wait_for("Pacemaker to run the VM", bed.vm_node):
         raise BedError(f"Pacemaker has the VM elsewhere than on {home}, where its QEMU is")
     row.node = next(name for name in NODES if name != home) if fault.kind == "kill-other" else home
     row.spare_bytes = stage.spare_bytes(home)
@@ -143,8 +143,8 @@ def _one(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
     row.interval_s = interval_s(events)
     row.at_us = _now()
     try:
-        _have(bed, fault, row.node)
-        _well(bed, fault, before, row.at_us)
+        _inject(bed, fault, row.node)
+        _wait_recovered(bed, fault, before, row.at_us)
         row.recovered = True
     except BedError as error:
         row.trouble = f"; {error}"
@@ -170,7 +170,7 @@ def _series(stage: Stage, plan: Plan, way: Way, what: str, faults: Iterable[tupl
         row = Row(way.case, number, fault.kind, seed, "", fault.lasts_s, 0, planned=way.planned, every_s=way.every_s)
         row.guest_bytes = GUEST_BYTES
         try:
-            _one(stage, way, row, fault)
+            _run_fault(stage, way, row, fault)
         except BedError as error:
             # The cluster was well after the fault before, but no longer is.
             row.recovered, row.trouble = False, f"before the fault: {error}"

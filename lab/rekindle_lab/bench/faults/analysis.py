@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.stats import median, p95
 
 from .kinds import KINDS
@@ -16,9 +16,9 @@ def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
     return frame[(frame["checked"] == checked) & frame["wrong"].notna()]
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the bar, the control that shows that the experiment can fail, and the number of tries."""
-    found = Found(raw)
+    found = Findings(raw)
     for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
         # The control without faults is in the tables only.
         done = runs(frame, checked)

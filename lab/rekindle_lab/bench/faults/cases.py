@@ -14,7 +14,7 @@ from .kinds import BY_NAME, Kind
 from .plan import BLOCKS, Plan
 from .ram import Ram
 from .rows import Row
-from .stage import Gone, Stage, Subject, complaints
+from .stage import NoAnswerError, Stage, Subject, complaints
 
 PATIENCE_S = 4.0
 """How long a guest may take to answer, and its load to progress, before it counts as hung."""
@@ -63,7 +63,7 @@ def faults(stage: Stage, plan: Plan) -> None:
                         stack = ExitStack()
                         subjects[checked] = (stack.enter_context(stage.subject(index, checked)), stack)
                     one_run(stage, subjects[checked][0], BY_NAME[name], row, plan)
-                except (Gone, RekindleError, OSError, ValueError) as error:
+                except (NoAnswerError, RekindleError, OSError, ValueError) as error:
                     # The guest is in no state to be used again.
                     row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
                     stage.log(f"{name}: {row.note}")
@@ -126,7 +126,7 @@ def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) ->
         _wait_loaded(subject)
         try:
             row.put, row.hit = put_in(stage, subject, kind, rng)
-        except Gone as gone:
+        except NoAnswerError as gone:
             # The guest may end while the faults are injected.
             row.put, row.note = kind.count, f"{gone}"[:100]
         _poll_until(time.monotonic() + plan.wait_s, lambda: subject.generation() != generation)
@@ -194,7 +194,7 @@ def _change_code(stage: Stage, subject: Subject, kind: Kind, rng: random.Random)
             return done
         try:
             done += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
-        except Gone:
+        except NoAnswerError:
             # This change ended the guest: it was injected.
             return done + 1
     return done
@@ -211,7 +211,7 @@ def outcome(subject: Subject, generation: int) -> str:
     while time.monotonic() < deadline:
         try:
             now = subject.progress(max(deadline - time.monotonic(), 0.2))
-        except (Gone, ValueError):
+        except (NoAnswerError, ValueError):
             continue
         if before is not None and all(new > old for new, old in zip(now, before, strict=True)):
             return "went on"

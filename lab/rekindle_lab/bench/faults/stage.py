@@ -33,7 +33,7 @@ ROW_BYTES = 4096
 _COMPLAINT = re.compile(r"BUG:|Oops|general protection|invalid opcode|WARNING:|Kernel panic|stack segment|double fault")
 
 
-class Gone(Exception):  # noqa: N818
+class NoAnswerError(Exception):
     """The guest does not answer."""
 
 
@@ -45,7 +45,7 @@ class FaultGuest(Guest):
 
     @property
     def disk(self) -> Path:
-        """Its disk."""
+        """The file of its disk."""
         return self.disk_dir / f"{self.name}.raw"
 
     @property
@@ -81,11 +81,11 @@ class Subject:
                 return netns.inside(self.guest.netns, lambda: socket.create_connection(address, timeout=0.5))
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise Gone(f"port {PORT} does not answer within {patience_s:g} s: {error}") from error
+                    raise NoAnswerError(f"port {PORT} does not answer within {patience_s:g} s: {error}") from error
                 time.sleep(0.02)
 
     def ask(self, line: str, patience_s: float = 10.0) -> str:
-        """Sends a line and returns the answer. Raises `Gone` without an answer, or when it is incomplete."""
+        """Sends a line and returns the answer. Raises `NoAnswerError` without an answer, or when it is incomplete."""
         try:
             with self.connect(patience_s) as connection:
                 connection.settimeout(patience_s)
@@ -94,10 +94,10 @@ class Subject:
                 while not answer.endswith(b"\n"):
                     data = connection.recv(4096)
                     if not data:
-                        raise Gone(f"`{line[:40]}`: no answer")
+                        raise NoAnswerError(f"`{line[:40]}`: no answer")
                     answer += data
         except OSError as error:
-            raise Gone(f"`{line[:40]}`: {error}") from error
+            raise NoAnswerError(f"`{line[:40]}`: {error}") from error
         return answer.decode(errors="replace").strip()
 
     def receive(self, line: str, length: int | None, patience_s: float = 60.0) -> bytes:
@@ -116,9 +116,9 @@ class Subject:
                     parts.append(data)
                     left -= len(data)
         except OSError as error:
-            raise Gone(f"`{line[:40]}`: {error}") from error
+            raise NoAnswerError(f"`{line[:40]}`: {error}") from error
         if length is not None and left:
-            raise Gone(f"`{line[:40]}`: {left} of {length} bytes did not come")
+            raise NoAnswerError(f"`{line[:40]}`: {left} of {length} bytes did not come")
         return b"".join(parts)
 
     def progress(self, patience_s: float) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import pick
 from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95
@@ -29,9 +29,9 @@ def reboots(frame: pd.DataFrame) -> pd.DataFrame:
     return both.reset_index()
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     all_of = reboots(frame)
 
     def both(**where: str | int) -> list[float]:

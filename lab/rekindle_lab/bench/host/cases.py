@@ -83,7 +83,7 @@ def ways(stage: Stage, plan: Plan, case: str, vms: int, memory_mib: int, wanted:
     with host(stage) as here, reboot.with_guests(here, vms, memory_mib) as guests:
         for how in HOWS:
             for number in rounds.of(how, vms, memory_mib, wanted.get(how, 0)):
-                seen = one(stage, here, guests, case, number, how)
+                seen = reboot_once(stage, here, guests, case, number, how)
                 if how in stage.breakdown_of(vms) and number == 0:
                     stage.records.append(
                         {
@@ -101,7 +101,7 @@ def rounds_left(stage: Stage, case: str, how: str, vms: int, memory_mib: int, wa
     return range(stage.done.get((case, how, vms, memory_mib, "emulated"), 0), wanted.get(how, 0))
 
 
-def one(
+def reboot_once(
     stage: Stage, here: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
 ) -> reboot.Rebooted:
     """Reboots once and appends the rows; the guests are as before afterwards."""
@@ -153,14 +153,14 @@ def faults(stage: Stage, plan: Plan) -> None:
             here.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
             here.write(UNIT.format(part=part), text.format(fault=fault))
             here.ask("systemctl daemon-reload")
-            one(stage, here, guests, "faults", number, "warm", fault)
+            reboot_once(stage, here, guests, "faults", number, "warm", fault)
 
 
 def on_this_machine(stage: Stage, rounds: Rounds, wanted: int) -> None:
     """Suspends guests of this machine under TCG, ends their QEMUs, and resumes them as after a boot."""
     suspend_dir, config = stage.work / "suspended", stage.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
-    rekindle = direct.Direct(stage.rekindle.binary, stage.work / "run", config)
+    rekindle = direct.DirectRekindle(stage.rekindle.binary, stage.work / "run", config)
     aside = replace(stage, rekindle=rekindle)
     guests = [stage.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, PARTNERS + 1)]
     with aside.ours(guests[0]), aside.ours(guests[1]):

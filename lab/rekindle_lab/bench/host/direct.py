@@ -17,7 +17,7 @@ ENDING_S = 30.0
 
 
 @dataclass(frozen=True)
-class Direct(Rekindle):
+class DirectRekindle(Rekindle):
     """Rekindle as on a host whose RAM and suspend record outlive the run directory."""
 
     config: Path
@@ -57,7 +57,9 @@ class Direct(Rekindle):
         (self.run_dir / ".host-plan.json").write_text(json.dumps(plan))
 
 
-def reboot(rekindle: Direct, netns: str, suspend_dir: Path, names: Sequence[str], fault: str, token: str) -> bool:
+def reboot(
+    rekindle: DirectRekindle, netns: str, suspend_dir: Path, names: Sequence[str], fault: str, token: str
+) -> bool:
     """Suspends, removes what a reboot removes, and resumes. Returns whether the fault happened.
 
     The record's boot ID is replaced, so that every page is compared.

@@ -34,7 +34,7 @@ def now_us() -> int:
 
 
 @dataclass
-class Seen:
+class HostObservations:
     """Observations of the host, in order: each with the time of this machine's clock."""
 
     console: list[tuple[int, str]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Machine:
         """`run`: the project's host/run; `folder`: where it runs."""
         self.run, self.folder, self.rekindle = run, folder, rekindle
         self.netns = (folder / "netns").read_text().strip()
-        self.seen = Seen()
+        self.seen = HostObservations()
 
     def ask(self, command: str, timeout: float = COMMAND_S, given: str | None = None) -> str:
         """Runs a command in it and returns the output; raises unless it succeeds."""
@@ -194,7 +194,7 @@ class Guest:
         )
 
     def start(self) -> None:
-        """Start it."""
+        """Starts it."""
         path = f"/root/{self.name}.toml"
         self.host.write(path, self.definition())
         self.host.ask(f"rekindle run {path}", timeout=UP_S)

@@ -30,7 +30,7 @@ class Rebooted:
     stages: dict[str, int] = field(default_factory=dict)
     """Fields of `Row`."""
     steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By VM."""
+    """Reports of the clients, by VM."""
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     token: bool = False
     """Whether the kernel was entered by kexec."""

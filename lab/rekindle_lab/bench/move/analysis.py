@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Found
+from rekindle_lab.bench.report import Bar, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.guests import size
 from rekindle_lab.peers.migrate import LIVE
@@ -34,9 +34,9 @@ def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
     return min(medians, key=medians.__getitem__, default=None)
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figure of the issue's table, against QEMU's best way. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     extra = {}
     for load, name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
         for mib in sorted(set(frame["memory_mib"])):

@@ -39,7 +39,7 @@ class DestinationHost:
     ram: Path
     ssh: Path
 
-    def has(self, guest: Guest) -> Guest:
+    def guest_there(self, guest: Guest) -> Guest:
         """Returns the guest as seen on that host."""
         return replace(guest, netns=self.netns, ram_dir=self.ram)
 
@@ -65,10 +65,10 @@ def moves(stage: Stage, plan: Plan) -> None:
                 for load in plan.loads:
                     stage.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
-                        _one(stage, there, mib, touch, load, how, number)
+                        _move_once(stage, there, mib, touch, load, how, number)
 
 
-def _one(stage: Stage, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int) -> None:
+def _move_once(stage: Stage, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int) -> None:
     stage.need(memory_mib=2 * mib, disk_mib=2 * mib)
     guest = stage.guest("goes", IMAGE, mib, 21, touch)
     row = Row("moves", mib, f"dirty {load}" if load else "idle", how, STORES.get(how, ""), number)
@@ -93,7 +93,7 @@ def _one(stage: Stage, there: DestinationHost, mib: int, touch: str, load: int, 
 def _ours(stage: Stage, there: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
     """Runs `rekindle move`; returns when the guest was stopped, in s since 1970."""
     definition = stage.work / "goes-there.toml"
-    definition.write_text(there.has(guest).definition(stage.qemu))
+    definition.write_text(there.guest_there(guest).definition(stage.qemu))
     reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
     started = time.time()
     moved = stage.rekindle.call(
@@ -121,7 +121,7 @@ def _ours(stage: Stage, there: DestinationHost, guest: Guest, store: Store, row:
             raise RekindleError(f"{guest.name}: not all of its memory has arrived")
         time.sleep(0.005)
     row.whole_us = int((time.time() - started) * 1e6)
-    there.has(guest).wait_ready()
+    there.guest_there(guest).wait_ready()
     return started + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
@@ -135,7 +135,7 @@ def _qemu(stage: Stage, there: DestinationHost, guest: Guest, how: str, row: Row
             vm = migrate.Vm(stage.qemu, shown["command_line"], shown["vmm"]["directory"])
             with migrate.waiting(vm, stage.work / "migrated", tap, ram) as target:
                 done = migrate.migrate(source, target, how)
-                there.has(guest).wait_ready()
+                there.guest_there(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0
         stage.log(str(error))

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.stats import median, median_interval, p95
 
@@ -24,7 +24,7 @@ REST = "kernel, user space"
 
 
 def seconds(values_us: list[float]) -> list[float]:
-    """From microseconds."""
+    """Converts from microseconds."""
     return [value / 1e6 for value in values_us]
 
 
@@ -47,9 +47,9 @@ def recovered(rows: pd.DataFrame) -> list[float]:
     return [1.0 - float(value) for value in left.dropna()]
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     _kexec(frame, found)
     _late(frame, found)
     _restore(frame, found)
@@ -61,7 +61,7 @@ def _boots(frame: pd.DataFrame, guest: str, how: str) -> pd.DataFrame:
     return frame[(frame["case"] == "reboot") & (frame["guest"] == guest) & (frame["how"] == how)]
 
 
-def _kexec(frame: pd.DataFrame, found: Found) -> None:
+def _kexec(frame: pd.DataFrame, found: Findings) -> None:
     cold, kexec = _boots(frame, "debian", "cold"), _boots(frame, "debian", "kexec")
     extra = {}
     skipped = between(cold, "ended_host_us", "kernel_host_us")
@@ -75,7 +75,7 @@ def _kexec(frame: pd.DataFrame, found: Found) -> None:
     found.ratio("kexec_vs_cold", Bar(0.23), *samples, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _late(frame: pd.DataFrame, found: Found) -> None:
+def _late(frame: pd.DataFrame, found: Findings) -> None:
     """Compares the late phase with cold: with the previous guest shut down cleanly, the default, and with it frozen."""
     for how, name, what in (
         ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
@@ -91,7 +91,7 @@ def _late(frame: pd.DataFrame, found: Found) -> None:
         found.ratio(name, Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _restore(frame: pd.DataFrame, found: Found) -> None:
+def _restore(frame: pd.DataFrame, found: Findings) -> None:
     for guest, name in (("immutable", "phase_restore_ms"), ("micro", "phase_restore_ms_micro")):
         rows = _boots(frame, guest, "phase-services")
         values = milliseconds(pick(rows, "load_us", memory_mib=512))
@@ -104,7 +104,7 @@ def _restore(frame: pd.DataFrame, found: Found) -> None:
         found.add(Figure(name, median(values), "ms", len(values), p95(values), Bar(100.0), found.raw, extra=extra))
 
 
-def _leak(frame: pd.DataFrame, found: Found) -> None:
+def _leak(frame: pd.DataFrame, found: Findings) -> None:
     ways = [(key, recovered(rows)) for key, rows in frame[frame["case"] == "leak"].groupby(["guest", "how"])]
     ways = [(key, values) for key, values in ways if values]
     if not ways:

@@ -54,7 +54,7 @@ class Firmware:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Ends the wait."""
         self._over.set()
         self._thread.join()
 

@@ -20,7 +20,7 @@ LOSSES = 3
 """A case stops after so many reboots that left a guest unwell."""
 
 
-def both(
+def guests_by_way(
     stage: Stage, stack: ExitStack, kind: str, index: int, memory_mib: int, image: Image | None = None
 ) -> Callable[[str], OsGuest]:
     """Starts two guests of a kind, one of which keeps phases; yields a function that returns the one for a way."""
@@ -39,7 +39,7 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
         if not rounds:
             raise NotPlannedError
         with ExitStack() as stack:
-            guest_of, losses = both(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
+            guest_of, losses = guests_by_way(stage, stack, kind, INDEXES[kind], plan.memory_mib), 0
             for number, how in itertools.product(range(rounds), GUESTS[kind]):
                 try:
                     row = stage.reboot(guest_of(how), how, number)
@@ -47,7 +47,7 @@ def reboots(kind: str) -> Callable[[Stage, Plan], None]:
                     losses += 1
                     if losses > LOSSES:
                         raise
-                    stage.lost(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
+                    stage.record_loss(guest_of(how), f"{kind}: {number + 1} of {rounds}: {how}: {error}")
                     continue
                 stage.rows.append(row)
                 gap = (row.gap_us or 0) / 1e6
@@ -72,7 +72,7 @@ def leak(stage: Stage, plan: Plan) -> None:
         with ExitStack() as stack:
             image = Image("micro", made) if kind == "micro" else None
             index = LEAK_INDEX + (0 if kind == "micro" else 2)
-            guest_of = both(stage, stack, kind, index, plan.memory_mib, image)
+            guest_of = guests_by_way(stage, stack, kind, index, plan.memory_mib, image)
             for number in range(rounds):
                 for how in ways:
                     guest: Leaky = leaky(guest_of(how), made)

@@ -45,7 +45,7 @@ class Gap:
 
     @property
     def us(self) -> int:
-        """Its length."""
+        """The length of the gap."""
         return self.end_host_us - self.start_host_us
 
 
@@ -96,13 +96,13 @@ class Client:
             time.sleep(0.02)
 
     def __enter__(self) -> "Client":
-        """Begin."""
+        """Starts the requests."""
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Ends the requests."""
         self._over.set()
         for thread in self._threads:
             thread.join()

@@ -73,11 +73,11 @@ class Peer:
 
     @property
     def qmp(self) -> Path:
-        """Its monitor."""
+        """The socket of its monitor."""
         return self.folder / "qmp.sock"
 
     def words(self) -> list[str]:
-        """QEMU's arguments."""
+        """The arguments of QEMU."""
         image = self.guest.image.folder
         machine = ["-machine", "microvm,pcie=on" if self.how == "microvm" else "q35"]
         if self.how == "qboot":
@@ -111,7 +111,7 @@ class Peer:
         return Qmp(self.qmp, DEADLINE_S, alive=lambda: process is not None and process.poll() is None)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kills its QEMU."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

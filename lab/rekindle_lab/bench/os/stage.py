@@ -70,7 +70,7 @@ class OsGuest(Guest):
 
     @property
     def command_line(self) -> str:
-        """Its kernel's."""
+        """The command line of its kernel."""
         root = {
             "micro": "",
             "debian": "root=/dev/vda1 rw ",
@@ -167,7 +167,7 @@ class Stage(bench.Stage):
             firmware=None if phases else self.work / f"{name}.firmware",
         )
 
-    def lost(self, guest: OsGuest, what: str) -> None:
+    def record_loss(self, guest: OsGuest, what: str) -> None:
         """Records a reboot after which the guest was not well, and boots it."""
         self.errors.append(what)
         self.log(what)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.guests import size
 from rekindle_lab.peers.snapshot import WAYS
@@ -27,9 +27,9 @@ def steady(frame: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["interval_ms"].notna()]
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     _pauses(frame, found)
     _bytes(frame, found)
     commits = [value / 1e6 for value in pick(frame, "took_us", case="commit", what="checkpoint")]
@@ -65,7 +65,7 @@ def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -
     return milliseconds(pick(rows, "stopped_us", **where))
 
 
-def _pauses(frame: pd.DataFrame, found: Found) -> None:
+def _pauses(frame: pd.DataFrame, found: Findings) -> None:
     """Adds `pause_vs_background_snapshot` for the worst size, `pause_vs_basic` for the worse of both policies."""
     peer = WAYS[0]
     by_size = {
@@ -116,7 +116,7 @@ def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
     return ratios
 
 
-def _bytes(frame: pd.DataFrame, found: Found) -> None:
+def _bytes(frame: pd.DataFrame, found: Findings) -> None:
     """Adds bytes written over the compressed size of the dirty pages; without small checkpoints."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
@@ -130,7 +130,7 @@ def _bytes(frame: pd.DataFrame, found: Found) -> None:
     found.add(Figure("bytes_vs_dirty", median(values), "", len(values), p95(values), Bar(1.1), found.raw, extra=extra))
 
 
-def _interval_kept(frame: pd.DataFrame, found: Found) -> None:
+def _interval_kept(frame: pd.DataFrame, found: Findings) -> None:
     """Adds the smallest configured interval that was kept, if all longer ones were, too."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
@@ -153,7 +153,7 @@ def _interval_kept(frame: pd.DataFrame, found: Found) -> None:
         found.add(Figure("interval_kept", kept, "s", len(values), p95(values), Bar(0.25), found.raw, extra=extra))
 
 
-def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str, limit: float) -> None:
+def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str, limit: float) -> None:
     """Adds how much longer the same work takes with protection: ratio of medians less 1, its interval by resampling."""
     rows = frame[(frame["case"] == "slowdown") & (frame["workload"] == workload)]
     with_it = [value / 1e6 for value in pick(rows, "window_us", what="window", how=DEFAULT)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.peers import snapshot
-from rekindle_lab.protector import Used, detach, protected
+from rekindle_lab.protector import ResourceUse, detach, protected
 from rekindle_lab.stores import Store
 from rekindle_lab.work import Window, Work
 
@@ -93,7 +93,7 @@ def _window(
     **common: Any,  # noqa: ANN401
 ) -> Window:
     """Runs a workload, protected or (without a store) not, and appends the rows."""
-    used = Used(0, 0)
+    used = ResourceUse(0, 0)
     protection = (
         nullcontext(None)
         if store is None or every_s is None

@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95, ratio_interval
@@ -19,9 +19,9 @@ def restores(frame: pd.DataFrame, **where: float | str) -> list[float]:
     return milliseconds(pick(frame[frame["what"] == "restore"], "restore_us", **where))
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     small = restores(frame, case="restore", memory_mib=SMALL_MIB, how="lazy")
     large = restores(frame, case="restore", memory_mib=LARGE_MIB, how="lazy")
     peer = restores(frame, case="restore", memory_mib=SMALL_MIB, how="incoming")
@@ -59,7 +59,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
     return found
 
 
-def _prepared(frame: pd.DataFrame, found: Found) -> None:
+def _prepared(frame: pd.DataFrame, found: Findings) -> None:
     """Adds the time, and as a figure of its own the memory that is taken meanwhile."""
     into = restores(frame, case="prepared", how="prepared")
     fresh = restores(frame, case="prepared", how="lazy")
@@ -90,7 +90,7 @@ def _prepared(frame: pd.DataFrame, found: Found) -> None:
         found.add(Figure("restore_prepared_mb", median(resident), "MB", n, p95(resident), bar, found.raw))
 
 
-def _slowdown(frame: pd.DataFrame, found: Found, workload: str, name: str) -> None:
+def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str) -> None:
     """Compares the rest of a piece of work after a restore with the same undisturbed; by pairs, so ratios of each."""
     rows = frame[(frame["case"] == "after") & (frame["workload"] == workload) & (frame["what"] == "window")]
     by_round = rows.pivot_table(index="round", columns="how", values="rest_us") if len(rows) else pd.DataFrame()
@@ -150,7 +150,7 @@ def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
     rows = frame[frame["case"] == "after"]
     lines: list[dict[str, object]] = []
     for workload, group in rows.groupby("workload", sort=True):
-        found = Found("")
+        found = Findings("")
         _slowdown(group, found, str(workload), str(workload))
         demanded = [value * 4096 / 1e6 for value in pick(group, "demanded_pages")]
         behind = [value * 4096 / 1e6 for value in pick(group, "filled_pages")]

@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.bench.rows import milliseconds, pick
 from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95
@@ -21,9 +21,9 @@ def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[flo
     return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     ratio = found.ratio
 
     def stopped(how: str, mib: int, case: str = "ram") -> list[float]:

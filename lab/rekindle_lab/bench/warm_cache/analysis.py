@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 
-from rekindle_lab.bench.report import Bar, Figure, Found
+from rekindle_lab.bench.report import Bar, Figure, Findings
 from rekindle_lab.stats import median, p95
 
 from .native import PEERS
@@ -35,9 +35,9 @@ def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
     return frame
 
 
-def figures(frame: pd.DataFrame, raw: str) -> Found:
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Returns the figures of the issue's table. `raw`: the rows' file."""
-    found = Found(raw)
+    found = Findings(raw)
     _first_read(frame, found)
     _runs(frame, found)
     _web(frame, found)
@@ -48,7 +48,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Found:
     return found
 
 
-def _first_read(frame: pd.DataFrame, found: Found) -> None:
+def _first_read(frame: pd.DataFrame, found: Findings) -> None:
     kinds = [(case, limit, block) for case in ("files", "folios") for limit in LIMITS for block in (4096, 1 << 20)]
     for case, limit, block in kinds:
         of = where(frame, case=case, what="read", limit=limit, block=block)
@@ -64,7 +64,7 @@ def _first_read(frame: pd.DataFrame, found: Found) -> None:
         found.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
 
 
-def _runs(frame: pd.DataFrame, found: Found) -> None:
+def _runs(frame: pd.DataFrame, found: Findings) -> None:
     warm = where(frame, case="tpch", how=WARM)
     after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
     found.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
@@ -86,13 +86,13 @@ def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
     return after, before
 
 
-def _web(frame: pd.DataFrame, found: Found) -> None:
+def _web(frame: pd.DataFrame, found: Findings) -> None:
     after, before = _seconds(frame, WARM)
     words = (f"the first {FIRST_S} s, warm", f"the last {STEADY_S} s before")
     found.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
 
 
-def _map(frame: pd.DataFrame, found: Found) -> None:
+def _map(frame: pd.DataFrame, found: Findings) -> None:
     names = {"read": "map_cost", "write": "map_cost_write", "bytes": "map_cost_bytes"}
     for what, name in names.items():
         rows = where(frame, case="map", what=what)
@@ -106,7 +106,7 @@ def _cost_us(rows: pd.DataFrame) -> float | None:
     return median([float(cost) for cost in costs]) if len(costs) else None
 
 
-def _native(frame: pd.DataFrame, found: Found) -> None:
+def _native(frame: pd.DataFrame, found: Findings) -> None:
     names = {
         ("read", 4096): "native_vs_qsd",
         ("read", 1 << 20): "native_vs_qsd_1m",
@@ -138,7 +138,7 @@ def taken(rows: pd.DataFrame) -> pd.Series:
     return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
 
 
-def _memory(frame: pd.DataFrame, found: Found) -> None:
+def _memory(frame: pd.DataFrame, found: Findings) -> None:
     rows = where(frame, case="files", what="memory", how=WARM)
     if not len(rows):
         found.report_missing("host_memory_peak")
@@ -150,7 +150,7 @@ def _memory(frame: pd.DataFrame, found: Found) -> None:
     found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
 
 
-def _helper(frame: pd.DataFrame, found: Found) -> None:
+def _helper(frame: pd.DataFrame, found: Findings) -> None:
     kills = [float(us) / 1e3 for us in where(frame, case="helper", what="kill")["us"]]
     errors = where(frame, case="helper", what="verify")["errors"]
     if not kills or not len(errors):

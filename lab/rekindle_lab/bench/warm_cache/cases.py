@@ -67,7 +67,9 @@ def access(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, lim
         guest.ssh("sync")
 
 
-def around(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int) -> None:
+def access_around_reboot(
+    stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int
+) -> None:
     """Accesses the file, reboots, and accesses it again, twice each; records the memory that the host uses for that."""
     for at in (-2, -1):
         access(stage, guest, case, one, how, limit, number, at)
@@ -111,17 +113,17 @@ def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Pla
         if not accesses or limit >= len(plan.limits):
             raise NotPlannedError
         name = plan.limits[limit]
-        stage.hold(None)
+        stage.limit_rates(None)
         with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
             assert isinstance(guest, CacheGuest)
-            stage.hold(name)
+            stage.limit_rates(name)
             settle(guest)
             for one in accesses:
                 for number in range(one.rounds if limit == 0 else min(one.rounds, OTHER_ROUNDS)):
                     for how in turns(number, (WARM, COLD)):
-                        around(stage, guest, "files", one, how, name, number)
+                        access_around_reboot(stage, guest, "files", one, how, name, number)
                     stage.log(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
-            stage.hold(None)
+            stage.limit_rates(None)
 
     return case
 
@@ -130,21 +132,21 @@ def folios(stage: Stage, plan: Plan) -> None:
     """Measures the same on a file system that caches in large pieces, so that a guest has less work per page."""
     if not plan.folios:
         raise NotPlannedError
-    stage.hold(None)
+    stage.limit_rates(None)
     limit = plan.limits[0]
     with stage.ours(replace(stage.cached("folios", plan.memory_mib, 7), data=True)) as guest:
         assert isinstance(guest, CacheGuest)
         guest.mount()
         guest.ssh(f"cp /srv/file {guest.file} && sync && umount /mnt && echo 3 >/proc/sys/vm/drop_caches")
         guest.mount()
-        stage.hold(limit)
+        stage.limit_rates(limit)
         settle(guest)
         for one in plan.folios:
             for number in range(one.rounds):
                 for how in turns(number, (WARM, COLD)):
-                    around(stage, guest, "folios", one, how, limit, number)
+                    access_around_reboot(stage, guest, "folios", one, how, limit, number)
                 stage.log(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
-        stage.hold(None)
+        stage.limit_rates(None)
 
 
 def peers(stage: Stage, plan: Plan) -> None:
@@ -153,22 +155,22 @@ def peers(stage: Stage, plan: Plan) -> None:
         raise NotPlannedError
     limit = plan.limits[0]
     for cache in ("writeback", "none"):
-        stage.hold(None)
+        stage.limit_rates(None)
         with stage.ours(stage.cached("peer", plan.memory_mib, 2, cache)) as guest:
             assert isinstance(guest, CacheGuest)
-            stage.hold(limit)
+            stage.limit_rates(limit)
             settle(guest)
             for one in plan.peers:
                 for number in range(one.rounds):
-                    around(stage, guest, "peers", one, cache, limit, number)
-            stage.hold(None)
+                    access_around_reboot(stage, guest, "peers", one, cache, limit, number)
+            stage.limit_rates(None)
         stage.log(f"peers: cache={cache}")
 
 
 def map_cost(stage: Stage, plan: Plan) -> None:
     """Measures figures 8 to 10: the cost of the map without reboots. Two guests; all accesses reach the disk."""
     if stage.slow:
-        stage.hold(None)
+        stage.limit_rates(None)
     image = stage.image("debian-cache")
     kinds = (("read", 4096, ()), ("write", 4096, ("--end_fsync=1",)), ("bytes", 1, ("--end_fsync=1",)))
     disks = {how: stage.disk_dir / f"{how}.raw" for how in ("map", "no-map")}
@@ -202,14 +204,14 @@ def map_cost(stage: Stage, plan: Plan) -> None:
 
 def tpch(stage: Stage, plan: Plan) -> None:
     """Measures table 1: the 22 queries one after the other, twice before a reboot and twice after it."""
-    stage.hold(None)
+    stage.limit_rates(None)
     queries = "".join(path.read_text() for path in sorted(TPCH.glob("q*.sql")))
     run = f"cat >/run/tpch.sql <<'SQL'\n\\set ON_ERROR_STOP on\n\\timing on\n\\o /dev/null\n{queries}\nSQL\n"
     run += "date +%s.%N; psql -U postgres -h /var/run/postgresql -f /run/tpch.sql tpch; date +%s.%N"
     limit = plan.limits[0]
     with stage.ours(stage.cached("tpch", 1024, 5)) as guest:
         assert isinstance(guest, CacheGuest)
-        stage.hold(limit)
+        stage.limit_rates(limit)
 
         def power(how: str, number: int, at: int) -> None:
             """Runs the 22 queries once; the run with `at` 0 only fills the cache."""
@@ -237,18 +239,18 @@ def tpch(stage: Stage, plan: Plan) -> None:
                 for at in range(1, plan.tpch_runs + 1):
                     power(how, number, at)
             stage.log(f"tpch: {number + 1} of {plan.tpch}")
-        stage.hold(None)
+        stage.limit_rates(None)
 
 
 def http(stage: Stage, plan: Plan) -> None:
     """Measures figure 13: one client requests 4,000 files, one at a time, while the guest is rebooted."""
-    stage.hold(None)
+    stage.limit_rates(None)
     limit = plan.limits[0]
     with stage.ours(stage.cached("http", 1024, 6)) as guest:
         assert isinstance(guest, CacheGuest)
         # It would start while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
-        stage.hold(limit)
+        stage.limit_rates(limit)
         # micro, which stands in for the guest in a trial, has one file.
         paths = [MICRO_FILE if guest.stands_in else f"/many/{n:04}" for n in range(plan.web_files)]
         with Client(guest.netns, guest.address, paths) as client:
@@ -271,7 +273,7 @@ def http(stage: Stage, plan: Plan) -> None:
                         stage.rows.append(row)
                     memory(stage, guest, watch, "http", how, limit, number, steps)
                 stage.log(f"http: {number + 1} of {plan.http}")
-        stage.hold(None)
+        stage.limit_rates(None)
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {

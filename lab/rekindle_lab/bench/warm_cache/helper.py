@@ -77,7 +77,7 @@ def kill(stage: Stage, guest: CacheGuest) -> int:
 def helper_back(stage: Stage, plan: Plan) -> None:
     """Kills it under a load that verifies what it reads."""
     if stage.slow:
-        stage.hold(None)
+        stage.limit_rates(None)
     seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5
     with stage.ours(stage.cached("helper", 768, 8)) as guest, ThreadPoolExecutor(1) as pool:
         assert isinstance(guest, CacheGuest)

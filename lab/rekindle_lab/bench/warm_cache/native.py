@@ -73,7 +73,7 @@ def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
 
 
 def ours(stage: Stage, image: Path, name: str = "ours", *options: str) -> AbstractContextManager[Server]:
-    """Rekindle's server."""
+    """Starts Rekindle's server."""
     socket = stage.work / f"{name}.sock"
     command = [str(stage.rekindle.binary), "disk", "serve", str(image), "--socket", str(socket), *options]
     return _process(command, socket, stage.work / f"{name}.log")

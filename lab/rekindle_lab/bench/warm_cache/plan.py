@@ -31,7 +31,7 @@ class Plan:
     files: tuple[Files, ...]
     limits: tuple[str, ...]
     folios: tuple[Files, ...]
-    """From XFS."""
+    """Files on XFS."""
     peers: tuple[Files, ...]
     map_rounds: int
     map_mib: int

@@ -139,11 +139,11 @@ class Stage(bench.Stage):
         image = self.image(IMAGE)
         return CacheGuest(name, image, memory_mib, index, None, self.netns, self.ram_dir, folder, cache)
 
-    def hold(self, limit: str | None) -> None:
+    def limit_rates(self, limit: str | None) -> None:
         """Limits the disk to one of the rates, or removes the limit."""
         if self.slow is None:
             raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
-        self.slow.hold(LIMITS[limit] if limit else None)
+        self.slow.limit_rates(LIMITS[limit] if limit else None)
 
     def from_retained_cache(self, guest: CacheGuest) -> int:
         """Returns bytes that its disks' servers have supplied from the retained cache; none after a cold reboot."""

@@ -96,11 +96,11 @@ class Watch:
                 self.ram_kib, self.private_kib, self.code_kib = ram, private, code
 
     def __enter__(self) -> "Watch":
-        """Begin."""
+        """Starts sampling."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Ends sampling."""
         self._over.set()
         self._thread.join()
