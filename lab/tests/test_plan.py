@@ -153,7 +153,7 @@ def test_capacity_does_not_take_what_misses_availability():
     assert ways(plan) == {"vm": "slow"}  # poor would keep the capacity
     assert plan.problems[0] == (
         "hosts 'web': no techniques that are allowed and meet availability 0.9999 keep capacity 0.9: "
-        "with the best (vm by slow) a host is away or degraded for 3e+05 s, 2.416e+05 s at most would do"
+        "with the best (vm by slow) a host is unavailable or degraded for 3e+05 s, at most 2.416e+05 s are allowed"
     )
     assert "capacity 0.9 allows 1 of 10 hosts at a time, it needs 2" in plan.problems[1]
 

@@ -1,6 +1,6 @@
 """Whether a series rises or falls, and how fast, without assuming a shape or independence.
 
-Mann and Kendall's test counts pairs that rise against pairs that fall. Samples of a machine hang together, which makes
+Mann and Kendall's test counts pairs that rise against pairs that fall. Samples of a machine are correlated, which makes
 that count vary more than the test assumes; Hamed and Rao (1998) correct its variance by the autocorrelation of the
 detrended ranks. As that is itself an estimate, from as many independent values as are left (`n` over the inflation),
 Student's t takes the place of the normal curve.

@@ -172,11 +172,13 @@ def welch(response: Response, alpha: float) -> Rows:
 def assumptions(response: Response) -> Rows:
     """Lists the tests of the assumptions of analysis of variance."""
     checks = [*response.equal_variances, *([response.normal] if response.normal else []), *response.independent]
-    speaks = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(response.normal)
-    speaks += ["independent runs"] * len(response.independent)
+    assumption_names = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(
+        response.normal
+    )
+    assumption_names += ["independent runs"] * len(response.independent)
     return [
         {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": PValue(check.p)}
-        for what, check in zip(speaks, checks, strict=True)
+        for what, check in zip(assumption_names, checks, strict=True)
     ]
 
 

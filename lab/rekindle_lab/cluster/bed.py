@@ -188,7 +188,7 @@ class Bed:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # a message for people
+                continue  # a line of text, not an event
             if isinstance(event, dict) and event.get("event") == "checkpoint":
                 self._checkpoints.append(event)
         return self._checkpoints

@@ -3,7 +3,7 @@
     python3 -m rekindle_lab.cluster.judge COUNTER RUNNING --every S --kills N
 
 Exit status 1: two guests ran at the same time, or the counter was set back by more than checkpoints allow, or more
-there were kills.
+often than nodes were killed.
 
 A loss is computed from the first tick of the guest in its new QEMU, not from its first answer: until that arrives
 the guest counts on, which would hide part of the loss.

@@ -107,8 +107,8 @@ def _capacity_problem(
     by = ", ".join(f"{vms.name} by {pair.technique.name}" for vms, pair in zip(hosts.vms, pairs, strict=True))
     return (
         f"hosts '{hosts.name}': no techniques that are allowed{f' and meet availability {target:g}' if meet else ''} "
-        f"keep capacity {fleet.capacity:g}: with the best ({by}) a host is away or degraded for {host_s:.4g} s, "
-        f"{limits.most_s:.4g} s at most would do"
+        f"keep capacity {fleet.capacity:g}: with the best ({by}) a host is unavailable or degraded for {host_s:.4g} s, "
+        f"at most {limits.most_s:.4g} s are allowed"
     )
 
 
@@ -174,8 +174,8 @@ def text(plan: Plan, start: datetime) -> str:
             "availability": f"{choice.availability:.7f}",
             "nines": choice.nines,
             "target": "" if plan.fleet.availability is None else "met" if choice.meets else "MISSED",
-            "VMM no oftener than": days(choice.vmm_interval_min_s),
-            "OS no oftener than": days(choice.os_interval_min_s),
+            "shortest VMM interval": days(choice.vmm_interval_min_s),
+            "shortest OS interval": days(choice.os_interval_min_s),
         }
         for (hosts, vms), choice in plan.choices.items()
     ]
@@ -187,13 +187,13 @@ def text(plan: Plan, start: datetime) -> str:
     more = f"\n  and {len(rolling.hosts) - SHOWN} more (--json has all)" if len(rolling.hosts) > SHOWN else ""
     size, spacing, away = plan.fleet.size, f"{rolling.spacing_s:.4g} s", f"{rolling.away_s:.4g} s"
     cluster = (
-        f"{size} hosts, one every {spacing}, each away or degraded for {away}, started up to {TICK_S} s late: "
+        f"{size} hosts, one every {spacing}, each unavailable or degraded for {away}, started up to {TICK_S} s late: "
         f"at most {rolling.concurrent} at the same time; "
         f"capacity never below {rolling.capacity:.6f}, {plan.performance:.7f} on average"
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
     notes = "".join(f"\n  {note}" for note in plan.fleet.notes)
-    what = f"{table(rows, 'What, how and how often')}{notes}"
+    what = f"{table(rows, 'Techniques and intervals')}{notes}"
     return f"{what}\n\n{cluster}\n\n{table(shown, 'Order')}{more}{problems}"
 
 

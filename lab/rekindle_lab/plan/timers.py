@@ -22,7 +22,7 @@ RETRY_S = 3600
 RENEW = f"""#!/bin/sh
 # rekindle-renew NAME INTERVAL_S PHASE_S [ALSO]... -- COMMAND...: run COMMAND if the renewal NAME is due.
 #
-# PHASE_S (seconds since 1970): it is due once in each interval that begins there: lateness does not add up.
+# PHASE_S (seconds since 1970): it is due once in each interval that begins there, so delays do not add up.
 # PHASE_S of -: it is due INTERVAL_S seconds after its stamp, which a coupled renewal sets, too.
 # A renewal without a stamp counts as done now. One that succeeds sets the stamps of NAME and each ALSO.
 # One that fails or is interrupted is tried again after {RETRY_S} s.

@@ -45,5 +45,5 @@ def left_out(plan: Plan) -> list[str]:
         for what, name in pairs
         if getattr(plan, name) < getattr(FULL, name)
     ]
-    gone = [f"{every_s:g} s" for every_s in FULL.output_every_s if every_s not in plan.output_every_s]
-    return lines + ([f"what output commit costs with a checkpoint every {', '.join(gone)}"] if gone else [])
+    omitted = [f"{every_s:g} s" for every_s in FULL.output_every_s if every_s not in plan.output_every_s]
+    return lines + ([f"what output commit costs with a checkpoint every {', '.join(omitted)}"] if omitted else [])

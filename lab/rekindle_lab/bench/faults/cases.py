@@ -126,9 +126,9 @@ def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) ->
         _wait_loaded(subject)
         try:
             row.put, row.hit = put_in(stage, subject, kind, rng)
-        except NoAnswerError as gone:
+        except NoAnswerError as error:
             # The guest may end while the faults are injected.
-            row.put, row.note = kind.count, f"{gone}"[:100]
+            row.put, row.note = kind.count, f"{error}"[:100]
         _poll_until(time.monotonic() + plan.wait_s, lambda: subject.generation() != generation)
         row.outcome = outcome(subject, generation)
     row.way = boot_again(subject, generation, row)

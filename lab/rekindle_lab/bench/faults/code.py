@@ -120,22 +120,22 @@ class Code:
     def faulty(self, kind: str, place: int, instruction: capstone.CsInsn) -> list[bytes]:
         """Returns replacements of the `place`-th instruction of its function; none if the fault does not apply."""
         old = bytes(instruction.bytes)
-        gone = bytes([NOP]) * len(old)
+        nops = bytes([NOP]) * len(old)
         if instruction.id == x86.X86_INS_NOP:
             return []
         match kind:
             case "text":
                 return list(_flips(old))
             case "nop":
-                return [gone]
+                return [nops]
             case "initialization":
-                return [gone] if _stores_to_frame(instruction) else []
+                return [nops] if _stores_to_frame(instruction) else []
             case "interface":
-                return [gone] if place < _PROLOGUE and _reads_parameter(instruction) else []
+                return [nops] if place < _PROLOGUE and _reads_parameter(instruction) else []
             case "branch":
                 if old[0] in _REPEAT and instruction.id in _STRING:
                     return [bytes([NOP]) + old[1:]]
-                return [gone] if _is_conditional(old) else []
+                return [nops] if _is_conditional(old) else []
             case "loop":
                 return _inverted(instruction, old)
             case "destination" | "pointer":

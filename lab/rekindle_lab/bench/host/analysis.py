@@ -84,12 +84,14 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         found.report_missing("host_tcp_lost")
     faults = frame[frame["case"] == "faults"]
     if len(faults):
-        gone = [float(value) for value in faults["outcome"] != "kept"]
+        lost_guests = [float(value) for value in faults["outcome"] != "kept"]
         number = all_of[all_of["case"] == "faults"]["where"].value_counts()
         extra = {f"reboots_{where}": float(number.get(where, 0)) for where in ("direct", "emulated")}
-        extra["guests"] = float(len(gone))
+        extra["guests"] = float(len(lost_guests))
         n = int(number.sum())
-        found.add(Figure("host_guests_lost", sum(gone), "", n, p95(gone), Bar(0.0, "=="), raw, extra=extra))
+        found.add(
+            Figure("host_guests_lost", sum(lost_guests), "", n, p95(lost_guests), Bar(0.0, "=="), raw, extra=extra)
+        )
     else:
         found.report_missing("host_guests_lost")
     return found

@@ -194,7 +194,7 @@ def on_this_machine(stage: Stage, rounds: Rounds, wanted: int) -> None:
                     )
                 )
                 if became == "gone":
-                    raise RekindleError(f"{guest.name} is gone after {fault}")
+                    raise RekindleError(f"{guest.name} is lost after {fault}")
 
 
 CASES: dict[str, Callable[[Stage, Plan], None]] = {

@@ -51,7 +51,7 @@ class Row:
     """The first answer after it."""
     load_us: int | None = None
     """By phase: from the command until the guest runs, without the end of the previous one, during which most of it
-is done. Of a peer that loads: from its QEMU's start."""
+    is done. Of a peer that loads: from its QEMU's start."""
     command_us: int | None = None
     candidate: str = ""
     """The candidate from which it resumed."""

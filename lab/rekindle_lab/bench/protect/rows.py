@@ -21,7 +21,7 @@ class Row:
     """`pause`, `intervals`, `slowdown`, `rates`, `commit`, `wrong`."""
     what: str
     """`checkpoint`, `window` (a piece of work, with or without checkpoints during it), `save` (a peer's), `dd`,
-`compare`."""
+    `compare`."""
     memory_mib: int
     workload: str
     """`compile`, `transcode`, `dirty` (with `rate_mb`), `idle`."""

@@ -164,8 +164,8 @@ def tasks(frame: pd.DataFrame) -> pd.DataFrame:
 
     `pre_ms`: from the first guest's suspension (or the order to shut down) to the last one's end. `post_ms`: from there
     until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
-    These are missing for cpr-transfer, which does both tasks in one step that cannot be divided from outside; so is the
-    guest-stopped time of a cold reboot, which shuts the guest down instead.
+    `pre_ms` and `post_ms` are missing for cpr-transfer, which does both tasks in one step that cannot be divided from
+    outside; `stopped_ms` is missing for a cold reboot, which shuts the guest down instead.
     """
     keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
     out = []

@@ -20,11 +20,11 @@ class Row:
     """As in the plan."""
     what: str
     """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one per page), `tpch`, `http`, `memory`; `kill` (of a
-server: until it serves again) and `verify` (what was read and verified meanwhile)."""
+    server: until it serves again) and `verify` (what was read and verified meanwhile)."""
     how: str
     """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
-`map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (retained cache, into used
-buffers) and `attic-fresh` (the same into untouched memory)."""
+    `map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (retained cache, into used
+    buffers) and `attic-fresh` (the same into untouched memory)."""
     limit: str
     """The limit of the disk: one of the plan's, or `none`."""
     round: int
