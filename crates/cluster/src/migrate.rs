@@ -3,8 +3,8 @@
 
 use crate::loops;
 use crate::resource::Resource;
-use rekindle_protect::moving::source::{Settings, start};
-use rekindle_protect::moving::{Event, Far, MoveError, Moved};
+use rekindle_protect::moving::source::{MoveSettings, start};
+use rekindle_protect::moving::{MoveError, MoveEvent, MoveReport, RemoteHost};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use std::time::Instant;
 
 /// Returns the settings of a move to the node that `far` leads to.
 #[must_use]
-pub fn settings(resource: &Resource, far: Far) -> Settings {
+pub fn settings(resource: &Resource, remote: RemoteHost) -> MoveSettings {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
-    Settings { far, store, create_store: false, identity, definition: None, qemu: None }
+    MoveSettings { remote, store, create_store: false, identity, definition: None, qemu: None }
 }
 
 /// Moves the VM to the node that `far` leads to. Steps that are not started by `deadline` are not started any more.
@@ -31,11 +31,11 @@ pub fn settings(resource: &Resource, far: Far) -> Settings {
 pub fn migrate_to(
     host: &Host,
     resource: &Resource,
-    far: Far,
+    remote: RemoteHost,
     deadline: Instant,
-    report: &mut dyn FnMut(&Event),
-) -> Result<Moved, MoveError> {
-    let settings = settings(resource, far);
+    report: &mut dyn FnMut(&MoveEvent),
+) -> Result<MoveReport, MoveError> {
+    let settings = settings(resource, remote);
     let late = Arc::new(AtomicBool::new(false));
     let is_late = Arc::clone(&late);
     thread::spawn(move || {

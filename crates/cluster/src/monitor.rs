@@ -4,9 +4,9 @@ use crate::loops;
 use crate::resource::Resource;
 use rekindle_kernel::file::flock_holder;
 use rekindle_probe::{Target, check};
-use rekindle_protect::owned::Owned;
+use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::progress::{age, committed};
-use rekindle_protect::protector::Settings;
+use rekindle_protect::protector::ProtectSettings;
 use rekindle_qemu::agent;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
@@ -103,7 +103,7 @@ pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) 
 /// elsewhere, or its store is unreachable.
 fn why_unprotected(rundir: &RunDir, resource: &Resource) -> Option<String> {
     let vmm = qemu(rundir)?;
-    let Settings { store, every, .. } = &resource.protect;
+    let ProtectSettings { store, every, .. } = &resource.protect;
     let age = age(rundir, store, &vmm)?;
     (age > MIN_ALLOWED_AGE.max(*every * MAX_INTERVALS)).then(|| {
         let (age, message) = (age.as_secs(), loops::last_message(rundir));
@@ -146,7 +146,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     if !rundir.exists() {
         return Verdict::NotRunning;
     }
-    match Owned::read(rundir) {
+    match OwnerRecord::read(rundir) {
         Ok(Some(owned)) if owned.may_run(rundir).is_err() => {
             // Ending it may have been interrupted.
             return match pull_the_plug(rundir) {
@@ -252,7 +252,7 @@ fn qemu(rundir: &RunDir) -> Option<Vmm> {
 /// An unreachable store decides nothing: the guest continues to run, as it does while its protector waits for the
 /// store.
 fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
-    let Some(owned) = Owned::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
+    let Some(owned) = OwnerRecord::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
     let state = State::read(rundir).map_err(|e| e.to_string())?;
     let Some(uuid) = state.and_then(|state| state.hardware.uuid) else { return Ok(None) };
     let (answer, waits) = mpsc::channel();
@@ -267,7 +267,7 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
     match asked {
         Ok(None) => Ok(None),
         Ok(Some(owner)) => {
-            let superseded = owned.give_up(rundir, &owner);
+            let superseded = owned.end_guest(rundir, &owner);
             superseded
                 .map(|superseded| Some(superseded.to_string()))
                 .map_err(|e| format!("another node has it, but it cannot be ended here: {e}"))

@@ -1,6 +1,6 @@
 //! A VM's parameters as the cluster manager has them, the same on each of its nodes.
 
-use rekindle_protect::protector::{Disks, Settings};
+use rekindle_protect::protector::{Disks, ProtectSettings};
 use rekindle_vm::definition::Name;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ pub struct Resource {
     pub name: Name,
     /// Path of its definition, used when it is booted; a restored VM is built as it was at the checkpoint.
     pub definition: PathBuf,
-    pub protect: Settings,
+    pub protect: ProtectSettings,
 }
 
 impl Resource {
@@ -19,7 +19,7 @@ impl Resource {
     /// the last checkpoint, after which the guest stays stopped.
     #[must_use]
     pub fn protect_arguments(&self, last: bool) -> Vec<OsString> {
-        let Settings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
+        let ProtectSettings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
         let mut all: Vec<OsString> = ["--json", "protect", self.name.as_str(), "--store"].map(OsString::from).into();
         all.push(store.to_string().into());
         let ms = |span: &std::time::Duration| format!("{}ms", span.as_millis());

@@ -5,7 +5,7 @@ use crate::loops;
 use crate::monitor::{Verdict, has_shut_down, monitor, pause_at_shutdown};
 use crate::resource::Resource;
 use crate::stop::report_shutdown;
-use rekindle_protect::owned::{OwnError, Owned};
+use rekindle_protect::owned::{OwnError, OwnerRecord};
 use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
 use rekindle_store::listing::Listing;
@@ -199,7 +199,7 @@ fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Ins
 fn request(resource: &Resource) -> Request {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
     let hold_output = resource.protect.output_commit;
-    Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, take_over: None }
+    Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, move_claim: None }
 }
 
 /// Boots it from its newest disks: no checkpoint that they could belong to is valid any more.
@@ -218,7 +218,7 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
     let booted = life::run_as(host, definition, None, newest_disk, uuid, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
         let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
-        Owned::begin(rundir, store, identity, &vm, &owner, None)?;
+        OwnerRecord::claim(rundir, store, identity, &vm, &owner, None)?;
         Ok::<_, StartError>(())
     });
     match booted {

@@ -4,7 +4,7 @@
 use crate::loops;
 use crate::monitor::{has_shut_down, pause_at_shutdown, request_shutdown};
 use crate::resource::Resource;
-use rekindle_protect::owned::Owned;
+use rekindle_protect::owned::OwnerRecord;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
@@ -162,8 +162,8 @@ fn has_unsettled_move(rundir: &RunDir) -> bool {
 /// Reports to the store that the guest has shut down cleanly, so that its next start boots it. Returns whether the redo
 /// logs of its disks may be merged: not if another host may have the guest, since the disks are that host's then.
 pub fn report_shutdown(rundir: &RunDir) -> bool {
-    let reported = match (Owned::read(rundir), State::read(rundir)) {
-        (Ok(Some(owned)), Ok(Some(state))) => owned.report_end(rundir, &state),
+    let reported = match (OwnerRecord::read(rundir), State::read(rundir)) {
+        (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),
         (Ok(None), _) => Ok(()),
         _ => Err("the run directory cannot be read".into()),
     };

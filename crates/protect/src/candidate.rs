@@ -1,17 +1,17 @@
-//! A snapshot of a phase of a guest's boot, in a store of its own, and a VM's next guest that goes on from there.
+//! Boot snapshots ("candidates"): each in a store of its own, from which a VM's next guest can resume.
 //!
-//! It is a checkpoint like any other, but that its disks have no epochs: whether they are still what the guest knew is asked of
-//! who has them ([`rekindle_vm::phases`]). All of it is written while the guest is stopped. It is at its beginning then, with little
-//! memory in use, and nobody is its client yet.
+//! A candidate is a checkpoint whose disks have no epochs: [`rekindle_vm::phases`] checks whether the disks are still as the guest
+//! knows them. All of it is written while the guest is stopped, which is acceptable during boot: little memory is in use, and the
+//! guest has no clients yet.
 
-use crate::first;
+use crate::load_pages;
 use crate::pause::{Monitors, PauseError, Paused};
 use crate::restore::RestoreError;
-use crate::restore::checkpoint::{self, Chosen};
-use crate::restore::go::{self, Clock, Load, Seat, Waiting};
-pub use crate::restore::go::{Moment, Ready};
+use crate::restore::checkpoint::{self, ChosenCheckpoint};
+use crate::restore::load::{self, Clock, DestinationQemu, LoadOptions, LoadTarget};
+pub use crate::restore::load::{BeforeLoad, OnReady};
 use crate::runs::send_from;
-use crate::session::SessionError;
+use crate::session::CheckpointError;
 use crate::target::{Target, TargetError};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::binary::Binary;
@@ -28,28 +28,24 @@ use serde_json::{Value, json};
 use std::thread;
 use std::time::Instant;
 
-/// Where a checkpoint's metadata says what a candidate is.
+/// The key of a candidate's description in a checkpoint's metadata.
 const KEY: &str = "candidate";
 
 /// Why a candidate was not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum CandidateError {
-    /// The VM.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// Its QEMU.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// Its memory.
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// Its memory is not there yet: what is missing would be saved as zeroes.
-    #[error("its memory is still being brought")]
+    /// Its memory is incomplete: missing pages would be saved as zeros.
+    #[error("its memory is still being loaded from a checkpoint")]
     Filling,
-    /// It could not be stopped, or its memory not be read.
+    /// It could not be stopped, or its memory could not be read.
     #[error("it cannot be saved")]
     Snapshot(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
@@ -60,10 +56,10 @@ impl From<PauseError> for CandidateError {
     }
 }
 
-impl From<SessionError> for CandidateError {
-    fn from(e: SessionError) -> Self {
+impl From<CheckpointError> for CandidateError {
+    fn from(e: CheckpointError) -> Self {
         match e {
-            SessionError::Store(e) => Self::Store(e),
+            CheckpointError::Store(e) => Self::Store(e),
             e => Self::Snapshot(Box::new(e)),
         }
     }
@@ -75,34 +71,34 @@ impl From<QmpError> for CandidateError {
     }
 }
 
-/// A candidate that was taken.
+/// The result of [`take`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Taken {
+pub struct SavedCandidate {
     /// How long the guest was stopped for it.
     pub stopped_us: u64,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// A candidate as it is found.
+/// A candidate in a store.
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct StoredCandidate {
     /// When it was taken, in µs since 1970.
     pub taken_us: u64,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// What was said of it when it was taken.
+    /// Its description.
     pub about: Value,
     /// The machine of its guest.
     pub hardware: Hardware,
 }
 
-/// Take one of `target` into a new store at `store`. `about` is called while the guest is stopped; what it gives is kept with the
-/// candidate.
+/// Takes a candidate of `target` into a new store. `about` is called while the guest is stopped; its result is stored as the
+/// candidate's description.
 ///
-/// *Needs:* that nobody else works on the VM; that all of its memory is there.
-/// *On success:* the candidate is durable; the guest runs on.
-/// *On failure:* the guest runs on; the store is of no use.
+/// *Needs:* no other process works on the VM; all of its memory is loaded.
+/// *On success:* the candidate is durable; the guest continues to run.
+/// *On failure:* the guest continues to run; the store is unusable.
 ///
 /// # Errors
 /// [`CandidateError`].
@@ -110,7 +106,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     target: &Target,
     store: &StoreUrl,
     about: impl FnOnce() -> Result<Value, E>,
-) -> Result<Taken, CandidateError> {
+) -> Result<SavedCandidate, CandidateError> {
     let rundir = target.rundir();
     if rundir.fill().exists() {
         return Err(CandidateError::Filling);
@@ -122,7 +118,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     let mut monitors = Monitors::new(target.process(), control, None, rundir.paused())?;
     let ram = GuestRam::of(monitors.control(), target.process())?;
     let table: Vec<_> = ram.blocks().iter().map(block).collect();
-    let first = first::of(monitors.control(), &ram);
+    let first = load_pages::locate(monitors.control(), &ram);
     let run_state = target.hold_run_state()?;
     let mut checkpoint = writer.begin(&table)?;
     let paused: Result<Paused<Value>, CandidateError> = monitors.pause(|_, _| {
@@ -135,88 +131,91 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     drop(run_state);
     let Paused { result: about, devices, stopped_host_us, resumed_host_us, .. } = paused?;
     let definition = serde_json::to_value(target.recipe()).unwrap_or(Value::Null);
-    let metadata = json!({ (KEY): about, (first::KEY): first });
+    let metadata = json!({ (KEY): about, (load_pages::KEY): first });
     let committed = checkpoint.commit(&definition, &metadata, &devices)?;
     writer.settle()?;
-    Ok(Taken { stopped_us: resumed_host_us.saturating_sub(stopped_host_us), bytes: committed.bytes })
+    Ok(SavedCandidate { stopped_us: resumed_host_us.saturating_sub(stopped_host_us), bytes: committed.bytes })
 }
 
 fn block(block: &rekindle_memory::ram::Block) -> types::Block {
-    let told = &block.told;
-    types::Block { id: told.id.clone(), used: told.used, max: told.total, page_size: told.page_size }
+    let info = &block.told;
+    types::Block { id: info.id.clone(), used: info.used, max: info.total, page_size: info.page_size }
 }
 
-/// Look at the candidate in a store.
+/// Reads the description of the candidate in a store.
 ///
 /// # Errors
-/// [`RestoreError`]: there is none that counts, or it cannot be understood.
-pub fn look(store: &StoreUrl) -> Result<Found, RestoreError> {
+/// [`RestoreError`]: there is no committed one, or it cannot be read.
+pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
     let chosen = open(store)?;
     let about = chosen.image.metadata()?.get(KEY).cloned().unwrap_or_default();
     let bytes = admin::listing(store, None).map_or(chosen.image.info().bytes, |listing| listing.disk);
-    Ok(Found { taken_us: chosen.image.info().time_us, bytes, about, hardware: chosen.recipe.hardware })
+    Ok(StoredCandidate { taken_us: chosen.image.info().time_us, bytes, about, hardware: chosen.recipe.hardware })
 }
 
-fn open(store: &StoreUrl) -> Result<Chosen, RestoreError> {
+fn open(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
     let image = Image::open(store, &Which { unlooked: true, ..Which::default() })?;
     let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
-    Ok(Chosen { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
+    Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
 }
 
-/// What a VM's next guest is loaded into, and by whom it is recorded.
-pub struct Next<'a> {
-    /// The VM's.
+/// The VM that a candidate's guest is loaded into, and the callbacks of the load.
+pub struct CandidateLoad<'a> {
     pub rundir: &'a RunDir,
-    /// Its machine; the one that the candidate knows, but for what tells it that it was set back.
+    /// Its machine: that of the candidate, except for the VM generation ID.
     pub hardware: &'a Hardware,
-    /// The QEMU.
     pub binary: &'a Binary,
     /// Its directory, its taps, and the operation's journal.
     pub made: Made,
-    /// Called with the new QEMU before anything is loaded.
+    /// Called with the destination QEMU before anything is loaded.
     pub started: &'a dyn Fn(&Vmm),
-    /// Called when nothing is left but to load its devices and to let it go on. What uses the VM's RAM, disks or taps is ended there.
-    pub ready: &'a mut Ready<'a>,
+    /// Called when only the load of the devices and the resume are left. It ends all users of the VM's RAM, disks and taps.
+    pub ready: &'a mut OnReady<'a>,
     /// Called as soon as the guest runs.
     pub resumed: &'a dyn Fn(),
-    /// Whether the guest has been told the time, and sets it itself.
-    pub told: &'a dyn Fn() -> bool,
-    /// Records the QEMU that runs it, and ends the operation.
+    /// Whether the guest was notified of the time and sets its clock itself.
+    pub clock_notified: &'a dyn Fn() -> bool,
+    /// Records the QEMU that runs the guest, and ends the operation.
     pub settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
 }
 
-/// A guest that goes on from a candidate.
+/// A guest that was resumed from a candidate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Loaded {
-    /// From `began` to the guest's running, in µs, without what [`Next::ready`] says.
+pub struct LoadedCandidate {
+    /// From `began` to the guest's resume, in µs, without the time that [`CandidateLoad::ready`] returns.
     pub us: u64,
-    /// Its QEMU's process.
+    /// The pid of its QEMU.
     pub pid: u32,
-    /// What became of its clock.
+    /// Whether its clock was set.
     pub clock: Clock,
 }
 
-/// Start a QEMU and let the guest of the candidate in `store` go on in it; its memory is brought on demand.
+/// Starts a destination QEMU and resumes the guest of the candidate in `store` there; its memory loads on demand.
 ///
-/// *Needs:* an empty RAM file; from [`Next::ready`] on, that no other QEMU of the VM runs, and no pager; disks that are what the guest knew.
-/// *On success:* the guest runs; a pager brings what of its memory is missing.
-/// *On failure:* a QEMU may be left, which has not run the guest unless the journal is at its resume.
+/// *Needs:* an empty RAM file; from [`CandidateLoad::ready`] on, no other QEMU of the VM and no pager; disks as the guest knows them.
+/// *On success:* the guest runs; a pager loads the missing rest of its memory.
+/// *On failure:* a QEMU may remain, which has not run the guest unless the journal is at its resume.
 ///
 /// # Errors
 /// [`RestoreError`].
-pub fn load(store: &StoreUrl, next: Next<'_>, recorder: &mut Recorder, began: Instant) -> Result<Loaded, RestoreError> {
-    // What is to be loaded is read while the QEMU starts.
-    let (ahead, waiting) = thread::scope(|scope| {
-        let ahead = scope.spawn(|| checkpoint::read(open(store)?));
-        let waiting = Waiting::start(next.rundir, next.binary, next.made, next.hardware);
-        (ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), waiting)
+pub fn load(
+    store: &StoreUrl,
+    next: CandidateLoad<'_>,
+    recorder: &mut Recorder,
+    began: Instant,
+) -> Result<LoadedCandidate, RestoreError> {
+    // Read while QEMU starts.
+    let (input, waiting) = thread::scope(|scope| {
+        let input = scope.spawn(|| checkpoint::read(open(store)?));
+        let waiting = DestinationQemu::start(next.rundir, next.binary, next.made, next.hardware);
+        (input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), waiting)
     });
-    let (ahead, waiting) = (ahead?, waiting?);
+    let (input, waiting) = (input?, waiting?);
     recorder.step("start the new QEMU");
     (next.started)(&waiting.vmm);
-    let Next { rundir, hardware, ready, resumed, told, settle, .. } = next;
-    let seat = Seat { rundir, hardware, ready, resumed, told, settle };
-    let load = Load { store, identity: None, eager: false, began, hold: false, begun: None };
-    let restored = go::go(seat, waiting, &ahead, None, &load, recorder)?;
-    Ok(Loaded { us: restored.us, pid: restored.pid, clock: restored.clock })
+    let CandidateLoad { rundir, hardware, ready, resumed, clock_notified, settle, .. } = next;
+    let target_vm = LoadTarget { rundir, hardware, ready, resumed, clock_notified, settle };
+    let load = LoadOptions { store, identity: None, eager: false, began, hold: false, may_run: None };
+    let restored = load::load_and_resume(target_vm, waiting, &input, None, &load, recorder)?;
+    Ok(LoadedCandidate { us: restored.us, pid: restored.pid, clock: restored.clock })
 }

@@ -1,160 +1,150 @@
-//! What the protecting loop tells.
+//! What a protector reports.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// One thing that happened.
+/// An event of a protector.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Event {
-    /// The guest's memory is tracked from now on.
+pub enum ProtectEvent {
+    /// Tracking of the guest's memory has started.
     Attached {
-        /// The QEMU.
         pid: u32,
-        /// Bytes of all its RAM blocks.
         ram_bytes: u64,
-        /// The next checkpoint holds only what changed: tracking was found as an earlier protector left it.
+        /// The next checkpoint holds only changes: the tracking of an earlier protector is continued.
         incremental: bool,
-        /// A restore is still bringing its memory: the next checkpoint holds what the guest has written since, put over the one
+        /// A restore still fills the memory: the next checkpoint holds what the guest has written since, on top of the one
         /// that is restored.
         #[serde(default)]
         filling: bool,
     },
-    /// All memory of a restored guest is there, and is tracked without its pager from now on.
+    /// The fill is complete, and the memory is tracked without the pager from now on.
     Filled,
-    /// A checkpoint counts.
-    Checkpoint(Box<Done>),
+    /// A checkpoint was committed.
+    Checkpoint(Box<CheckpointReport>),
     /// The guest's memory was compared with the newest checkpoint.
-    Compared(Compared),
-    /// The newest checkpoint that counts is older than `--max-lag`.
+    Compared(Comparison),
+    /// The newest committed checkpoint is older than `--max-lag`.
     Lag {
-        /// How old it is.
+        /// Its age.
         lag_ms: u64,
-        /// How old it may be.
+        /// The limit.
         max_ms: u64,
     },
-    /// The store cannot be written; it is tried again.
-    StoreAway {
-        /// Why.
-        error: String,
-    },
+    /// The store cannot be written; the protector tries again.
+    StoreAway { error: String },
     /// The store can be written again.
     StoreBack,
-    /// The guest is stopped by somebody else, or its memory is not all there; checkpoints wait for it.
+    /// The guest was stopped by another process, or its memory is incomplete; no checkpoint is possible until that changes.
     Waiting {
-        /// What is waited for.
+        /// The reason.
         state: String,
     },
-    /// Another QEMU runs the guest now, or its memory has another shape; tracking begins anew.
-    Moved {
-        /// Why.
-        why: String,
-    },
+    /// Another QEMU runs the guest now, or its RAM blocks have changed; tracking starts again.
+    Moved { why: String },
 }
 
-/// A checkpoint that counts, and what it took.
+/// A committed checkpoint and its cost.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Done {
-    /// Its number.
+pub struct CheckpointReport {
     pub number: u64,
     /// Whether it holds all of the guest's memory, not only what changed.
     pub full: bool,
-    /// A restore was still bringing the guest's memory. What had not come is as in the checkpoint that is restored.
+    /// A restore still filled the guest's memory. Missing pages are as in the checkpoint that is restored.
     #[serde(default)]
     pub filling: bool,
-    /// When the guest was stopped, in µs since 1970: what it did until then is in the checkpoint.
+    /// When the guest was stopped, in µs since 1970. The checkpoint has the guest's state of that moment.
     pub stopped_host_us: u64,
     /// Guest-stopped time: QEMU's `STOP` to `RESUME` by the host's clock, in µs.
     pub stopped_us: u64,
-    /// From the guest's stop at the checkpoint before to its stop at this one, in ms; none for the first.
+    /// From the guest's stop for the previous checkpoint to this one, in ms; none for the first.
     pub interval_ms: Option<u64>,
-    /// The interval that was asked for, in ms.
+    /// The configured interval, in ms.
     pub every_ms: u64,
     /// Bytes of pages that may have changed.
     pub dirty_bytes: u64,
     /// Bytes that were copied while the guest was stopped.
     pub copied_stopped_bytes: u64,
-    /// Pages copied because the guest wanted to write them (`cow`).
+    /// Pages copied because the guest was about to write them (`cow`).
     pub copied_for_writes: u64,
     /// Pages stored with their content.
     pub pages_stored: u64,
-    /// Pages that became zero.
     pub pages_zero: u64,
-    /// Pages that were as before.
+    /// Pages with unchanged content.
     pub pages_unchanged: u64,
     /// Bytes of the stored pages after compression.
     pub compressed_bytes: u64,
-    /// Bytes written to the store, all together.
+    /// All bytes written to the store.
     pub bytes: u64,
-    /// What the guest had sent until its stop was let out after the commit, as long after its resume, in µs; none if it is not held.
+    /// From the guest's resume to the release of the network output that it sent before its stop, in µs; none if output is not held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released_us: Option<u64>,
     /// Bytes of device state.
     pub devices_bytes: u64,
     /// From the guest's resume to the commit, in µs.
     pub commit_us: u64,
-    /// Of it and of what went before the pause: writing, in µs; waiting for the disk is not part of it.
+    /// Time spent writing, before the pause and after it, in µs, without waiting for the disk.
     pub writing_us: u64,
-    /// Waiting until what was written is durable, in µs.
+    /// Waiting until the written data is durable, in µs.
     pub syncing_us: u64,
-    /// From the beginning of the checkpoint, before the guest was stopped, to the commit, in µs.
+    /// From the start of the checkpoint, before the guest was stopped, to the commit, in µs.
     #[serde(default)]
     pub took_us: u64,
-    /// What was done while the guest was stopped, in µs each.
-    pub steps: Steps,
+    pub steps: PauseSteps,
 }
 
-/// A stopped guest's memory against the newest checkpoint.
+/// A stopped guest's memory, compared with the newest checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Compared {
-    /// The checkpoint.
+pub struct Comparison {
     pub checkpoint: u64,
-    /// Pages of all RAM blocks that were compared.
+    /// Compared pages of all RAM blocks.
     pub pages: u64,
-    /// Pages that were not: the guest has written them since, and the next checkpoint would have them.
+    /// Pages that were not compared: the guest has written them since, and the next checkpoint would have them.
     pub written_since: u64,
-    /// Pages that differ: a restore would get them wrong.
+    /// Pages that differ: a restore would load wrong content.
     pub wrong: u64,
-    /// Names of the first of them.
+    /// Block ids and page numbers of the first wrong pages.
     pub named: Vec<String>,
-    /// How long the guest was stopped for it, in µs.
+    /// How long the guest was stopped for the comparison, in µs.
     pub stopped_us: u64,
 }
 
-/// The parts of a pause, in µs.
+/// The steps of a pause, in µs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Steps {
-    /// Until QEMU had stopped the guest and drained its I/O.
+pub struct PauseSteps {
+    /// Until QEMU has stopped the guest and drained its I/O.
     pub stop: u64,
-    /// Which pages were written; they are protected again.
+    /// Collecting the written pages and protecting them again.
     pub collect: u64,
-    /// What the policy copied.
+    /// Copying by the policy.
     pub copy: u64,
-    /// What was left of saving the devices then.
+    /// The rest of saving the devices.
     pub devices: u64,
-    /// Setting apart what the guest had sent until then, where that is held.
+    /// Separating the network output that was sent before the stop, where output is held.
     #[serde(default)]
     pub cut: u64,
-    /// Until the guest ran again.
+    /// Until the guest runs again.
     pub resume: u64,
 }
 
-impl fmt::Display for Event {
+impl fmt::Display for ProtectEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let ms = |us: u64| us as f64 / 1e3;
         match self {
             Self::Attached { pid, ram_bytes, incremental, filling } => {
                 let next = match (filling, incremental) {
-                    (true, true) => "its memory still comes; what it writes goes over the checkpoint that is restored",
-                    (true, false) => "its memory still comes; all that is there first",
-                    (false, true) => "goes on where an earlier protector left off",
-                    (false, false) => "a full one first",
+                    (true, true) => {
+                        "the restore still fills; the next checkpoint is its writes on top of the restored one"
+                    }
+                    (true, false) => "the restore still fills; the next checkpoint has everything that is loaded",
+                    (false, true) => "continues where an earlier protector stopped",
+                    (false, false) => "the next checkpoint is full",
                 };
                 write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next}", mib(*ram_bytes))
             }
             Self::Checkpoint(done) => {
-                let Done { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**done;
+                let CheckpointReport { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**done;
                 write!(
                     f,
                     "checkpoint {number}: stopped {:.1} ms, {:.1} MiB dirty",
@@ -167,7 +157,7 @@ impl fmt::Display for Event {
                     None => Ok(()),
                 }
             }
-            Self::Compared(Compared { checkpoint, pages, written_since, wrong, named, stopped_us }) => {
+            Self::Compared(Comparison { checkpoint, pages, written_since, wrong, named, stopped_us }) => {
                 write!(f, "{pages} pages compared with checkpoint {checkpoint} while the guest was stopped for ")?;
                 write!(f, "{:.0} ms: {wrong} differ; {written_since} were written since", ms(*stopped_us))?;
                 if named.is_empty() { Ok(()) } else { write!(f, ". Wrong: {}", named.join(", ")) }
@@ -176,10 +166,10 @@ impl fmt::Display for Event {
                 write!(f, "the newest checkpoint is {:.1} s old, more than {:.1} s", ms(*lag_ms), ms(*max_ms))
             }
             Self::StoreAway { error } => write!(f, "the store cannot be written, trying again: {error}"),
-            Self::Filled => write!(f, "all of its memory is there; tracking goes on without its pager"),
+            Self::Filled => write!(f, "all memory is loaded; tracking continues without the pager"),
             Self::StoreBack => write!(f, "the store can be written again"),
             Self::Waiting { state } => write!(f, "no checkpoint for now: {state}"),
-            Self::Moved { why } => write!(f, "tracking begins anew: {why}"),
+            Self::Moved { why } => write!(f, "tracking starts again: {why}"),
         }
     }
 }

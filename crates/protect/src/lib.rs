@@ -1,26 +1,28 @@
-//! Checkpoints of a running guest to a store, and restoring it from there (HydraVM, HPL-2011-24).
+//! Checkpoints of a running guest in a store, and restoring it from there (HydraVM, HPL-2011-24).
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`target`] | the guest to be protected: where it is, who it is |
-//! | [`recipe`] | how to build its VM again, as it is stored with each checkpoint |
+//! | [`target`] | the guest to protect: its run directory, its QEMU, its identity |
+//! | [`recipe`] | how to rebuild its VM, stored with each checkpoint |
 //! | [`policy`] | what is copied when: `basic`, `cow`, `precopy` |
-//! | [`protector`] | the loop |
-//! | [`candidate`] | snapshots of phases of a boot |
-//! | [`event`] | what the loop tells |
-//! | [`owned`] | with which owner epoch a guest began to run here, and when it may not any more |
-//! | [`restore`] | a guest goes on from a checkpoint, its pages come on demand |
-//! | [`pager`] | brings them |
-//! | [`output`] | what a guest has sent, let out |
-//! | [`moving`] | a guest goes on on another host |
+//! | [`protector`] | the loop that takes checkpoints |
+//! | [`candidate`] | boot snapshots |
+//! | [`event`] | what the loop reports |
+//! | [`owned`] | the owner epoch in which a guest started here, and the end of a guest that another host has |
+//! | [`restore`] | a guest resumes from a checkpoint, and its pages load on demand |
+//! | [`pager`] | loads the pages |
+//! | [`output`] | releases held network output |
+//! | [`moving`] | a guest moves to another host |
 //!
-//! `docs/protect.md` has the sequences and the argument.
+//! `docs/protect.md` has the sequences and the reasoning.
+
+#![allow(missing_docs, reason = "an internal crate: a name that needs no comment has none")]
 
 pub mod candidate;
 mod epochs;
 pub mod event;
 mod filling;
-mod first;
+mod load_pages;
 pub mod moving;
 pub mod output;
 pub mod owned;

@@ -1,4 +1,4 @@
-//! Letting out what a guest has sent, and nobody lets out any more.
+//! Releases network output that is held although no protector runs.
 
 use crate::target::{Target, TargetError};
 use rekindle_qemu::hold::Hold;
@@ -7,34 +7,30 @@ use rekindle_vm::attach::{AttachError, Protection};
 use rekindle_vm::host::Host;
 use std::time::Duration;
 
-/// How long QEMU may take to greet.
+/// How long QEMU may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(5);
 
-/// Why it was not let out.
+/// Why held output was not released.
 #[derive(Debug, thiserror::Error)]
 pub enum ReleaseError {
-    /// The VM.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// Somebody does let it out.
+    /// A protector runs, and releases it itself.
     #[error(transparent)]
     Protected(#[from] AttachError),
-    /// QEMU does not do as it is told.
-    #[error("what {name} has sent is held still")]
+    #[error("the network output of {name} is still held")]
     Qmp {
-        /// The VM.
         name: String,
-        /// Why.
         #[source]
         source: QmpError,
     },
 }
 
-/// Let out what VM `name` has sent, and hold nothing more. Gives whether anything was held.
+/// Releases the held network output of VM `name` and stops holding it. Returns whether any was held.
 ///
-/// *Needs:* the VM runs; nobody takes checkpoints of it.
-/// *On success:* its network is as it was before. A fail-over to its last checkpoint may now take back what its clients have seen.
-/// *On failure:* it is held still.
+/// *Needs:* the VM runs, and no protector takes checkpoints of it.
+/// *On success:* its network is as it was before. A fail-over to its last checkpoint may now revert what its clients have seen.
+/// *On failure:* the output is still held.
 ///
 /// # Errors
 /// [`ReleaseError`].

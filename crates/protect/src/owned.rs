@@ -1,8 +1,8 @@
-//! With which owner epoch a guest began to run here: `owner.json` in the run directory, of a guest that is protected or was restored.
+//! `owner.json` in the run directory of a guest that is protected or was restored: the owner epoch in which it started to run here.
 //!
-//! Whoever starts the guest elsewhere gives its store a new owner with a later such epoch (`docs/store-format.md`). From then on the
-//! guest here can commit nothing. Who finds that out ends it: two guests of one VM are worse than none. Its disks' redo logs are left
-//! as they are, since what it has written after its last checkpoint belongs to nobody any more.
+//! A host that starts the guest elsewhere becomes the store's owner in a later such epoch (`docs/store-format.md`). From then on the
+//! guest here cannot commit. The process that detects this ends the guest: two running guests of one VM are worse than none. The redo logs of
+//! its disks stay as they are, since writes after its last checkpoint are not part of the guest any more.
 
 use crate::progress::Progress;
 use crate::target::TargetError;
@@ -19,35 +19,34 @@ use std::io;
 use std::path::PathBuf;
 use uuid::Uuid;
 
-/// `owner.json`.
+/// The contents of `owner.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owned {
+pub struct OwnerRecord {
     store: StoreUrl,
     /// Certificate, key and authority for a store on a server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     identity: Option<[PathBuf; 3]>,
-    /// The epoch.
     run: u64,
-    /// When the guest began to run here, in µs since 1970; not in records of earlier versions.
+    /// When the guest started to run here, in µs since 1970; missing in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     since_us: Option<u64>,
-    /// Who has the guest now, if it is not to run here any more.
+    /// The owner of the guest, if it must not run here any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     over: Option<String>,
 }
 
-/// A guest that is not to run here any more.
+/// Another host has the guest; it must not run here any more.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{name} is not to run here any more: {owner} has it; what ran of it here was ended, and the redo logs of its disks are as they \
-     were; clear up: rekindle stop {name}"
+    "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs of its disks are \
+     unchanged; to remove the rest: rekindle stop {name}"
 )]
-pub struct Over {
+pub struct OwnedElsewhere {
     name: String,
     owner: String,
 }
 
-/// A store that this host has written, and that is not there any more.
+/// A store that this host has written is missing.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the file system with it \
@@ -56,37 +55,35 @@ pub struct Over {
     if *unused { "a new store without a VM" } else { "no store" },
     self.remedy()
 )]
-pub struct Gone {
-    /// The VM.
+pub struct StoreGone {
     pub name: String,
-    /// Where the store was.
     pub store: String,
-    /// Since when this host was its owner, if that is known.
+    /// When this host became its owner, if that is known.
     pub since: Option<String>,
-    /// There is a new store, which no VM uses yet.
+    /// There is a new store at its path, which no VM uses yet.
     pub unused: bool,
 }
 
-impl Gone {
-    /// The command that abandons what was in it.
+impl StoreGone {
+    /// The command that abandons its checkpoints.
     #[must_use]
     pub fn remedy(&self) -> String {
         format!("rekindle protect {} --store {} --create-store --abandon-old-checkpoints", self.name, self.store)
     }
 }
 
-/// Why a guest that is not to run any more could not be ended.
+/// Why a guest that must not run here any more could not be ended.
 #[derive(Debug, thiserror::Error)]
-pub enum GiveUpError {
-    /// That cannot be written down.
+pub enum EndGuestError {
+    /// The record could not be written.
     #[error(transparent)]
     RunDir(#[from] TargetError),
-    /// Something of it runs on.
+    /// A process of the guest still runs.
     #[error(transparent)]
     Life(#[from] LifeError),
 }
 
-/// A store by a name that does not depend on where one is.
+/// The store's URL, independent of the working directory.
 fn full(store: &StoreUrl) -> StoreUrl {
     match store {
         StoreUrl::Directory(path) => StoreUrl::Directory(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
@@ -98,18 +95,18 @@ fn path(rundir: &RunDir) -> PathBuf {
     rundir.file("owner.json")
 }
 
-impl Owned {
+impl OwnerRecord {
     pub(crate) fn new(store: &StoreUrl, identity: Option<&Identity>, run: u64) -> Self {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(absolute));
         Self { store: full(store), identity, run, since_us: Some(now_us()), over: None }
     }
 
-    /// Become the owner of `store` for a guest that is about to run here, on a condition if need be, and note it.
+    /// Becomes the owner of `store` for a guest that is about to run here, if `only_if` holds, and records it.
     ///
     /// # Errors
     /// [`OwnError`]; the guest must not run then.
-    pub fn begin(
+    pub fn claim(
         rundir: &RunDir,
         store: &StoreUrl,
         identity: Option<&Identity>,
@@ -117,14 +114,14 @@ impl Owned {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::begin_over(&Spare::default(), rundir, store, identity, vm, owner, only_if)
+        Self::claim_over(&Spare::default(), rundir, store, identity, vm, owner, only_if)
     }
 
-    /// As [`Owned::begin`], over a line to a server that is there already.
+    /// As [`OwnerRecord::claim`], over an existing connection to a server.
     ///
     /// # Errors
-    /// As [`Owned::begin`].
-    pub fn begin_over(
+    /// As [`OwnerRecord::claim`].
+    pub fn claim_over(
         spare: &Spare,
         rundir: &RunDir,
         store: &StoreUrl,
@@ -138,10 +135,10 @@ impl Owned {
         Ok(fenced)
     }
 
-    /// That of the VM of `rundir`, if there is one.
+    /// Reads the record of the VM of `rundir`, if there is one.
     ///
     /// # Errors
-    /// [`TargetError::RunDir`] when it is there and cannot be read: then it is not known whether the guest may run.
+    /// [`TargetError::RunDir`] if it exists and cannot be read: then it is not known whether the guest may run.
     pub fn read(rundir: &RunDir) -> Result<Option<Self>, TargetError> {
         let failed = |source| TargetError::RunDir { path: path(rundir), source };
         match fs::read(path(rundir)) {
@@ -155,14 +152,14 @@ impl Owned {
         write_json(&path(rundir), self).map_err(|source| TargetError::RunDir { path: path(rundir), source })
     }
 
-    /// Whether it is about this store.
+    /// Whether the record is about `store`.
     pub(crate) fn is_of(&self, store: &StoreUrl) -> bool {
         self.store == full(store)
     }
 
-    /// What to report when its store has turned out not to be there.
-    pub(crate) fn gone(&self, rundir: &RunDir, e: &StoreError) -> Gone {
-        Gone {
+    /// The error to report when the store is missing.
+    pub(crate) fn store_gone(&self, rundir: &RunDir, e: &StoreError) -> StoreGone {
+        StoreGone {
             name: rundir.name().into(),
             store: self.store.to_string(),
             since: self.since_us.map(utc),
@@ -170,12 +167,12 @@ impl Owned {
         }
     }
 
-    /// Drops the record of a store that is gone, so that its VM can start a new one.
+    /// Removes the record of a missing store, so that its VM can start a new one.
     ///
     /// # Errors
-    /// [`TargetError::RunDir`]; then it may still be there.
+    /// [`TargetError::RunDir`]; then the record may still exist.
     pub(crate) fn abandon(rundir: &RunDir) -> Result<(), TargetError> {
-        // What was collected for the old store is in no checkpoint of a new one.
+        // Pages that were collected for the old store are in no checkpoint of a new one.
         for path in [Progress::path(rundir), path(rundir)] {
             match fs::remove_file(&path) {
                 Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -187,20 +184,20 @@ impl Owned {
         Ok(())
     }
 
-    /// The epoch.
+    /// The owner epoch in which the guest started to run here.
     #[must_use]
     pub fn run(&self) -> u64 {
         self.run
     }
 
-    /// That the guest of `rundir` may run here, as far as is known without asking the store.
+    /// Checks that the guest of `rundir` may run here, as far as is known without asking the store.
     ///
     /// # Errors
-    /// [`Over`].
-    pub fn may_run(&self, rundir: &RunDir) -> Result<(), Over> {
+    /// [`OwnedElsewhere`].
+    pub fn may_run(&self, rundir: &RunDir) -> Result<(), OwnedElsewhere> {
         match &self.over {
             None => Ok(()),
-            Some(owner) => Err(Over { name: rundir.name().into(), owner: owner.clone() }),
+            Some(owner) => Err(OwnedElsewhere { name: rundir.name().into(), owner: owner.clone() }),
         }
     }
 
@@ -208,10 +205,10 @@ impl Owned {
         self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca })
     }
 
-    /// Ask the store who has the guest `uuid`, if somebody else has.
+    /// Returns the newer owner of the guest `uuid` if the store has one.
     ///
     /// # Errors
-    /// The store's: nothing is known then. [`StoreError::OtherVm`] too: what was there before is not, and what is has other epochs.
+    /// Errors of the store: then nothing is known. [`StoreError::OtherVm`] if another store is at its place, which has other epochs.
     pub fn ask(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
         let found = admin::listing(&self.store, self.identity().as_ref())?;
         if found.vm.uuid != uuid {
@@ -221,51 +218,53 @@ impl Owned {
         Ok(found.owner.filter(|owner| owner.run > self.run))
     }
 
-    /// The guest has shut itself down in order: note in the store that no checkpoint is wanted any more, unless somebody else has
+    /// Records in the store that the guest has shut down cleanly and no checkpoint is needed any more, unless another host has
     /// the guest.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`] if somebody has; the store's others, and then it is not known.
+    /// [`StoreError::Superseded`] if another host has it; for other errors of the store it is not known.
     pub fn ended(&self, vm: &Vm) -> Result<(), StoreError> {
         let owner = Owner::here(&format!("stop {}", vm.name)).with(Guest::Ended);
         let only_if = Some(OnlyIf::Run { run: self.run });
         match admin::fence(&self.store, vm, &owner, only_if, self.identity().as_ref()) {
-            // Nothing to go back to.
+            // No checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
             other => other.map(drop),
         }
     }
 
-    /// As [`Owned::ended`], for the VM of a run directory; before anything of its disks is merged, which are another host's if that has
+    /// As [`OwnerRecord::ended`], for the VM of a run directory. Must be called before its redo logs are merged: another host may have
     /// the guest.
     ///
     /// # Errors
-    /// As [`Owned::ended`]; [`Over`].
-    pub fn report_end(&self, rundir: &RunDir, state: &State) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// As [`OwnerRecord::ended`]; [`OwnedElsewhere`].
+    pub fn report_shutdown(
+        &self,
+        rundir: &RunDir,
+        state: &State,
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.may_run(rundir)?;
         Ok(self.ended(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
     }
 
-    /// Somebody else has the guest: end what runs of it here, at once. Nothing is merged.
+    /// Ends what runs here of a guest that another host has, immediately. Nothing is merged.
     ///
     /// # Errors
-    /// [`GiveUpError`]; to be tried again.
-    pub fn give_up(&self, rundir: &RunDir, owner: &Owner) -> Result<Over, GiveUpError> {
+    /// [`EndGuestError`]; try again.
+    pub fn end_guest(&self, rundir: &RunDir, owner: &Owner) -> Result<OwnedElsewhere, EndGuestError> {
         let owner = owner.to_string();
-        // First: nobody is to boot it again here.
+        // First, so that it is not booted here again.
         Self { over: Some(owner.clone()), ..self.clone() }.write(rundir)?;
         pull_the_plug(rundir)?;
-        Ok(Over { name: rundir.name().into(), owner })
+        Ok(OwnedElsewhere { name: rundir.name().into(), owner })
     }
 }
 
-/// Why a guest may not begin to run.
+/// Why a guest must not start to run.
 #[derive(Debug, thiserror::Error)]
 pub enum OwnError {
-    /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// It cannot be noted.
     #[error(transparent)]
     RunDir(#[from] TargetError),
 }
@@ -280,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_began_elsewhere_is_over_here_and_its_end_is_not_told() {
+    fn a_guest_that_runs_elsewhere_ends_here_and_its_shutdown_is_not_recorded() {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
         admin::init(&store, None).unwrap();
@@ -290,8 +289,8 @@ mod tests {
             rundir
         });
         let begin = |rundir: &RunDir, guest| {
-            Owned::begin(rundir, &store, None, &vm(), &Owner::here("test").with(guest), None).unwrap();
-            Owned::read(rundir).unwrap().unwrap()
+            OwnerRecord::claim(rundir, &store, None, &vm(), &Owner::here("test").with(guest), None).unwrap();
+            OwnerRecord::read(rundir).unwrap().unwrap()
         };
         let first = begin(&here, Guest::Booted);
         assert!(first.is_of(&store) && first.ask(vm().uuid).unwrap().is_none());
@@ -299,24 +298,24 @@ mod tests {
         let owner = first.ask(vm().uuid).unwrap().unwrap();
         assert_eq!((owner.run, owner.boot), (2, 1));
         assert!(matches!(first.ended(&vm()), Err(StoreError::Superseded { .. })));
-        // The run directory has no state: there is nothing to be ended.
-        let over = first.give_up(&here, &owner).unwrap();
+        // The run directory has no state: nothing to end.
+        let over = first.end_guest(&here, &owner).unwrap();
         assert!(over.to_string().contains("rekindle stop web"), "{over}");
-        assert!(Owned::read(&here).unwrap().unwrap().may_run(&here).is_err());
+        assert!(OwnerRecord::read(&here).unwrap().unwrap().may_run(&here).is_err());
         assert!(second.may_run(&there).is_ok() && second.ask(vm().uuid).unwrap().is_none());
         second.ended(&vm()).unwrap();
         assert_eq!(second.ask(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
-        // A store that was made where that of this VM is not mounted says nothing of it.
+        // Another VM's store, created where this VM's is not mounted, decides nothing.
         assert!(matches!(first.ask(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));
     }
 
     #[test]
-    fn what_cannot_be_read_is_not_taken_for_none() {
+    fn a_record_that_cannot_be_read_is_an_error() {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        assert!(Owned::read(&rundir).unwrap().is_none());
+        assert!(OwnerRecord::read(&rundir).unwrap().is_none());
         fs::write(path(&rundir), "{").unwrap();
-        assert!(Owned::read(&rundir).is_err());
+        assert!(OwnerRecord::read(&rundir).is_err());
     }
 }

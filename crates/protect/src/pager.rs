@@ -1,7 +1,7 @@
-//! Brings the pages of a restored guest: who waits comes first, then what was written last, then the rest.
+//! Loads the pages of a restored guest: first those that the guest waits for, then those that were written last, then the rest.
 //!
-//! A process of its own, `rekindle pager NAME`, that can be killed and started again at any time: QEMU holds the userfaultfd,
-//! so whoever touches a missing page waits. `fill.json` in the run directory says what it needs; it goes when all is there.
+//! It is a process of its own, `rekindle pager NAME`, which can be killed and restarted at any time: QEMU holds the userfaultfd,
+//! so access to a missing page blocks. `fill.json` in the run directory has its parameters; it is removed when the fill is complete.
 
 use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -25,10 +25,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long until a page that could not be had is asked for again.
-const AGAIN: Duration = Duration::from_secs(1);
-/// How long somebody may look whether there is a pager. It takes microseconds.
-const LOOKED_AT: Duration = Duration::from_millis(100);
+/// Delay before a page that could not be read is tried again.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// How long another process may hold the lock to check whether there is a pager. It takes microseconds.
+const LOCK_PATIENCE: Duration = Duration::from_millis(100);
 /// The format that this Rekindle writes.
 const FORMAT: u32 = 1;
 const ZERO: Page = [0; PAGE_SIZE];
@@ -36,87 +36,68 @@ const ZERO: Page = [0; PAGE_SIZE];
 /// Why a pager cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum FillError {
-    /// There is nothing to bring.
-    #[error("all of the memory of {name} is there; there is nothing for a pager to do")]
-    Nothing {
-        /// The VM.
-        name: String,
-    },
-    /// Another one serves it.
-    #[error("another pager serves {name} already")]
-    Busy {
-        /// The VM.
-        name: String,
-    },
-    /// A file of the run directory.
+    #[error("all memory of {name} is loaded; a pager has nothing to do")]
+    Nothing { name: String },
+    #[error("another pager already serves {name}")]
+    Busy { name: String },
     #[error("{}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The checkpoint cannot be opened.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// QEMU cannot be reached.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// Its memory cannot be looked at.
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// Pages cannot be brought.
     #[error(transparent)]
     Pager(#[from] PagerError),
 }
 
-/// `fill.json`.
+/// The contents of `fill.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fill {
     format: u32,
-    /// Where the checkpoint is.
     pub store: StoreUrl,
     /// Certificate, key and authority for a store on a server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     identity: Option<[PathBuf; 3]>,
-    /// Its number.
     pub number: u64,
-    /// The QEMU whose memory it becomes.
+    /// The QEMU whose memory is filled.
     pub vmm: Vmm,
-    /// The RAM blocks of that QEMU.
     blocks: Vec<RamBlock>,
-    /// The names of those that are brought.
-    #[serde(default = "main_only")]
+    /// Ids of the blocks that the pager fills.
+    #[serde(default = "main_ram_only")]
     pub(crate) paged: Vec<String>,
     /// The owner epoch that committed the checkpoint.
     #[serde(default)]
     pub(crate) epoch: Option<u64>,
-    /// How far it is.
     #[serde(default)]
     pub stage: Stage,
 }
 
-/// How far a restore is that fills.
+/// Progress of a fill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
     /// Pages are missing.
     #[default]
     Filling,
-    /// All is there. A protector still goes by the pager's record of what was written, so the pager serves on.
+    /// Complete. A protector still relies on the pager's write record, so the pager continues to serve.
     Filled,
-    /// A protector has taken the memory over. The pager only closes its descriptor.
+    /// A protector tracks the memory itself. The pager only closes its descriptor.
     HandedOver,
 }
 
-/// What an older Rekindle meant.
-fn main_only() -> Vec<String> {
+/// The value that records without this field imply.
+fn main_ram_only() -> Vec<String> {
     vec![MAIN_RAM.to_owned()]
 }
 
 impl Fill {
-    /// The checkpoint `info` of `store` becomes the memory of `vmm`, as far as it is in the blocks that `paged` names.
+    /// The fill of those blocks of `vmm` that `paged` names, from checkpoint `info` of `store`.
     pub(crate) fn new(
         store: StoreUrl,
         identity: Option<&Identity>,
@@ -126,7 +107,7 @@ impl Fill {
         paged: Vec<String>,
     ) -> Self {
         let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
-        // The pager may be started from elsewhere.
+        // The pager may be started from another directory.
         let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
         let (number, epoch, stage) = (info.number, Some(info.epoch), Stage::Filling);
@@ -142,7 +123,7 @@ impl Fill {
         write_json(&rundir.fill(), self).map_err(|source| FillError::File { path: rundir.fill(), source })
     }
 
-    /// What is being brought to the VM of `rundir`, if anything is.
+    /// Reads the fill that is under way for the VM of `rundir`, if there is one.
     ///
     /// # Errors
     /// [`FillError::File`].
@@ -155,12 +136,12 @@ impl Fill {
         }
     }
 
-    /// The same, so far.
-    pub(crate) fn at(&self, stage: Stage) -> Self {
+    /// This fill at another stage.
+    pub(crate) fn with_stage(&self, stage: Stage) -> Self {
         Self { stage, ..self.clone() }
     }
 
-    /// Whether a pager serves the VM of `rundir` just now.
+    /// Whether a pager serves the VM of `rundir` now.
     pub(crate) fn is_served(rundir: &RunDir) -> Result<bool, FillError> {
         let (path, file) = lock_file(rundir)?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
@@ -171,34 +152,28 @@ impl Fill {
     }
 }
 
-/// An event that a pager reports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum PagerEvent {
-    /// It serves.
     Serving {
-        /// The checkpoint.
         checkpoint: u64,
     },
-    /// A page cannot be had; whoever needs it waits.
+    /// A page cannot be read; access to it blocks.
     Waiting {
-        /// Why.
         error: String,
     },
-    /// All of the guest's memory is there.
     Filled {
-        /// Pages that somebody waited for.
+        /// Pages that the guest waited for.
         demanded: u64,
-        /// Pages brought behind.
+        /// Pages loaded in the background.
         filled: u64,
-        /// Pages that are zero.
         zero: u64,
-        /// The longest that somebody waited, in µs.
+        /// The longest wait, in µs.
         worst_us: u64,
     },
-    /// It was told to end, and QEMU still misses pages.
+    /// Stopped by signal while pages are missing.
     Ended {
-        /// How many.
+        /// How many pages are missing.
         left: u64,
     },
 }
@@ -206,70 +181,74 @@ pub enum PagerEvent {
 impl std::fmt::Display for PagerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Serving { checkpoint } => write!(f, "bringing the memory of checkpoint {checkpoint}"),
-            Self::Waiting { error } => write!(f, "a page cannot be had, whoever needs it waits: {error}"),
+            Self::Serving { checkpoint } => write!(f, "loading the memory of checkpoint {checkpoint}"),
+            Self::Waiting { error } => {
+                write!(f, "a page cannot be read, and the guest blocks where it needs it: {error}")
+            }
             Self::Filled { demanded, filled, zero, worst_us } => write!(
                 f,
-                "all memory is there: {demanded} pages on demand (the longest wait {worst_us} µs), {filled} behind, {zero} zero"
+                "all memory is loaded: {demanded} pages on demand (the longest wait {worst_us} µs), {filled} in the background, {zero} zero"
             ),
-            Self::Ended { left } => write!(f, "ended; {left} pages are still missing, and whoever needs one waits"),
+            Self::Ended { left } => {
+                write!(f, "stopped; {left} pages are still missing, and the guest blocks where it needs one")
+            }
         }
     }
 }
 
-/// Pages out of a checkpoint, by names of blocks.
-pub(crate) struct Source<'a> {
+/// Pages of a checkpoint, by the ids of their blocks.
+pub(crate) struct CheckpointPages<'a> {
     image: &'a Image,
     blocks: Vec<String>,
-    tell: &'a mut dyn FnMut(&PagerEvent),
-    /// What was told last, so that it is told once.
-    told: Option<String>,
+    on_event: &'a mut dyn FnMut(&PagerEvent),
+    /// The error that was reported last, so that it is reported once.
+    last_error: Option<String>,
 }
 
-impl<'a> Source<'a> {
-    pub(crate) fn new(image: &'a Image, tell: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+impl<'a> CheckpointPages<'a> {
+    pub(crate) fn new(image: &'a Image, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
         let blocks = image.info().blocks.iter().map(|block| block.id.clone()).collect();
-        Self { image, blocks, tell, told: None }
+        Self { image, blocks, on_event, last_error: None }
     }
 }
 
-impl PageSource for Source<'_> {
+impl PageSource for CheckpointPages<'_> {
     type Error = StoreError;
 
     fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, StoreError> {
-        // A page beyond the block's end at the checkpoint is asked for as one that is not there: by name, never zero.
+        // A page beyond the block's end at the checkpoint is an error that names it, never zeros.
         let position = self.blocks.iter().position(|id| id == block).unwrap_or(usize::MAX);
         self.image.read_page(position, page, buffer)?;
-        self.told = None;
+        self.last_error = None;
         Ok(if *buffer == ZERO { Content::Zero } else { Content::Data })
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
         let text = error.to_string();
-        if self.told.as_ref() != Some(&text) {
-            (self.tell)(&PagerEvent::Waiting { error: text.clone() });
-            self.told = Some(text);
+        if self.last_error.as_ref() != Some(&text) {
+            (self.on_event)(&PagerEvent::Waiting { error: text.clone() });
+            self.last_error = Some(text);
         }
-        Some(AGAIN)
+        Some(RETRY_DELAY)
     }
 }
 
-/// Serve the VM of `rundir` until all is there or `end` is set.
+/// Serves the VM of `rundir` until its memory is complete or `end` is set.
 ///
-/// *Needs:* a restore that is still filling, and no other pager.
-/// *On success:* all of the guest's memory is there, or `end` was set.
-/// *On failure:* whoever needs a missing page waits; it can be started again.
+/// *Needs:* a restore that still fills, and no other pager.
+/// *On success:* all of the guest's memory is loaded, or `end` was set.
+/// *On failure:* access to a missing page blocks; the pager can be started again.
 ///
 /// # Errors
 /// [`FillError`].
-pub fn serve(rundir: &RunDir, end: &AtomicBool, tell: &mut dyn FnMut(&PagerEvent)) -> Result<Progress, FillError> {
+pub fn serve(rundir: &RunDir, end: &AtomicBool, on_event: &mut dyn FnMut(&PagerEvent)) -> Result<Progress, FillError> {
     let _lock = lock(rundir)?;
     let (fill, image) = open(rundir)?;
-    bring(rundir, &fill, &image, end, tell)
+    run(rundir, &fill, &image, end, on_event)
 }
 
-/// As [`serve`], in the place of a process that brings pages now: what takes time is done first, then `ready` is called, and
-/// then it is waited until the other one has let go.
+/// As [`serve`], but replaces a process that supplies pages now: it does what takes time first, calls `ready`, and then waits
+/// until the other process has released the lock.
 ///
 /// # Errors
 /// [`FillError`].
@@ -277,7 +256,7 @@ pub fn serve_after(
     rundir: &RunDir,
     ready: impl FnOnce(),
     end: &AtomicBool,
-    tell: &mut dyn FnMut(&PagerEvent),
+    on_event: &mut dyn FnMut(&PagerEvent),
 ) -> Result<Progress, FillError> {
     let (fill, image) = open(rundir)?;
     ready();
@@ -287,9 +266,9 @@ pub fn serve_after(
             other => break other?,
         }
     };
-    // Another restore of the VM may have begun since.
+    // Another restore of the VM may have started in the meantime.
     match Fill::read(rundir)? {
-        Some(now) if now == fill => bring(rundir, &fill, &image, end, tell),
+        Some(now) if now == fill => run(rundir, &fill, &image, end, on_event),
         _ => Err(FillError::Nothing { name: rundir.name().into() }),
     }
 }
@@ -300,30 +279,31 @@ fn open(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
     Ok((fill, image))
 }
 
-fn bring(
+fn run(
     rundir: &RunDir,
     fill: &Fill,
     image: &Image,
     end: &AtomicBool,
-    tell: &mut dyn FnMut(&PagerEvent),
+    on_event: &mut dyn FnMut(&PagerEvent),
 ) -> Result<Progress, FillError> {
     let process = fill.vmm.process();
     let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
     let chosen = |id: &str| fill.paged.iter().any(|paged| paged == id);
-    let _letting;
+    let _record_lock;
     let progress = match Pager::take_over(Injector::new(process)?, &ram, chosen)? {
         Some(mut pager) => {
-            tell(&PagerEvent::Serving { checkpoint: fill.number });
+            on_event(&PagerEvent::Serving { checkpoint: fill.number });
             let order = working_set(image, fill);
-            let mut last = Letting { rundir, fill, lock: None };
-            let progress = pager.run_until(&mut Source::new(image, tell), order, end, || last.go())?;
-            // Until the end of this, no protector can take it for a restore that fills.
-            _letting = last.lock;
+            let mut decision = RecordDecision { rundir, fill, lock: None };
+            let progress =
+                pager.run_until(&mut CheckpointPages::new(image, on_event), order, end, || decision.decide())?;
+            // While this is held, a protector cannot mistake the VM for one that still fills.
+            _record_lock = decision.lock;
             progress
         }
-        // The one before was killed when all was there already.
+        // The previous pager was killed after the fill was complete.
         None => {
-            _letting = None;
+            _record_lock = None;
             Progress { complete: true, ..Progress::default() }
         }
     };
@@ -332,23 +312,23 @@ fn bring(
         disks::filled(rundir);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
-        tell(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
+        on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
     } else {
-        tell(&PagerEvent::Ended { left: progress.left });
+        on_event(&PagerEvent::Ended { left: progress.left });
     }
     Ok(progress)
 }
 
-/// Who decides what becomes of the pager's record when all is there.
-struct Letting<'a> {
+/// The decision what happens to the pager's write record when the fill is complete.
+struct RecordDecision<'a> {
     rundir: &'a RunDir,
     fill: &'a Fill,
-    /// Once it is ours, no protector goes by the record any more.
+    /// Held once no protector uses the record any more.
     lock: Option<File>,
 }
 
-impl Letting<'_> {
-    fn go(&mut self) -> Last {
+impl RecordDecision<'_> {
+    fn decide(&mut self) -> Last {
         match filling::lock(self.rundir) {
             Ok(Some(lock)) => {
                 self.lock = Some(lock);
@@ -361,14 +341,14 @@ impl Letting<'_> {
             Ok(None) => {
                 let now = Fill::read(self.rundir).ok().flatten().map(|fill| fill.stage);
                 if now == Some(Stage::Filling)
-                    && let Err(e) = self.fill.at(Stage::Filled).write(self.rundir)
+                    && let Err(e) = self.fill.with_stage(Stage::Filled).write(self.rundir)
                 {
-                    tracing::debug!("the protector cannot be told that all is there: {e}");
+                    tracing::debug!("cannot notify the protector that the fill is complete: {e}");
                 }
                 Last::Wait
             }
             Err(e) => {
-                tracing::debug!("whether a protector goes by the record cannot be told: {e}");
+                tracing::debug!("cannot determine whether a protector uses the write record: {e}");
                 Last::Wait
             }
         }
@@ -383,14 +363,14 @@ fn lock_file(rundir: &RunDir) -> Result<(PathBuf, File), FillError> {
     Ok((path, file))
 }
 
-/// One pager at a time.
+/// Locks out other pagers.
 pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     let (path, file) = lock_file(rundir)?;
-    let deadline = Instant::now() + LOOKED_AT;
+    let deadline = Instant::now() + LOCK_PATIENCE;
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),
-            // A protector that looks whether there is a pager has it for a moment.
+            // A protector that checks for a pager has the lock for a moment.
             Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(FillError::Busy { name: rundir.name().into() }),
             Err(e) => return Err(FillError::File { path, source: e.into() }),
@@ -398,7 +378,7 @@ pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     }
 }
 
-/// Wait until no pager serves the VM of `rundir`, whose QEMU has ended: it sees that a moment later.
+/// PreparedQemu until no pager serves the VM of `rundir`, whose QEMU has ended: the pager notices that a moment later.
 ///
 /// # Errors
 /// [`FillError::Busy`] after `patience`.
@@ -413,15 +393,15 @@ pub fn wait_ended(rundir: &RunDir, patience: Duration) -> Result<(), FillError> 
     Ok(())
 }
 
-/// The pages that were written last, as runs in the blocks that are brought.
+/// The pages that were written last, as runs in the blocks that the pager fills.
 fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize, Range<u64>)> + use<'a> {
-    // The pager counts the blocks that it brings; the checkpoint has others beside them.
-    let brought = fill.blocks.iter().map(|block| &block.id).filter(|id| fill.paged.contains(id));
-    let places: Vec<_> = brought.map(|id| image.block(id)).collect();
+    // The pager numbers only the blocks that it fills; the checkpoint has others too.
+    let filled_blocks = fill.blocks.iter().map(|block| &block.id).filter(|id| fill.paged.contains(id));
+    let positions: Vec<_> = filled_blocks.map(|id| image.block(id)).collect();
     let page = PAGE_SIZE as u64;
-    // Where the list cannot be read on, the rest comes in the order of memory.
+    // If the list cannot be read further, the rest loads in the order of memory.
     image.hot().map_while(Result::ok).filter_map(move |(block, n)| {
-        let place = places.iter().position(|place| *place == Some(block))?;
-        Some((place, n * page..(n + 1) * page))
+        let position = positions.iter().position(|position| *position == Some(block))?;
+        Some((position, n * page..(n + 1) * page))
     })
 }

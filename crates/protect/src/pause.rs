@@ -1,6 +1,6 @@
-//! A pause of the guest: everything that happens between QMP `stop` and `cont`.
+//! A pause of the guest: everything between QMP `stop` and `cont`.
 
-use crate::event::Steps;
+use crate::event::PauseSteps;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
@@ -15,55 +15,51 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to let a guest go on. It takes a millisecond.
+/// How long QEMU may take to resume a guest. It takes a millisecond.
 const RESUME: Duration = Duration::from_secs(10);
 
-/// Why there was no pause.
+/// Why a pause failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PauseError {
-    /// Somebody else has stopped the guest.
+    /// The guest was stopped by another process.
     #[error("the guest is stopped already ({state})")]
     NotRunning {
         /// QEMU's run state.
         state: String,
     },
-    /// QEMU does not do as it is told.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// There is no device state.
     #[error(transparent)]
     Devices(#[from] DeviceStateError),
-    /// The mark for who finds the guest stopped cannot be made.
+    /// The mark that identifies a guest which we have stopped cannot be written.
     #[error("{}", path.display())]
     Mark {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// What comes of the guest after a pause.
+/// What happens to the guest at the end of a pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Then {
-    /// It goes on, whatever came of the pause.
-    GoesOn,
-    /// It stays stopped, whatever came of the pause: its journal says who lets it go on.
-    Stays,
+pub(crate) enum AfterPause {
+    /// It is resumed, also after a failure.
+    Resume,
+    /// It stays stopped, also after a failure: the journal of the operation decides how it continues.
+    StayStopped,
 }
 
-/// What a pause gave.
+/// The result of a pause.
 #[derive(Debug)]
 pub(crate) struct Paused<T> {
     pub result: T,
-    /// The device state of that moment.
+    /// The device state during the pause.
     pub devices: Vec<u8>,
     /// When QEMU stopped the guest, in µs since 1970.
     pub stopped_host_us: u64,
-    /// When the guest went on; when all of it was read, if it stays stopped.
+    /// When the guest was resumed, or, if it stays stopped, when everything was read; in µs since 1970.
     pub resumed_host_us: u64,
-    pub steps: Steps,
+    pub steps: PauseSteps,
 }
 
 /// The monitors of a QEMU that a pause needs.
@@ -71,28 +67,28 @@ pub(crate) struct Paused<T> {
 pub(crate) struct Monitors {
     process: Process,
     control: Qmp,
-    /// A second one, on which the command that saves is staged.
+    /// A second one, on which the command that saves the devices is staged.
     save: Option<Qmp>,
     devices: DeviceState,
-    /// What the guest sends is held until a checkpoint counts.
+    /// Set while network output is held.
     hold: Option<Hold>,
-    /// There while we keep the guest stopped: were we killed in between, whoever comes next lets it go on.
+    /// A file that exists while we keep the guest stopped. If we are killed, the next process that finds it resumes the guest.
     mark: PathBuf,
 }
 
-/// Times of the steps of a pause.
+/// Measures the steps of a pause.
 #[derive(Debug)]
-pub(crate) struct Laps {
+pub(crate) struct LapTimer {
     at: Instant,
-    pub steps: Steps,
+    pub steps: PauseSteps,
 }
 
-impl Laps {
+impl LapTimer {
     fn new() -> Self {
-        Self { at: Instant::now(), steps: Steps::default() }
+        Self { at: Instant::now(), steps: PauseSteps::default() }
     }
 
-    /// µs since the last lap.
+    /// Time since the last lap, in µs.
     pub(crate) fn lap(&mut self) -> u64 {
         let now = Instant::now();
         let us = now.duration_since(self.at).as_micros() as u64;
@@ -110,9 +106,9 @@ impl Monitors {
     ) -> Result<Self, PauseError> {
         let devices = DeviceState::open(&mut control)?;
         if mark.exists() {
-            // Somebody of ours was killed in a pause; its threads may still go before all others.
+            // A protector was killed in a pause; QEMU's threads may still have a higher priority.
             if let Err(e) = sched::normal(process) {
-                tracing::debug!("QEMU's threads are scheduled as they were left: {e}");
+                tracing::debug!("cannot reset the priority of QEMU's threads: {e}");
             }
             if run_state(&mut control)? == "paused" {
                 control.execute::<Value>("cont", ())?;
@@ -122,21 +118,21 @@ impl Monitors {
         Ok(Self { process, control, save, devices, hold: None, mark })
     }
 
-    /// The connection, for whatever does not stop the guest.
+    /// The first connection, for commands that do not stop the guest.
     pub(crate) fn control(&mut self) -> &mut Qmp {
         &mut self.control
     }
 
-    /// From here on what the guest sends on `nets` waits for [`Monitors::release`]; without `nets`, if somebody has begun to hold it already.
-    /// Gives whether it does.
+    /// Holds the guest's output on `nets` until [`Monitors::release`]; without `nets`, only where an earlier protector has started to.
+    /// Returns whether output is held.
     ///
-    /// Needs the second connection: on the first one there may be something staged.
+    /// Needs the second connection: a command may be staged on the first one.
     pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
         if let Some(save) = &mut self.save {
             self.hold = match nets {
                 Some(nets) => Some(Hold::begin(save, nets.iter().copied())?),
                 None => match Hold::found(save)? {
-                    // Whole, and its gate closed.
+                    // Completes it and closes its gate.
                     Some(found) => Some(Hold::begin(save, found.nets())?),
                     None => None,
                 },
@@ -145,12 +141,12 @@ impl Monitors {
         Ok(self.hold.is_some())
     }
 
-    /// Whether what the guest sends is held.
+    /// Whether network output is held.
     pub(crate) fn holds(&self) -> bool {
         self.hold.is_some()
     }
 
-    /// Let out what the guest had sent when it was stopped last: that moment is safe.
+    /// Releases the output that was sent before the last stop, after that moment was committed.
     pub(crate) fn release(&mut self) -> Result<(), QmpError> {
         match (&self.hold, &mut self.save) {
             (Some(hold), Some(save)) => hold.release(save),
@@ -158,29 +154,29 @@ impl Monitors {
         }
     }
 
-    /// Let out all, and hold nothing more.
-    pub(crate) fn let_out(&mut self) -> Result<(), QmpError> {
+    /// Releases all output and holds no more.
+    pub(crate) fn end_hold(&mut self) -> Result<(), QmpError> {
         match (self.hold.take(), &mut self.save) {
             (Some(hold), Some(save)) => hold.end(save),
             _ => Ok(()),
         }
     }
 
-    /// Stop the guest, save its devices, do `work` meanwhile, and let the guest go on, whatever came of it.
+    /// Stops the guest, saves its devices, runs `work` meanwhile, and resumes the guest, also if `work` fails.
     ///
-    /// Nobody else may stop the guest or let it go on meanwhile.
+    /// No other process may stop or resume the guest meanwhile.
     pub(crate) fn pause<T, E: From<PauseError>>(
         &mut self,
-        work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
+        work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
-        self.pause_then(Then::GoesOn, work)
+        self.pause_then(AfterPause::Resume, work)
     }
 
-    /// The same for a guest that may have to stay stopped.
+    /// As [`Monitors::pause`], for a guest that may have to stay stopped.
     pub(crate) fn pause_then<T, E: From<PauseError>>(
         &mut self,
-        then: Then,
-        work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
+        then: AfterPause,
+        work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
         let state = run_state(&mut self.control).map_err(failed)?;
@@ -193,11 +189,11 @@ impl Monitors {
         }
         let mark = |source| PauseError::Mark { path: self.mark.clone(), source };
         fs::write(&self.mark, []).map_err(mark)?;
-        let first = go_first(self.process);
-        let mut laps = Laps::new();
-        let done = self.stopped(&mut laps, then, work);
-        drop(first);
-        // Where the guest was not let go on, the mark stays for who can do it.
+        let raised = raise_priority(self.process);
+        let mut laps = LapTimer::new();
+        let done = self.run_stopped(&mut laps, then, work);
+        drop(raised);
+        // If the guest was not resumed, the mark stays for recovery.
         let (result, stopped_host_us, resumed_host_us) = done?;
         remove(&self.mark)?;
         let result = result?;
@@ -205,26 +201,26 @@ impl Monitors {
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
-    /// With `stop` staged. The outer result: whether the guest runs again, if it is to.
-    fn stopped<T, E: From<PauseError>>(
+    /// Runs the pause, with `stop` staged. The outer result: whether the guest runs again, if it should.
+    fn run_stopped<T, E: From<PauseError>>(
         &mut self,
-        laps: &mut Laps,
-        then: Then,
-        work: impl FnOnce(&mut Stopped<'_>, &mut Laps) -> Result<T, E>,
+        laps: &mut LapTimer,
+        then: AfterPause,
+        work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<(Result<T, E>, u64, u64), E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control).map_err(failed)?;
         laps.steps.stop = laps.lap();
-        let begun = match (&mut self.save, stopped.qmp()) {
+        let saving = match (&mut self.save, stopped.qmp()) {
             (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| match then {
-                Then::GoesOn => Ok(control.stage("cont", ())?),
-                Then::Stays => Ok(()),
+                AfterPause::Resume => Ok(control.stage("cont", ())?),
+                AfterPause::StayStopped => Ok(()),
             }),
             (None, Some(control)) => self.devices.begin(control, false),
             (_, None) => Ok(()),
         };
-        let staged = begun.is_ok() && self.save.is_some();
-        let result = match begun {
+        let staged = saving.is_ok() && self.save.is_some();
+        let result = match saving {
             Ok(()) => {
                 let result = work(&mut stopped, laps);
                 laps.lap();
@@ -244,7 +240,7 @@ impl Monitors {
             Err(e) => Err(PauseError::from(e).into()),
         };
         self.control.drop_events();
-        if then == Then::Stays {
+        if then == AfterPause::StayStopped {
             return Ok((result, stopped_host_us, host_us()));
         }
         if staged { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }.map_err(failed)?;
@@ -266,15 +262,15 @@ fn remove(mark: &Path) -> Result<(), PauseError> {
     }
 }
 
-/// Let those threads go before all others that the stopped guest waits for. As in a warm reboot: `docs/vmm-restart.md`.
-fn go_first(process: Process) -> PriorityBoost {
+/// Raises the priority of the threads that the stopped guest waits for, as a warm replacement does: `docs/vmm-restart.md`.
+fn raise_priority(process: Process) -> PriorityBoost {
     let mut first = PriorityBoost::default();
     let rank = |name: &str| match name {
         sched::MAIN | "IO mon_iothread" => Some(Rank::First),
         _ => name.starts_with("CPU ").then_some(Rank::Third),
     };
     if let Err(e) = first.this_thread().and_then(|()| first.threads_of(process, rank)) {
-        tracing::debug!("the pause is scheduled as everything else: {e}");
+        tracing::debug!("cannot raise the priority of QEMU's threads for the pause: {e}");
     }
     first
 }

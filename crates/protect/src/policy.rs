@@ -1,23 +1,22 @@
-//! What of a checkpoint is copied when. Compared in a benchmark; the default is the one that measures best.
+//! Checkpoint policies: what is copied when. A benchmark compares them; the default is the best one in it.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What of a checkpoint is copied when.
+/// What a checkpoint copies when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
-    /// All dirty pages while the guest is stopped: the paper's base line (section III-A).
+    /// All dirty pages while the guest is stopped: the paper's baseline (section III-A).
     Basic,
-    /// None while it is stopped; afterwards a page is copied before the guest may change it (section III-B).
+    /// Nothing while it is stopped; afterwards a page is copied before the guest may change it (section III-B).
     Cow,
-    /// Dirty pages while the guest runs, those dirtied meanwhile while it is stopped.
+    /// Dirty pages while the guest runs, and what it writes meanwhile while it is stopped.
     Precopy,
 }
 
 impl Policy {
-    /// All of them.
     pub const ALL: [Self; 3] = [Self::Basic, Self::Cow, Self::Precopy];
 
     /// Its name on the command line.
@@ -42,6 +41,6 @@ impl FromStr for Policy {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
-        found.ok_or_else(|| format!("there is no policy `{text}`; there are: basic, cow, precopy"))
+        found.ok_or_else(|| format!("there is no policy `{text}`; use one of: basic, cow, precopy"))
     }
 }

@@ -1,9 +1,9 @@
-//! How to build the VM of a checkpoint again.
+//! How to rebuild the VM of a checkpoint.
 //!
-//! Two kinds: of a VM that Rekindle has started, its definition and its hardware (format 1); of one that it was attached to,
-//! the command line of its QEMU, rewritten when it was attached to (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
-//! ports of the agent's bus; format 4 is 3 with disks that a server of Rekindle's has, whose epochs the checkpoint's metadata names.
-//! Format 5 is 4 with redo logs that are not beside their images; format 6 is 5 with the port by which a guest announces phases.
+//! There are two kinds: for a VM that Rekindle started, its definition and its hardware (format 1); for an attached VM,
+//! the command line of its QEMU, rewritten on attach (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
+//! ports of the agent's bus; format 4 is 3 with disks on Rekindle's disk servers, whose epochs the checkpoint's metadata names.
+//! Format 5 is 4 with redo logs outside the images' directories; format 6 is 5 with the port through which a guest announces phases.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -11,55 +11,49 @@ use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The newest format that this Rekindle reads. It writes an older one where that says all, so that an older one understands it.
+/// The newest format that this Rekindle reads. It writes the oldest format that suffices, so that an older Rekindle can read it.
 pub const FORMAT: u32 = 6;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
-    /// It is of a newer format.
     #[error(
-        "the checkpoint says how to build its VM in format {found}; this Rekindle knows up to {FORMAT}: use a newer one"
+        "the checkpoint describes its VM in format {found}, and this Rekindle supports formats up to {FORMAT}: use a newer one"
     )]
-    Newer {
-        /// Its format.
-        found: u64,
-    },
-    /// It is not a recipe.
-    #[error("the checkpoint does not say how to build its VM again")]
-    Odd(#[source] serde_json::Error),
+    Newer { found: u64 },
+    #[error("the checkpoint has no usable description of its VM")]
+    Malformed(#[source] serde_json::Error),
 }
 
-/// What is stored with a checkpoint.
+/// The description of a VM that is stored with each checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recipe {
-    /// The format of this.
     pub format: u32,
-    /// The definition, every default filled in.
+    /// The definition, with every default filled in.
     pub definition: Definition,
     /// The machine that the guest sees.
     pub hardware: Hardware,
 }
 
 impl Recipe {
-    /// Read it from a checkpoint.
+    /// Reads the recipe of a checkpoint.
     ///
     /// # Errors
     /// [`RecipeError`].
     pub fn read(value: &Value) -> Result<Self, RecipeError> {
         match value.get("format").and_then(Value::as_u64) {
             Some(found) if found > u64::from(FORMAT) => Err(RecipeError::Newer { found }),
-            _ => Self::deserialize(value).map_err(RecipeError::Odd),
+            _ => Self::deserialize(value).map_err(RecipeError::Malformed),
         }
     }
 
-    /// Make `hardware`, as this host would build the VM, what the guest of the checkpoint already knows: machine type, CPU
-    /// model, UUID. Where the files are is this host's business.
+    /// Changes `hardware`, as this host would build the VM, to what the guest of the checkpoint already knows: machine type, CPU
+    /// model, UUID. The locations of files stay those of this host.
     ///
     /// # Errors
-    /// A text for each thing that the guest knows and that cannot be made so.
+    /// One text for each property that the guest knows and `hardware` cannot have.
     ///
-    /// `given`: the definition that `hardware` comes from was named for this host, and is not the recipe's own.
+    /// `given`: the definition behind `hardware` was specified for this host, and is not the recipe's own.
     pub fn fit(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
         if self.hardware.foreign.is_some() {
             return self.fit_foreign(hardware, given);
@@ -73,7 +67,7 @@ impl Recipe {
         let mut same = |what: &str, ours: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
             let (ours, theirs) = (format!("{ours:?}"), format!("{theirs:?}"));
             if ours != theirs {
-                problems.push(format!("{what}: the guest of the checkpoint has {theirs}, the definition says {ours}"));
+                problems.push(format!("{what}: the guest of the checkpoint has {theirs}, the definition has {ours}"));
             }
         };
         same("memory in bytes", &hardware.ram.bytes, &theirs.ram.bytes);
@@ -82,7 +76,7 @@ impl Recipe {
         same("devices.agent", &hardware.agent, &theirs.agent);
         same("[phase]", &hardware.phase, &theirs.phase);
         same("devices.rng", &hardware.rng, &theirs.rng);
-        // Another ID is what tells the guest that it was set back; the device must be there or not, as it knows it.
+        // The ID itself must differ, so that the guest detects that it was restored; the device must exist or not, as before.
         same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
         same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {
@@ -96,18 +90,18 @@ impl Recipe {
             |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
         same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
         let kinds = theirs.nets.iter().map(|net| match net.backend {
-            NetBackend::User(_) => Kind::User,
-            NetBackend::Tap(_) => Kind::Tap,
+            NetBackend::User(_) => BackendKind::User,
+            NetBackend::Tap(_) => BackendKind::Tap,
         });
         problems.extend(unfit_networks(&hardware.nets, kinds));
         if hardware.accel != theirs.accel {
-            // Registers are the same; what differs is speed, and which CPU features there can be at all.
+            // Registers are the same; speed differs, and so can the available CPU features.
             tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
         }
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// The hardware is the recipe's; this host says where its RAM is, how guest code is run, and what its cards are connected to.
+    /// The recipe's hardware, with this host's RAM file, accelerator and network backends.
     fn fit_foreign(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
         let mut problems = Vec::new();
         let theirs = &self.hardware;
@@ -115,24 +109,26 @@ impl Recipe {
         let mut nets = theirs.nets.clone();
         if given && hardware.nets.len() != nets.len() {
             let (have, want) = (hardware.nets.len(), nets.len());
-            problems.push(format!("[[net]]: the guest of the checkpoint has {want}, the definition says {have}"));
+            problems.push(format!("[[net]]: the guest of the checkpoint has {want}, the definition has {have}"));
         } else if given {
             for (net, here) in nets.iter_mut().zip(&hardware.nets) {
                 net.backend.clone_from(&here.backend);
             }
         }
         let kinds = networks.iter().map(|network| match network {
-            network if network.kind == "user" => Kind::User,
-            network if network.needs_tap => Kind::Tap,
-            _ => Kind::Any,
+            network if network.kind == "user" => BackendKind::User,
+            network if network.needs_tap => BackendKind::Tap,
+            _ => BackendKind::Any,
         });
         problems.extend(unfit_networks(&nets, kinds));
         if hardware.accel != theirs.accel {
             let (have, want) = (&hardware.accel, &theirs.accel);
-            problems.push(format!("the guest ran under {want}, and has devices of it; here it would run under {have}"));
+            problems.push(format!(
+                "the guest ran under {want}, and has devices that need it; here it would run under {have}"
+            ));
         }
         let generation = match theirs.vm_generation {
-            // Another ID is what tells the guest that it was set back.
+            // Another ID, so that the guest detects that it was restored.
             Some(_) => hardware.vm_generation.map_or_else(new_generation, Ok).map(Some),
             None => Ok(None),
         };
@@ -148,35 +144,35 @@ impl Recipe {
         self.hardware.disks.iter().any(|disk| !disk.readonly)
     }
 
-    /// Whether its host's connections are of a kind that any host has.
+    /// Whether all its network backends are of a kind that every host has.
     #[must_use]
     pub fn only_user_networks(&self) -> bool {
         self.hardware.nets.iter().all(|net| matches!(net.backend, NetBackend::User(_)))
     }
 }
 
-/// What a card must be connected to again.
-enum Kind {
-    /// A user network: it is part of the device state, which QEMU cannot load into another kind.
+/// The backend that a network card needs.
+enum BackendKind {
+    /// A user network: its connections are part of the device state, which QEMU cannot load into another kind.
     User,
-    /// A tap: card and guest have agreed on what only a tap can do.
+    /// A tap: card and guest have negotiated features that only a tap has.
     Tap,
     Any,
 }
 
-/// `wanted`: for each card, in order.
-fn unfit_networks(here: &[Net], wanted: impl Iterator<Item = Kind>) -> Vec<String> {
+/// Names the networks whose backend is not of the kind that `wanted` has for the card at the same position.
+fn unfit_networks(here: &[Net], wanted: impl Iterator<Item = BackendKind>) -> Vec<String> {
     let unfit = here.iter().zip(wanted).filter_map(|(net, wanted)| {
         let (why, kind) = match (wanted, &net.backend) {
-            (Kind::User, NetBackend::Tap(_)) => {
-                ("it is a user network, whose connections are in the checkpoint", "user")
+            (BackendKind::User, NetBackend::Tap(_)) => {
+                ("the card was on a user network, whose connections are in the checkpoint", "user")
             }
-            (Kind::Tap, NetBackend::User(_)) => ("its virtio card was on a tap and needs one again", "tap"),
+            (BackendKind::Tap, NetBackend::User(_)) => ("its virtio card was on a tap and needs one again", "tap"),
             _ => return None,
         };
         Some(format!(
-            "network {}: {why}: restore with --definition FILE whose [[net]]s, in the order of the guest's cards, say \
-             kind = \"{kind}\" there",
+            "network {}: {why}: restore with --definition FILE whose [[net]]s, in the order of the guest's cards, have \
+             kind = \"{kind}\" for it",
             net.id
         ))
     });

@@ -1,6 +1,6 @@
-//! Runs of pages on their way from the guest's memory into a checkpoint.
+//! Copies runs of pages from the guest's memory into a checkpoint.
 
-use crate::session::SessionError;
+use crate::session::CheckpointError;
 use rekindle_memory::pages;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::Dirty;
@@ -12,22 +12,22 @@ use std::ops::Range;
 pub(crate) const BATCH: u64 = 1 << 20;
 const ZEROES: Page = [0; PAGE_SIZE];
 
-/// Pages (offsets) of each block.
+/// Byte ranges of pages, for each block.
 pub(crate) type Runs = Vec<Vec<Range<u64>>>;
 
-/// What was copied while the guest was stopped.
-pub(crate) struct Copied {
+/// Pages of one block that were copied while the guest was stopped.
+pub(crate) struct CopiedPages {
     pub(crate) block: usize,
     pub(crate) runs: Vec<Range<u64>>,
     pub(crate) bytes: Vec<u8>,
 }
 
-pub(crate) fn nothing(ram: &GuestRam) -> Dirty {
+pub(crate) fn no_pages(ram: &GuestRam) -> Dirty {
     let none: Runs = ram.blocks().iter().map(|_| Vec::new()).collect();
     Dirty { written: none.clone(), zero: none }
 }
 
-/// What `older` and `newer` tell together: where both name a page, the newer one is right.
+/// The union of `older` and `newer`: where both have a page, the newer state wins.
 pub(crate) fn merged(older: &Dirty, newer: &Dirty) -> Dirty {
     let blocks = older.written.len().max(newer.written.len());
     let get = |all: &Runs, n: usize| all.get(n).cloned().unwrap_or_default();
@@ -40,7 +40,7 @@ pub(crate) fn merged(older: &Dirty, newer: &Dirty) -> Dirty {
     Dirty { written, zero }
 }
 
-/// `runs` in parts of at most [`BATCH`] bytes.
+/// Splits `runs` into parts of at most [`BATCH`] bytes.
 pub(crate) fn batches(runs: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
     let mut all = vec![Vec::new()];
     let mut room = BATCH;
@@ -73,13 +73,13 @@ pub(crate) fn read(
     ram.read(block, runs, buffer)
 }
 
-pub(crate) fn copy_all(ram: &GuestRam, written: &Runs) -> Result<Vec<Copied>, GuestRamError> {
+pub(crate) fn copy_all(ram: &GuestRam, written: &Runs) -> Result<Vec<CopiedPages>, GuestRamError> {
     let mut all = Vec::new();
     for (index, runs) in written.iter().enumerate().filter(|(_, runs)| !runs.is_empty()) {
         let Some(block) = ram.blocks().get(index) else { continue };
         let mut bytes = Vec::new();
         read(ram, block, runs, &mut bytes)?;
-        all.push(Copied { block: index, runs: runs.clone(), bytes });
+        all.push(CopiedPages { block: index, runs: runs.clone(), bytes });
     }
     Ok(all)
 }
@@ -99,14 +99,14 @@ pub(crate) fn send(
     checkpoint.pages(block, numbers(runs).zip(pages))
 }
 
-/// As [`send`], out of the guest's memory.
+/// As [`send`], directly from the guest's memory.
 pub(crate) fn send_from(
     checkpoint: &mut Checkpoint<'_>,
     number: usize,
     runs: &[Range<u64>],
     ram: &GuestRam,
     block: &Block,
-) -> Result<(), SessionError> {
+) -> Result<(), CheckpointError> {
     let page = PAGE_SIZE as u64;
     let numbers: Vec<_> = runs.iter().map(|run| run.start / page..run.end / page).collect();
     checkpoint.read(number, &numbers, |runs, room| {

@@ -1,18 +1,18 @@
-//! One QEMU being protected: its monitors, its memory, and what of it was written.
+//! One QEMU whose guest is protected: its monitors, its memory, and which pages were written.
 
 mod compare;
 mod plan;
 mod served;
 mod take;
 
-use crate::epochs::{self, EpochError, Epochs};
-use crate::event::Done;
-use crate::filling::Held;
-use crate::first;
+use crate::epochs::{self, EpochDisks, EpochError};
+use crate::event::CheckpointReport;
+use crate::filling::FillRecord;
+use crate::load_pages;
 use crate::pager::FillError;
-use crate::pause::{Monitors, PauseError, Paused, Then};
+use crate::pause::{AfterPause, Monitors, PauseError, Paused};
 use crate::policy::Policy;
-use crate::runs::{nothing, read};
+use crate::runs::{no_pages, read};
 use crate::target::{Target, TargetError};
 use rekindle_disk::control::ControlError;
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -34,18 +34,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) use plan::Plan;
-use served::Served;
-use take::Taken;
-pub(crate) use take::{Read, Tell};
+use served::DiskServers;
+use take::TakenPages;
+pub(crate) use take::{OnStopped, StoppedGuest};
 
-/// After so many checkpoints it is asked again where the guest's devices have their rings: it may have been rebooted.
-const LOOK: u32 = 64;
-/// How long QEMU may take to greet.
+/// After so many checkpoints the guest's virtio rings are located again: it may have been rebooted.
+const LOCATE_EVERY: u32 = 64;
+/// How long QEMU may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(5);
 
 /// Why a session or a checkpoint failed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SessionError {
+pub(crate) enum CheckpointError {
     #[error(transparent)]
     Pause(#[from] PauseError),
     #[error(transparent)]
@@ -62,30 +62,27 @@ pub(crate) enum SessionError {
     Adopt(#[from] AdoptError),
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// A restore is still bringing its memory, and no checkpoint can be taken of it meanwhile.
-    #[error("its memory is still being brought from a checkpoint: {why}")]
+    #[error("its memory is still being loaded from a checkpoint: {why}")]
     Filling { why: String },
     #[error(transparent)]
     Fill(#[from] FillError),
-    /// A disk that has a server did not do as it was asked.
+    /// A disk server failed.
     #[error(transparent)]
     Epoch(#[from] EpochError),
-    /// A disk's server does not tell what it has written.
-    #[error("what the server of a disk has written to the guest's memory is not known")]
-    Served(#[from] ControlError),
-    /// It has told something else.
-    #[error("the server of a disk has written {bytes} bytes at {address:#x}, which are no RAM of this guest's")]
+    #[error("cannot determine which pages of the guest's memory a disk server has written")]
+    DiskServer(#[from] ControlError),
+    /// It has reported an address outside of the guest's RAM.
+    #[error("a disk server has written {bytes} bytes at {address:#x}, which is not in the guest's RAM")]
     Unknown { address: u64, bytes: u64 },
-    /// QEMU does not hold what the guest sends.
-    #[error("what the guest sends cannot be held until a checkpoint counts")]
+    #[error("the guest's network output cannot be held until a checkpoint is committed")]
     Hold(#[source] QmpError),
-    /// The owner's command for the disks failed.
+    /// The user's command for the disks failed.
     #[error("the disk hook `{command}` failed: {why}")]
     Hook { command: String, why: String },
-    /// A RAM block came, went or was resized.
-    #[error("the guest has another shape: {0}")]
+    /// A RAM block was added, removed or resized.
+    #[error("the guest's memory or devices have changed: {0}")]
     Reshaped(String),
-    /// A page that the guest was about to change could not be copied.
+    /// A page that the guest was about to write could not be copied.
     #[error("a page could not be copied before the guest changed it")]
     Void(#[source] GuestRamError),
 }
@@ -101,15 +98,15 @@ fn lock(copies: &Mutex<Copies>) -> MutexGuard<'_, Copies> {
     copies.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is known of the memory of a guest when its protection begins.
-pub(crate) enum Begin {
+/// What is known of a guest's memory when its protection starts.
+pub(crate) enum InitialTracking {
     /// Nothing.
-    Anew,
-    /// What an earlier protector collected has all arrived, so its tracking may be gone on with.
-    Resume,
-    /// A restore still brings it, and its pager records what is written. `whole`: nothing of that record was collected without
-    /// having arrived.
-    Filling { held: Box<Held>, whole: bool },
+    Fresh,
+    /// Everything that an earlier protector collected was committed, so its tracking can continue.
+    Continue,
+    /// A restore still fills it, and the pager records writes. `whole`: everything that was collected from that record was
+    /// committed.
+    Filling { held: Box<FillRecord>, whole: bool },
 }
 
 enum Tracking {
@@ -118,37 +115,37 @@ enum Tracking {
     Synchronous(Synchronous, Arc<Mutex<Copies>>),
 }
 
-pub(crate) struct Session {
+pub(crate) struct TrackingSession {
     pub(crate) target: Target,
     policy: Policy,
-    /// The owner's command that snapshots disks.
+    /// The user's command that snapshots disks.
     hook: Option<String>,
-    epochs: Epochs,
+    epochs: EpochDisks,
     monitors: Monitors,
     ram: Arc<GuestRam>,
     tracking: Tracking,
-    served: Served,
-    /// What has been collected since the last commit.
+    served: DiskServers,
+    /// Pages that were collected since the last commit.
     owed: Dirty,
-    /// Everything is owed.
+    /// Whether all of the memory is owed.
     full: bool,
-    /// Whether tracking was found as an earlier protector left it.
+    /// Whether the tracking of an earlier protector continues.
     pub(crate) resumed: bool,
     buffer: Vec<u8>,
-    /// When the guest was stopped for the checkpoint before.
+    /// When the guest was stopped for the previous checkpoint.
     stopped_host_us: Option<u64>,
-    /// A restore still fills.
-    held: Option<Box<Held>>,
+    /// Set while a restore fills.
+    held: Option<Box<FillRecord>>,
     foreign: Option<(Box<Adopted>, Facts)>,
-    /// What a restore needs first, and for how many checkpoints it is still taken to be so.
-    first: (Vec<first::Run>, u32),
-    /// The device state of the checkpoint before.
+    /// The pages that a load needs, and for how many checkpoints the list stays valid.
+    first: (Vec<load_pages::PageRun>, u32),
+    /// The device state of the previous checkpoint.
     devices: Vec<u8>,
 }
 
-impl Session {
-    /// Begin to track the memory of `target`.
-    pub(crate) fn attach(target: Target, plan: Plan, begin: Begin) -> Result<Self, SessionError> {
+impl TrackingSession {
+    /// Starts to track the memory of `target`.
+    pub(crate) fn attach(target: Target, plan: Plan, begin: InitialTracking) -> Result<Self, CheckpointError> {
         let Plan { policy, hook, control, gives_back, foreign } = plan;
         let save = target.vmm().save(GREETING)?;
         let mark = target.rundir().paused();
@@ -157,18 +154,18 @@ impl Session {
         let ram = Arc::new(if gives_back { ram } else { ram.never_shrinking() });
         let injector = Injector::new(target.process())?;
         let copies = Arc::<Mutex<Copies>>::default();
-        if !matches!(begin, Begin::Resume) || policy == Policy::Cow {
+        if !matches!(begin, InitialTracking::Continue) || policy == Policy::Cow {
             tracker::sweep(injector).map_err(TrackError::from)?;
         }
-        // A QEMU of another user may not make a userfaultfd by itself.
+        // A QEMU of another user may not create a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
-        // From before the tracking begins, so that nothing is written in between.
-        let served = Served::note(&target)?;
-        let first = (first::of(monitors.control(), &ram), LOOK);
-        let paused: Result<Paused<(Tracking, bool)>, SessionError> = monitors.pause(|stopped, laps| {
-            let anew = |stopped: &mut Stopped<'_>| {
+        // Before the tracking starts, so that no write is missed in between.
+        let served = DiskServers::start(&target)?;
+        let first = (load_pages::locate(monitors.control(), &ram), LOCATE_EVERY);
+        let paused: Result<Paused<(Tracking, bool)>, CheckpointError> = monitors.pause(|stopped, laps| {
+            let fresh_tracking = |stopped: &mut Stopped<'_>| {
                 let tracker = Asynchronous::attach(injector, Arc::clone(&ram), stopped, device)?;
-                Ok::<_, SessionError>((Tracking::Asynchronous(tracker), false))
+                Ok::<_, CheckpointError>((Tracking::Asynchronous(tracker), false))
             };
             let attached = match (policy, &begin) {
                 (Policy::Cow, _) => {
@@ -176,37 +173,37 @@ impl Session {
                     let tracker = Synchronous::attach(injector, Arc::clone(&ram), stopped, before, device)?;
                     (Tracking::Synchronous(tracker, copies), false)
                 }
-                (_, Begin::Filling { whole, held }) => {
+                (_, InitialTracking::Filling { whole, held }) => {
                     let chosen = |id: &str| held.fill.paged.iter().any(|paged| paged == id);
                     let why = "its pager keeps no record of what is written (Linux 6.7 or newer can)";
                     let found = Filling::attach(injector, Arc::clone(&ram), chosen, stopped, device)?;
-                    let tracker = found.ok_or_else(|| SessionError::Filling { why: why.into() })?;
+                    let tracker = found.ok_or_else(|| CheckpointError::Filling { why: why.into() })?;
                     (Tracking::Filling(Box::new(tracker)), *whole)
                 }
-                (_, Begin::Resume) => match Asynchronous::resume(injector, Arc::clone(&ram), stopped)? {
+                (_, InitialTracking::Continue) => match Asynchronous::resume(injector, Arc::clone(&ram), stopped)? {
                     Some(tracker) => (Tracking::Asynchronous(tracker), true),
                     None => {
                         tracker::sweep(injector).map_err(TrackError::from)?;
-                        anew(stopped)?
+                        fresh_tracking(stopped)?
                     }
                 },
-                (_, Begin::Anew) => anew(stopped)?,
+                (_, InitialTracking::Fresh) => fresh_tracking(stopped)?,
             };
             laps.steps.collect = laps.lap();
-            Ok::<_, SessionError>(attached)
+            Ok::<_, CheckpointError>(attached)
         });
         userfaultfd::take_back(monitors.control())?;
         let (mut tracking, resumed) = paused?.result;
-        // What the servers wrote while nobody noted it may be anything.
-        let resumed = resumed && served.went_on;
+        // Writes of the disk servers that were not recorded may be anywhere.
+        let resumed = resumed && served.complete;
         let owed = match (&mut tracking, resumed) {
             (Tracking::Filling(tracker), true) => tracker.others_whole()?,
             (Tracking::Filling(tracker), false) => tracker.everything()?,
-            (_, true) => nothing(&ram),
+            (_, true) => no_pages(&ram),
             (_, false) => Dirty::everything(&ram)?,
         };
         Ok(Self {
-            epochs: Epochs::of(&target),
+            epochs: EpochDisks::of(&target),
             target,
             policy,
             hook,
@@ -220,8 +217,8 @@ impl Session {
             buffer: Vec::new(),
             stopped_host_us: None,
             held: match begin {
-                Begin::Filling { held, .. } => Some(held),
-                Begin::Anew | Begin::Resume => None,
+                InitialTracking::Filling { held, .. } => Some(held),
+                InitialTracking::Fresh | InitialTracking::Continue => None,
             },
             foreign,
             first,
@@ -229,113 +226,116 @@ impl Session {
         })
     }
 
-    /// Whether a restore is still bringing its memory.
+    /// Whether a restore still fills the memory.
     pub(crate) fn is_filling(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The checkpoint that a restore is still bringing.
+    /// The checkpoint that a restore still loads.
     pub(crate) fn restored(&self) -> Option<u64> {
         self.held.as_ref().map(|held| held.fill.number)
     }
 
-    /// Whether the restore has brought everything, so that the next checkpoint ends its pager.
-    pub(crate) fn may_take_over(&self) -> bool {
+    /// Whether the fill is complete, so that the next checkpoint ends the pager.
+    pub(crate) fn is_filled(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_filled())
     }
 
-    /// From here on what the guest sends is held until the checkpoint that covers it counts; if not `wanted`, only if that was begun
-    /// before. Gives whether it is.
-    pub(crate) fn hold_output(&mut self, wanted: bool) -> Result<bool, SessionError> {
+    /// Holds the guest's network output until the checkpoint that covers it is committed; if not `wanted`, only where an earlier
+    /// protector has started to. Returns whether output is held.
+    pub(crate) fn hold_output(&mut self, wanted: bool) -> Result<bool, CheckpointError> {
         let nets: Vec<_> = self.target.state().hardware.nets.iter().map(|net| net.id.as_str()).collect();
-        self.monitors.hold(wanted.then_some(nets.as_slice())).map_err(SessionError::Hold)
+        self.monitors.hold(wanted.then_some(nets.as_slice())).map_err(CheckpointError::Hold)
     }
 
-    /// Let out all that is held, and hold nothing more.
-    pub(crate) fn let_output_out(&mut self) -> Result<(), SessionError> {
-        self.monitors.let_out().map_err(SessionError::Hold)
+    /// Releases all held output and holds no more.
+    pub(crate) fn end_hold(&mut self) -> Result<(), CheckpointError> {
+        self.monitors.end_hold().map_err(CheckpointError::Hold)
     }
 
-    /// What is copied when.
     pub(crate) fn policy(&self) -> Policy {
         self.policy
     }
 
-    /// Bytes of all RAM blocks.
+    /// Size of all RAM blocks in bytes.
     pub(crate) fn ram_bytes(&self) -> u64 {
         self.ram.blocks().iter().map(|block| block.told.used).sum()
     }
 
-    /// The RAM blocks as a store wants them.
+    /// The RAM block table as a store has it.
     fn table(&self) -> Vec<types::Block> {
-        let one = |block: &Block| types::Block {
+        let entry = |block: &Block| types::Block {
             id: block.told.id.clone(),
             used: block.told.used,
             max: block.told.total,
             page_size: block.told.page_size,
         };
-        self.ram.blocks().iter().map(one).collect()
+        self.ram.blocks().iter().map(entry).collect()
     }
 
-    /// Take one checkpoint and commit it.
+    /// Takes one checkpoint and commits it.
     ///
-    /// On failure what was collected is owed to the next one.
-    pub(crate) fn checkpoint(&mut self, writer: &mut Writer, every: Duration) -> Result<Done, SessionError> {
-        self.one(writer, every, Then::GoesOn, &mut |_| {})
+    /// On failure the collected pages are owed to the next one.
+    pub(crate) fn checkpoint(
+        &mut self,
+        writer: &mut Writer,
+        every: Duration,
+    ) -> Result<CheckpointReport, CheckpointError> {
+        self.take_one(writer, every, AfterPause::Resume, &mut |_| {})
     }
 
-    /// Stop the guest, take the last checkpoint of it here and commit it. Once it is stopped it stays so, whatever comes of this: only
-    /// who holds the run state may let it go on. What is told to `tell` is not committed yet, and may never be.
+    /// Stops the guest, takes its last checkpoint here and commits it. Once it is stopped it stays so, even on failure: only the holder of
+    /// the run state may resume it. `on_stopped` gets the state before it is committed, which may never happen.
     pub(crate) fn last(
         &mut self,
         writer: &mut Writer,
         _held: &RunState,
-        tell: &mut Tell<'_>,
-    ) -> Result<Done, SessionError> {
-        self.one(writer, Duration::ZERO, Then::Stays, tell)
+        on_stopped: &mut OnStopped<'_>,
+    ) -> Result<CheckpointReport, CheckpointError> {
+        self.take_one(writer, Duration::ZERO, AfterPause::StayStopped, on_stopped)
     }
 
-    fn one(
+    fn take_one(
         &mut self,
         writer: &mut Writer,
         every: Duration,
-        then: Then,
-        tell: &mut Tell<'_>,
-    ) -> Result<Done, SessionError> {
+        then: AfterPause,
+        on_stopped: &mut OnStopped<'_>,
+    ) -> Result<CheckpointReport, CheckpointError> {
         let began = Instant::now();
         let filling = self.is_filling();
-        let filled = self.may_take_over();
+        let filled = self.is_filled();
         if let Some(held) = &self.held {
-            held.served()?;
+            held.require_pager()?;
         }
         let changes = self.ram.changes(self.monitors.control())?;
         if let Some(change) = changes.first() {
-            return Err(SessionError::Reshaped(format!("{change:?}")));
+            return Err(CheckpointError::Reshaped(format!("{change:?}")));
         }
         self.epochs.begin()?;
         // A store that has never had a checkpoint holds zeroes everywhere.
         let fresh = writer.next_number() == 1;
         let mut checkpoint = writer.begin(&self.table())?;
-        let taken = self.take(&mut checkpoint, fresh, filled, then, tell);
+        let taken = self.take(&mut checkpoint, fresh, filled, then, on_stopped);
         let taken = match taken {
             Ok(taken) => taken,
             Err(e) => {
-                self.give_up_flight();
+                self.abandon_flight();
                 return Err(e);
             }
         };
-        let Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
+        let TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
         if let Some((adopted, facts)) = &self.foreign
             && foreign::facts(adopted, self.monitors.control())? != *facts
         {
-            // It could not be restored: devices or disks are not those of the command line any more.
-            return Err(SessionError::Reshaped("devices or disks have come, gone or changed".into()));
+            // It could not be restored: its devices or disks are not those of the command line any more.
+            return Err(CheckpointError::Reshaped("devices or disks were added, removed or changed".into()));
         }
         self.epochs.seal(&disks)?;
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
         let metadata = json!({
             "policy": self.policy, "stopped_us": paused.resumed_host_us.saturating_sub(paused.stopped_host_us),
-            "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (first::KEY): self.first.0,
+            "stopped_host_us": paused.stopped_host_us, "dirty_bytes": dirty_bytes, (load_pages::KEY): self.first.0,
             (epochs::KEY): disks,
         });
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
@@ -347,19 +347,19 @@ impl Session {
         } else {
             None
         };
-        if then == Then::GoesOn {
+        if then == AfterPause::Resume {
             self.epochs.committed(&disks);
             self.first.1 -= 1;
             if self.first.1 == 0 {
-                self.first = (first::of(self.monitors.control(), &self.ram), LOOK);
+                self.first = (load_pages::locate(self.monitors.control(), &self.ram), LOCATE_EVERY);
             }
         }
         let full = std::mem::replace(&mut self.full, false);
-        self.owed = nothing(&self.ram);
+        self.owed = no_pages(&self.ram);
         self.devices = paused.devices;
         let interval = self.stopped_host_us.map(|at| paused.stopped_host_us.saturating_sub(at) / 1000);
         self.stopped_host_us = Some(paused.stopped_host_us);
-        Ok(Done {
+        Ok(CheckpointReport {
             number: committed.number,
             full,
             filling,
@@ -385,8 +385,8 @@ impl Session {
         })
     }
 
-    /// Leave no trace in QEMU.
-    pub(crate) fn detach(mut self) -> Result<(), SessionError> {
+    /// Removes all traces of the tracking from QEMU.
+    pub(crate) fn detach(mut self) -> Result<(), CheckpointError> {
         match self.tracking {
             Tracking::Asynchronous(tracker) => tracker.detach()?,
             Tracking::Filling(tracker) => tracker.detach()?,

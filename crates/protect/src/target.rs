@@ -1,4 +1,4 @@
-//! The guest to be protected: where it is, who it is.
+//! A running VM to protect: its run directory, its QEMU, its identity.
 
 use crate::recipe::Recipe;
 use rekindle_kernel::process::Process;
@@ -14,42 +14,32 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a reboot may be in the way of a checkpoint.
+/// How long a reboot of the VM may delay a checkpoint.
 const REBOOT: Duration = Duration::from_secs(60);
 
-/// Why a guest cannot be had for a checkpoint now.
+/// Why no checkpoint of a guest can be taken now.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// There is no such VM, or it does not run.
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// The VM's identity is not known.
     #[error("VM {name} was started by an older Rekindle and has no UUID: rekindle stop {name}, then rekindle run")]
-    NoUuid {
-        /// Its name.
-        name: String,
-    },
-    /// Its run directory cannot be read.
+    NoUuid { name: String },
     #[error("{}", path.display())]
     RunDir {
-        /// What.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// Somebody else keeps it stopped.
+    /// Another process keeps it stopped.
     #[error(transparent)]
     Lock(#[from] LockError),
     /// Another QEMU runs it now.
     #[error("another QEMU runs {name} now")]
-    Moved {
-        /// Its name.
-        name: String,
-    },
+    Moved { name: String },
 }
 
-/// A VM of Rekindle's.
+/// A running VM of this host.
 #[derive(Debug, Clone)]
 pub struct Target {
     rundir: RunDir,
@@ -59,7 +49,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// VM `name` of this host, which runs.
+    /// Finds VM `name` of this host, which must run.
     ///
     /// # Errors
     /// [`TargetError`].
@@ -77,53 +67,48 @@ impl Target {
         Ok(Self { rundir, state, vmm, uuid })
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.rundir.name()
     }
 
-    /// Its run directory.
     #[must_use]
     pub fn rundir(&self) -> &RunDir {
         &self.rundir
     }
 
-    /// What its run directory says.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// The QEMU that runs it.
     #[must_use]
     pub fn vmm(&self) -> &Vmm {
         &self.vmm
     }
 
-    /// Its QEMU's process.
     #[must_use]
     pub fn process(&self) -> Process {
         self.vmm.process()
     }
 
-    /// Who it is to a store.
+    /// Its identity in a store.
     #[must_use]
     pub fn identity(&self) -> Vm {
         Vm { uuid: self.uuid, name: self.name().into() }
     }
 
-    /// How to build it again.
+    /// How to rebuild it.
     #[must_use]
     pub fn recipe(&self) -> Recipe {
         let (definition, hardware) = (self.state.definition.clone(), self.state.hardware.clone());
         Recipe { format: format_of(&hardware), definition, hardware }
     }
 
-    /// From here on nobody else stops the guest or lets it go on, and this QEMU is the one that runs it.
+    /// Locks the guest's run state, so that no other process stops or resumes it, and checks that this QEMU still runs it.
     ///
     /// # Errors
-    /// [`TargetError::Moved`] when another one does; [`TargetError::Life`] when an operation was cut off.
+    /// [`TargetError::Moved`] if another QEMU does; [`TargetError::Life`] if an operation was interrupted.
     pub fn hold_run_state(&self) -> Result<RunState, TargetError> {
         let held = RunState::acquire(&self.rundir, REBOOT)?;
         let failed = |source| TargetError::RunDir { path: self.rundir.file("operation.json"), source };

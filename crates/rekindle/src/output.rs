@@ -1,7 +1,7 @@
 //! What commands print: text or JSON.
 
 use rekindle_protect::moving::MoveError;
-use rekindle_protect::owned::Gone;
+use rekindle_protect::owned::StoreGone;
 use rekindle_protect::protector::ProtectError;
 use rekindle_protect::restore::RestoreError;
 use rekindle_reboot::vmm::{Failure, GuestStatus, RebootError};
@@ -75,8 +75,8 @@ fn details(error: &anyhow::Error) -> Map<String, Value> {
         _ => error.downcast_ref::<ProtectError>(),
     };
     let store = match (protect, error.downcast_ref::<MoveError>()) {
-        (Some(ProtectError::Gone(gone)), _) => {
-            let Gone { name, store, since, .. } = gone;
+        (Some(ProtectError::StoreGone(gone)), _) => {
+            let StoreGone { name, store, since, .. } = gone;
             let kind = "store-gone";
             return object(json!({"kind": kind, "vm": name, "store": store, "since": since, "remedy": gone.remedy()}));
         }

@@ -214,7 +214,7 @@ fn what_was_loaded_and_is_not_what_was_committed_does_not_run() {
         assert_eq!(there["ahead"], !is_altered, "{moved}");
         if is_altered {
             altered += 1;
-            assert!(there["unused"].as_str().unwrap().contains("is not what was said of it"), "{moved}");
+            assert!(there["unused"].as_str().unwrap().contains("differs from what the source host sent"), "{moved}");
         }
         wait_empty(from);
         let guest = pair.guest(to);
@@ -279,9 +279,9 @@ fn what_the_other_host_cannot_have_is_told_before_anything_stops() {
     pair.there.rekindle(["stop", "--now", "stays"]).ok();
     // Nobody there answers, or somebody else.
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nread -r asked; echo 'Welcome to b!'\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["Welcome to b!", "no answer of Rekindle's"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["Welcome to b!", "not an answer of Rekindle"]);
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nexit 255\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["the line to b has broken"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["the connection to b has broken"]);
     guest.verify();
     guest.assert_sound();
 }
@@ -332,7 +332,7 @@ fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
     };
     breaks("");
     let done = pair.run(&pair.here, &pair.there, &[]).status(1);
-    done.says(&["has not taken cut", "goes on here after all", "the line to b has broken"]);
+    done.says(&["has not taken cut", "was resumed here", "the connection to b has broken"]);
     guest.verify();
     agrees(&guest);
     guest.assert_sound();
@@ -340,7 +340,7 @@ fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
     // And the store with it.
     let away = pair.here.path("store-away");
     breaks(&format!("mv {:?} {away:?};", pair.store));
-    let refused = ["cannot be known whether b has taken cut", "rekindle recover cut"];
+    let refused = ["cannot determine whether b has taken cut", "rekindle recover cut"];
     pair.run(&pair.here, &pair.there, &[]).status(3).says(&refused);
     wait_empty(&pair.there);
     let stopped = || {

@@ -88,7 +88,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
     guest.rekindle(&["show", "--timeline"]).ok().says(&[
         "reboot os --how phase",
         "choose a candidate",
-        "tell the guest",
+        "notify the guest of the time",
     ]);
 
     // The guest of the later phase has read block 20, that of the earlier one has not.

@@ -216,7 +216,7 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
         &spare,
         &["restore", "moved", "--store", &store, "--definition", definition.to_str().unwrap()],
     );
-    assert!(restored["unused"].as_str().unwrap().contains("defined otherwise"), "{restored}");
+    assert!(restored["unused"].as_str().unwrap().contains("definition of the VM has changed"), "{restored}");
     end();
     prepare(&["--definition", definition.to_str().unwrap()]);
     let restored = restore_elsewhere(&spare, &["restore", "moved", "--store", &store]);

@@ -1,24 +1,24 @@
-//! A guest goes on on another host, which shares its store. RootHammer (section 6.2) compares with moving by live and non-live migration.
+//! A guest moves to another host that shares its store. RootHammer (section 6.2) compares this with live and non-live migration.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`source`] | the host that has the guest: checkpoints, the pause, the decision |
-//! | [`target`] | the host that gets it |
-//! | `protocol` | what the two say to each other |
-//! | `far` | the line between them, by ssh |
-//! | `record` | `move.json`: what a move that is cut off leaves to be known |
-//! | [`settle`] | back, or away: what comes of a guest that was stopped for a move |
+//! | [`source`] | the source host: checkpoints, the final pause, the decision |
+//! | [`target`] | the destination host |
+//! | `protocol` | the messages between them |
+//! | `remote` | the connection between them, by ssh |
+//! | `record` | `move.json`: what must be known of a move that is interrupted |
+//! | [`settle`] | which host has a guest that was stopped for a move |
 //!
 //! `docs/move.md` has the sequence, and why no two QEMUs can run the guest.
 
-mod far;
 mod protocol;
 mod record;
+mod remote;
 pub mod settle;
 pub mod source;
 pub mod target;
 
-pub use far::{Far, LineError};
+pub use remote::{ConnectionError, RemoteHost};
 
 use crate::protector::ProtectError;
 use crate::restore::Clock;
@@ -35,19 +35,16 @@ use std::path::PathBuf;
 /// Why a guest was not moved.
 #[derive(Debug, thiserror::Error)]
 pub enum MoveError {
-    /// The VM, here.
     #[error(transparent)]
     Life(#[from] LifeError),
     /// It does not run.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// Who takes checkpoints of it does not end.
+    /// Its protector does not end.
     #[error(transparent)]
     Protected(#[from] AttachError),
-    /// No checkpoint can be taken of it.
     #[error(transparent)]
     Protect(#[from] ProtectError),
-    /// Its store.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// A disk that QEMU itself writes.
@@ -55,111 +52,68 @@ pub enum MoveError {
         "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it (server = true), or \
          make it read-only"
     )]
-    Disk {
-        /// The VM.
-        name: String,
-        /// The disk.
-        disk: String,
-    },
+    Disk { name: String, disk: String },
     /// A checkpoint failed.
     #[error("no checkpoint can be taken of {name}")]
     Checkpoint {
-        /// The VM.
         name: String,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A file of the run directory.
     #[error("{}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The other host cannot be asked.
     #[error(transparent)]
-    Line(#[from] LineError),
-    /// The other host cannot have it.
+    Connection(#[from] ConnectionError),
     #[error("{host} cannot take {name}: {why}")]
-    Refused {
-        /// The VM.
-        name: String,
-        /// The host.
-        host: String,
-        /// Why.
-        why: String,
-    },
-    /// Somebody has interrupted it.
-    #[error("interrupted; {name} goes on here")]
-    Interrupted {
-        /// The VM.
-        name: String,
-    },
-    /// The other host has not let it go on. It was stopped here, and goes on here.
-    #[error("{host} has not taken {name}, which goes on here after all: {why}")]
-    Back {
-        /// The VM.
-        name: String,
-        /// The host.
-        host: String,
-        /// Why.
-        why: String,
-    },
-    /// It was stopped, and cannot be let go on.
-    #[error("{name} is stopped here and could not be let go on; rekindle recover {name}")]
+    Refused { name: String, host: String, why: String },
+    /// Stopped by signal.
+    #[error("interrupted; {name} continues to run here")]
+    Interrupted { name: String },
+    /// The destination host has not resumed it. It was stopped here, and is resumed here.
+    #[error("{host} has not taken {name}, which was resumed here: {why}")]
+    ResumedHere { name: String, host: String, why: String },
+    /// It was stopped, and cannot be resumed.
+    #[error("{name} is stopped here and could not be resumed: rekindle recover {name}")]
     Stuck {
-        /// The VM.
         name: String,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// It runs there, and something of it is still here.
-    #[error("{name} runs on {host}, but what is left of it here could not be removed: rekindle recover {name}")]
+    /// It runs on the destination host, and could not be removed here.
+    #[error("{name} runs on {host}, but could not be removed here completely: rekindle recover {name}")]
     Left {
-        /// The VM.
         name: String,
-        /// The host.
         host: String,
-        /// Why.
         #[source]
         source: Box<MoveError>,
     },
-    /// Its store cannot be asked who has it.
+    /// Its store does not answer which host has it.
     #[error(
-        "it cannot be known whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped here. When the store \
-         is there again: rekindle recover {name}"
+        "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped here. When the store \
+         answers again: rekindle recover {name}"
     )]
-    Unknown {
-        /// The VM.
-        name: String,
-        /// The host.
-        host: String,
-        /// Why.
-        why: String,
-    },
-    /// The other host has become the owner of the store, and what it has of the guest is not known, or not good.
+    Unknown { name: String, host: String, why: String },
+    /// The destination host owns the store, and its guest does not run or its status is not known.
     #[error(
-        "{host} has taken {name}, and nothing of it is left here; but there it is {status}. Look there: rekindle recover {name}. If it \
-         does not run there, or the host is off for certain, its last checkpoint is whole: rekindle restore {name} --store {store}"
+        "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: rekindle recover {name}. If it \
+         does not run there, or that host is certainly off, its last checkpoint is complete: rekindle restore {name} --store {store}"
     )]
     Taken {
-        /// The VM.
         name: String,
-        /// The host.
         host: String,
-        /// What is to be seen of it there.
+        /// Its status there.
         status: String,
-        /// Where its checkpoints are.
+        /// Its store.
         store: String,
     },
 }
 
 impl MoveError {
-    /// Whether the guest is not as it was before.
+    /// Whether the guest is not in the state that it was in before the move.
     #[must_use]
     pub fn needs_recovery(&self) -> bool {
         matches!(self, Self::Stuck { .. } | Self::Left { .. } | Self::Unknown { .. } | Self::Taken { .. })
@@ -172,14 +126,13 @@ impl From<DisksError> for MoveError {
     }
 }
 
-/// One pass of a move over the guest's memory while it runs.
+/// One checkpoint of a move, taken while the guest runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Round {
-    /// The checkpoint.
     pub checkpoint: u64,
-    /// Bytes of pages that may have changed since the one before.
+    /// Bytes of pages that may have changed since the previous one.
     pub dirty_bytes: u64,
-    /// Bytes that went to the store.
+    /// Bytes written to the store.
     pub bytes: u64,
     /// How long the guest was stopped for it.
     pub stopped_us: u64,
@@ -187,91 +140,91 @@ pub struct Round {
     pub took_us: u64,
 }
 
-/// What a guest is stopped for, in µs, by this host's clock.
+/// The steps of the final pause, in µs by the source host's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Pause {
+pub struct MovePause {
     /// Until its state was read.
     pub read: u64,
-    /// Until its last checkpoint counted.
+    /// Until its last checkpoint was committed.
     pub commit: u64,
-    /// Until nobody had its disks here, and the other host could be told.
-    pub let_go: u64,
-    /// Until it ran there.
+    /// Until its disks were released here, and the destination host could be notified.
+    #[serde(rename = "let_go")]
+    pub release: u64,
+    /// Until it ran on the destination host.
     pub there: u64,
 }
 
-/// A guest that goes on elsewhere.
+/// A guest that was moved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Moved {
-    /// The VM.
+pub struct MoveReport {
     pub name: String,
-    /// Where it runs now.
+    /// The destination host.
     pub host: String,
-    /// The checkpoint that it went on from.
+    /// The checkpoint that it resumed from.
     pub checkpoint: u64,
-    /// What went while it ran.
+    /// The checkpoints taken while it ran.
     pub rounds: Vec<Round>,
     /// Bytes that were left for the pause.
     pub last_bytes: u64,
-    /// How long it was stopped: from QEMU's `STOP` here to its `RESUME` there, and the time that one message took.
+    /// How long it was stopped: from the source QEMU's `STOP` to the destination QEMU's `RESUME`, and the time of one message.
     pub stopped_us: u64,
-    /// Its parts.
-    pub pause: Pause,
-    /// From the command to the guest's running there, in µs.
+    /// The steps of that time.
+    pub pause: MovePause,
+    /// From the command to the guest's resume there, in µs.
     pub us: u64,
-    /// What that host tells of it; nothing if its answer was lost, and it was seen to run by asking again.
-    pub there: Option<There>,
-    /// The protector that was ended for it here, if there was one. It has to be started there.
+    /// The destination host's report; none if its answer was lost, and a second connection found the guest running.
+    pub there: Option<DestinationReport>,
+    /// The pid of the protector that was stopped here, if there was one. It must be started there.
     pub protector: Option<u32>,
 }
 
-/// What the other host tells of a guest that it has let go on.
+/// The destination host's report of a guest that it has resumed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct There {
-    /// Its QEMU.
+pub struct DestinationReport {
+    /// The destination QEMU.
     pub pid: u32,
-    /// From the word to the guest's running, in µs.
+    /// From the `go` message to the guest's resume, in µs.
     pub us: u64,
-    /// Whether it went into a QEMU that had waited.
+    /// Whether a prepared QEMU was used.
     pub prepared: bool,
-    /// Whether it was loaded beside the commit of its last checkpoint.
+    /// Whether it was loaded while its last checkpoint was being committed.
     pub ahead: bool,
-    /// Why that one was of no use.
+    /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// What became of its clock.
+    /// Whether its clock was set.
     pub clock: Clock,
 }
 
-/// What a move tells while it is under way.
+/// An event of a move.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Event {
-    /// The other host could have it.
+pub enum MoveEvent {
+    /// The destination host can take it.
     Ready {
-        /// That host, as it calls itself.
+        /// That host's name for itself.
         host: String,
     },
-    /// Who took checkpoints of it was ended.
-    ProtectorEnded {
-        /// Its process.
-        pid: u32,
-    },
-    /// A pass over its memory.
+    /// Its protector was stopped.
+    ProtectorEnded { pid: u32 },
+    /// A checkpoint was taken while it ran.
     Round(Round),
-    /// A QEMU waits for it there.
+    /// A destination QEMU waits for it.
     Prepared {
-        /// It.
+        /// That QEMU.
         pid: u32,
     },
 }
 
-impl fmt::Display for Event {
+impl fmt::Display for MoveEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         match self {
             Self::Ready { host } => write!(f, "{host} can take it"),
             Self::ProtectorEnded { pid } => {
-                write!(f, "who took checkpoints of it (process {pid}) was ended; protect it there when it runs")
+                write!(
+                    f,
+                    "its protector (process {pid}) was stopped; start one on the destination host when it runs there"
+                )
             }
             Self::Round(Round { checkpoint, dirty_bytes, stopped_us, .. }) => {
                 let (mib, ms) = (mib(*dirty_bytes), *stopped_us as f64 / 1e3);

@@ -1,13 +1,13 @@
-//! What the two hosts say to each other: one JSON object a line. `docs/move.md` has the sequence.
+//! The messages between the two hosts: one JSON object a line. `docs/move.md` has the sequence.
 //!
-//! The host of the guest asks, the other one answers each line with one. What neither knows is refused by its version.
+//! The source host sends messages, and the destination host answers each with one line. The version covers all of it.
 
 use crate::epochs;
-use crate::first::Run;
+use crate::load_pages::PageRun;
 use crate::recipe::Recipe;
 use crate::restore::Clock;
-use crate::restore::ahead::Told;
-use crate::session::Read;
+use crate::restore::concurrent::SentState;
+use crate::session::StoppedGuest;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
 use rekindle_store::StoreUrl;
@@ -17,89 +17,82 @@ use rekindle_vm::disks::Epochs;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The version of this.
+/// The version of the protocol.
 pub(super) const VERSION: u32 = 2;
-/// Bytes of a line at most.
-pub(super) const LONGEST: usize = 4 << 20;
+/// Maximum length of a line in bytes.
+pub(super) const MAX_LINE: usize = 4 << 20;
 
-/// What the guest's host says.
+/// A message of the source host.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Say {
-    /// A VM that is to come. Answered by [`Answer::Ready`] if it could run there.
+pub(super) enum Message {
+    /// Announces a VM. Answered by [`Answer::Ready`] if it could run there.
     Hello(Box<Hello>),
-    /// A checkpoint of it is in the store: have a QEMU wait. Answered by [`Answer::Prepared`].
+    /// A checkpoint is in the store: start a destination QEMU. Answered by [`Answer::Prepared`].
     Prepare {},
-    /// Its guest is about to be stopped: have what a load needs of its newest checkpoint. Answered by [`Answer::Looked`].
-    Look {},
-    /// Its guest is stopped, and its last checkpoint is being committed: load it, and wait for [`Say::Go`]. Not answered: what comes of it
-    /// is seen then.
-    State(State),
-    /// Its guest is stopped, and its last checkpoint in the store. Answered by [`Answer::Running`] or [`Answer::Failed`].
+    /// The guest is about to be stopped: read what a load needs of its newest checkpoint. Answered by [`Answer::NewestRead`].
+    #[serde(rename = "look")]
+    ReadNewest {},
+    /// The guest is stopped, and its last checkpoint is being committed: load it, and wait for [`Message::Go`], whose answer reports both. Not
+    /// answered itself.
+    State(StoppedState),
+    /// The guest is stopped, and its last checkpoint is committed: resume it. Answered by [`Answer::Running`] or [`Answer::Failed`].
     Go(Go),
-    /// Instead of a hello: what is to be seen of a VM. Answered by [`Answer::Found`].
-    Ask {
-        /// The version.
-        version: u32,
-        /// The VM.
-        name: Name,
-    },
+    /// Instead of [`Message::Hello`]: queries a VM's status. Answered by [`Answer::Found`].
+    Ask { version: u32, name: Name },
 }
 
-/// A VM that is to come.
+/// A VM that is to be moved.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
-    /// The version.
     pub version: u32,
-    /// The VM.
     pub name: Name,
-    /// How to build it.
+    /// How to rebuild it.
     pub recipe: Recipe,
-    /// Where its checkpoints are.
+    /// Its store.
     pub store: StoreUrl,
-    /// When that store was made, if it is there already: both hosts have to mean the same one.
+    /// When that store was created, if it exists: both hosts must have the same one.
     pub created_us: Option<u64>,
-    /// Certificate, key and authority there, for a store on a server.
+    /// Certificate, key and authority on the destination host, for a store on a server.
     pub identity: Option<[PathBuf; 3]>,
-    /// A file there that says how the VM is to be built there.
+    /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
     /// The QEMU there to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// What it sends is held until a checkpoint counts, and is to be held there.
+    /// Its network output is held until a checkpoint is committed, and must be held there.
     #[serde(default)]
     pub hold_output: bool,
 }
 
-/// What a load needs of a checkpoint that is being committed, and has not had of the one before it.
+/// The changes from the previous checkpoint to one that is being committed, as far as a load needs them.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct State {
-    /// Its number.
+pub(super) struct StoppedState {
     pub checkpoint: u64,
-    /// Bytes of the device state.
+    /// Length of the device state.
     pub devices_bytes: usize,
-    /// Where it is not what it was before: from, to.
+    /// The ranges in which it differs from the previous one: from, to.
     pub devices_changed: Vec<(usize, usize)>,
-    /// What it is there, in base64.
+    /// The content of these ranges, in base64.
     pub devices: String,
-    /// What its disks are.
+    /// The epochs of its disks.
     pub epochs: Epochs,
-    /// Those of [`Answer::Looked`]'s pages that have changed.
-    pub changed: Vec<Run>,
+    /// Those of [`Answer::NewestRead`]'s pages that have changed.
+    pub changed: Vec<PageRun>,
     /// Their content in that order, in base64.
     pub content: String,
 }
 
-/// Bytes of a state at most, before they are told in base64; a larger one is read out of the store.
-const MOST: usize = 512 << 10;
-/// Bytes of a device state that are compared, and told, together.
-const TOGETHER: usize = 64;
+/// Maximum length of a state before base64; a larger one is read from the store.
+const MAX_STATE: usize = 512 << 10;
+/// Granularity in which device states are compared, in bytes.
+const COMPARE_CHUNK: usize = 64;
 
-impl State {
-    /// As it was `read`; none if it is too much for a line, or cannot be had.
-    pub(super) fn of(read: &Read<'_>, wanted: &[Run]) -> Option<Self> {
+impl StoppedState {
+    /// Encodes the state that was `read`; none if it is too long for a line, or a page cannot be read.
+    pub(super) fn of(read: &StoppedGuest<'_>, wanted: &[PageRun]) -> Option<Self> {
         let (changed, content) = read.changed(wanted).ok()?;
         let (devices_changed, devices) = difference(read.devices_before, read.devices);
-        let fits = devices.len() + content.len() <= MOST;
+        let fits = devices.len() + content.len() <= MAX_STATE;
         fits.then(|| Self {
             checkpoint: read.number,
             devices_bytes: read.devices.len(),
@@ -111,29 +104,29 @@ impl State {
         })
     }
 
-    /// Device state, which was `before`, and pages; none if they are not what they should be.
-    pub(super) fn into_told(self, before: &[u8]) -> Option<Told> {
+    /// Decodes the state; none if it is malformed. `before` is the previous device state.
+    pub(super) fn decode(self, before: &[u8]) -> Option<SentState> {
         let devices = BASE64.decode(self.devices).ok()?;
         let devices = applied(before, self.devices_bytes, &self.devices_changed, &devices)?;
         let content = BASE64.decode(self.content).ok()?;
         let (contents, []) = content.as_chunks::<PAGE_SIZE>() else { return None };
-        let numbers = self.changed.iter().flat_map(Run::pages);
+        let numbers = self.changed.iter().flat_map(PageRun::pages);
         let pages = numbers.zip(contents).map(|((block, page), content)| (block, page, Box::new(*content))).collect();
-        let count = self.changed.iter().map(Run::count).try_fold(0u64, u64::checked_add)?;
+        let count = self.changed.iter().map(PageRun::count).try_fold(0u64, u64::checked_add)?;
         let whole = count == contents.len() as u64;
-        whole.then_some(Told { number: self.checkpoint, devices, epochs: self.epochs, pages })
+        whole.then_some(SentState { number: self.checkpoint, devices, epochs: self.epochs, pages })
     }
 }
 
-/// Where `now` is not what was `before`, and what it is there.
+/// The ranges in which `now` differs from `before`, and their content in `now`.
 fn difference(before: &[u8], now: &[u8]) -> (Vec<(usize, usize)>, Vec<u8>) {
     let (mut changed, mut content): (Vec<(usize, usize)>, _) = (Vec::new(), Vec::new());
-    let mut was = before.chunks(TOGETHER);
-    for (n, is) in now.chunks(TOGETHER).enumerate() {
+    let mut was = before.chunks(COMPARE_CHUNK);
+    for (n, is) in now.chunks(COMPARE_CHUNK).enumerate() {
         if was.next() == Some(is) {
             continue;
         }
-        let (from, to) = (n * TOGETHER, n * TOGETHER + is.len());
+        let (from, to) = (n * COMPARE_CHUNK, n * COMPARE_CHUNK + is.len());
         match changed.last_mut().filter(|(_, end)| *end == from) {
             Some((_, end)) => *end = to,
             None => changed.push((from, to)),
@@ -143,9 +136,9 @@ fn difference(before: &[u8], now: &[u8]) -> (Vec<(usize, usize)>, Vec<u8>) {
     (changed, content)
 }
 
-/// `bytes` that are what was `before`, but for what has `changed`; none if that cannot be.
+/// Applies changes to `before`; none if they are malformed. `bytes` is the length of the result.
 fn applied(before: &[u8], bytes: usize, changed: &[(usize, usize)], mut content: &[u8]) -> Option<Vec<u8>> {
-    // Nothing that is told is so long that it costs memory.
+    // A peer cannot make us allocate more than it has sent.
     if bytes > before.len() + content.len() {
         return None;
     }
@@ -158,79 +151,71 @@ fn applied(before: &[u8], bytes: usize, changed: &[(usize, usize)], mut content:
     content.is_empty().then_some(now)
 }
 
-/// Its guest is stopped.
+/// Resumes the guest.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Go {
-    /// The store's owner epoch, in which its last checkpoint was committed. Only who becomes the owner after it may let the guest go on.
+    /// The owner epoch that committed its last checkpoint. Only the next owner after it may resume the guest.
     pub epoch: u64,
 }
 
-/// What the other host answers.
+/// An answer of the destination host.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Answer {
     /// The VM could run there.
-    Ready {
-        /// The version.
-        version: u32,
-        /// That host.
-        host: String,
-    },
+    Ready { version: u32, host: String },
     /// It cannot. Nothing of it is there, and nothing was done.
-    Refused {
-        /// Why.
-        why: String,
-    },
-    /// A QEMU waits.
+    Refused { why: String },
+    /// A destination QEMU waits.
     Prepared {
         /// The checkpoint whose machine it has.
         checkpoint: u64,
-        /// The QEMU.
         pid: u32,
     },
-    /// What a load needs of its newest checkpoint is there.
-    Looked {
-        /// That checkpoint; none if it has to be read again when the guest is stopped.
+    /// What a load needs of the newest checkpoint was read.
+    #[serde(rename = "looked")]
+    NewestRead {
+        /// That checkpoint; none if it must be read again when the guest is stopped.
         checkpoint: Option<u64>,
-        /// The pages that are there.
-        pages: Vec<Run>,
+        /// The pages that were read.
+        pages: Vec<PageRun>,
     },
-    /// The guest runs there.
+    /// The guest was resumed there.
     Running(Running),
-    /// It does not.
+    /// The guest was not resumed.
     Failed {
-        /// Why.
         why: String,
-        /// The guest may have run for a moment. If it has not, it never will.
-        begun: bool,
-        /// The owner epoch of that host, if it had become the owner of the store.
+        /// Whether the guest may have run for a moment. If it has not, it never will.
+        #[serde(rename = "begun")]
+        resumed: bool,
+        /// The owner epoch of that host, if it has become the owner of the store.
         claimed: Option<u64>,
     },
-    /// What is to be seen of the VM.
+    /// A VM's status.
     Found {
         /// Whether its guest runs.
         runs: bool,
-        /// Its status, as `rekindle ls` says it; `absent` if there is none.
+        /// Its status, as `rekindle ls` prints it; `absent` if there is no such VM.
         status: String,
     },
 }
 
-/// The guest runs there.
+/// A guest that was resumed on the destination host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Running {
-    /// From the word to the guest's running, in µs.
+    /// From [`Message::Go`] to the guest's resume, in µs.
     pub us: u64,
-    /// From then until this was said, in µs.
+    /// From then until this answer was sent, in µs.
     pub since_us: u64,
-    /// Its QEMU.
+    /// The destination QEMU.
     pub pid: u32,
-    /// Whether it went into the QEMU that had waited.
+    /// Whether the prepared QEMU was used.
     pub prepared: bool,
-    /// Whether it was loaded beside the commit of its last checkpoint.
+    /// Whether it was loaded while its last checkpoint was being committed.
     pub ahead: bool,
-    /// Why that one was of no use.
+    /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// What became of its clock.
+    /// Whether its clock was set.
     pub clock: Clock,
 }
 
@@ -240,21 +225,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_what_the_document_says() {
-        let line = |say: &Say| serde_json::to_string(say).unwrap();
-        assert_eq!(line(&Say::Prepare {}), r#"{"prepare":{}}"#);
-        assert_eq!(line(&Say::Go(Go { epoch: 7 })), r#"{"go":{"epoch":7}}"#);
-        let failed = Answer::Failed { why: "no room".into(), begun: false, claimed: Some(8) };
+    fn lines_are_as_documented() {
+        let line = |message: &Message| serde_json::to_string(message).unwrap();
+        assert_eq!(line(&Message::Prepare {}), r#"{"prepare":{}}"#);
+        assert_eq!(line(&Message::Go(Go { epoch: 7 })), r#"{"go":{"epoch":7}}"#);
+        let failed = Answer::Failed { why: "no room".into(), resumed: false, claimed: Some(8) };
         assert_eq!(
             serde_json::to_string(&failed).unwrap(),
             r#"{"failed":{"why":"no room","begun":false,"claimed":8}}"#
         );
-        assert!(serde_json::from_str::<Say>(r#"{"jump":{}}"#).is_err());
+        assert!(serde_json::from_str::<Message>(r#"{"jump":{}}"#).is_err());
     }
 
-    fn state(devices: (usize, &[(usize, usize)], &[u8]), changed: &[Run], content: &[u8]) -> State {
+    fn state(devices: (usize, &[(usize, usize)], &[u8]), changed: &[PageRun], content: &[u8]) -> StoppedState {
         let (devices_bytes, devices_changed, bytes) = devices;
-        State {
+        StoppedState {
             checkpoint: 9,
             devices_bytes,
             devices_changed: devices_changed.to_vec(),
@@ -266,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_state_is_told_by_what_has_changed() {
+    fn a_device_state_is_sent_as_its_changes() {
         let before: Vec<u8> = (0..1000u32).map(|n| (n % 251) as u8).collect();
         let mut now = before.clone();
         now[70] ^= 1;
@@ -275,16 +260,16 @@ mod tests {
         let longer = [&now[..], &[7; 100]].concat();
         for (now, most) in [(before.clone(), 0), (now.clone(), 256), (longer, 400), (now[..500].to_vec(), 256)] {
             let (changed, content) = difference(&before, &now);
-            assert!(content.len() <= most, "{} bytes are told", content.len());
-            let told = state((now.len(), &changed, &content), &[], &[]).into_told(&before).unwrap();
-            assert_eq!(told.devices, now);
+            assert!(content.len() <= most, "{} bytes are sent", content.len());
+            let sent = state((now.len(), &changed, &content), &[], &[]).decode(&before).unwrap();
+            assert_eq!(sent.devices, now);
         }
         let whole = difference(&[], &now);
         assert_eq!(whole, (vec![(0, 1000)], now));
     }
 
     #[test]
-    fn a_state_that_cannot_be_is_none() {
+    fn a_malformed_state_is_rejected() {
         let before = [0; 100];
         let bad = [
             (100, &[(90, 110)][..], &[1; 20][..]),
@@ -294,14 +279,14 @@ mod tests {
             (usize::MAX, &[], &[]),
         ];
         for devices in bad {
-            assert!(state(devices, &[], &[]).into_told(&before).is_none(), "{devices:?}");
+            assert!(state(devices, &[], &[]).decode(&before).is_none(), "{devices:?}");
         }
         let page = [5; PAGE_SIZE];
         let good = (100, &[][..], &[][..]);
-        let told = state(good, &[Run::new(1, 7..8)], &page).into_told(&before).unwrap();
-        assert_eq!(told.pages, [(1, 7, Box::new(page))]);
+        let sent = state(good, &[PageRun::new(1, 7..8)], &page).decode(&before).unwrap();
+        assert_eq!(sent.pages, [(1, 7, Box::new(page))]);
         for (run, content) in [(7..9, &page[..]), (7..8, &page[1..]), (7..7, &page), (0..u64::MAX, &page)] {
-            assert!(state(good, &[Run::new(1, run.clone())], content).into_told(&before).is_none(), "{run:?}");
+            assert!(state(good, &[PageRun::new(1, run.clone())], content).decode(&before).is_none(), "{run:?}");
         }
     }
 }

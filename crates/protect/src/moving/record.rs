@@ -1,6 +1,6 @@
-//! `move.json` of the run directory: what has to be known of a move once its guest is stopped, for whoever finds it cut off.
+//! `move.json` of the run directory: what must be known of an interrupted move once its guest is stopped.
 
-use super::far::Far;
+use super::remote::RemoteHost;
 use rekindle_store::StoreUrl;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::Vm;
@@ -13,26 +13,27 @@ use std::path::PathBuf;
 /// The format that this Rekindle writes.
 const FORMAT: u32 = 1;
 
-/// `move.json`.
+/// The contents of `move.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     format: u32,
-    /// Where it goes.
-    pub far: Far,
-    /// Where its checkpoints are.
+    /// The destination host.
+    #[serde(rename = "far")]
+    pub remote: RemoteHost,
+    /// The VM's store.
     pub store: StoreUrl,
     identity: Option<[PathBuf; 3]>,
-    /// Who it is to the store.
+    /// The VM's identity in the store.
     pub vm: Vm,
-    /// The owner epoch that has committed its last checkpoint. Who becomes the owner after it has the guest.
+    /// The owner epoch that has committed its last checkpoint. The host that becomes the next owner has the guest.
     pub epoch: u64,
-    /// The epoch with which the guest began to run here: an administrator's claim leaves it, as the guest is none of his.
+    /// The epoch in which the guest started to run here. An administrator's claim does not change it, since he does not run the guest.
     #[serde(default)]
     pub run: Option<u64>,
-    /// What this host's own claim has in its name, so that it is known again when nobody lived to write down that it was made.
+    /// A part of the operation's name in this host's own claim. It identifies the claim if we are killed before we record it.
     #[serde(default)]
     pub token: String,
-    /// That checkpoint.
+    /// The last checkpoint.
     pub checkpoint: u64,
 }
 
@@ -42,7 +43,7 @@ fn path(rundir: &RunDir) -> PathBuf {
 
 impl Record {
     pub(super) fn new(
-        far: Far,
+        remote: RemoteHost,
         store: StoreUrl,
         identity: Option<&Identity>,
         vm: Vm,
@@ -50,10 +51,10 @@ impl Record {
         checkpoint: u64,
     ) -> Self {
         let token = uuid::Uuid::new_v4().simple().to_string();
-        Self { format: FORMAT, far, store, identity: identity.map(files), vm, epoch, run, token, checkpoint }
+        Self { format: FORMAT, remote, store, identity: identity.map(files), vm, epoch, run, token, checkpoint }
     }
 
-    /// The same after another owner epoch, of one that had begun to run the guest.
+    /// The record after another owner epoch, of a host that had started to run the guest.
     pub(super) fn at(self, epoch: u64) -> Self {
         Self { epoch, run: Some(epoch), ..self }
     }
@@ -69,9 +70,10 @@ impl Record {
 
     pub(super) fn read(rundir: &RunDir) -> io::Result<Self> {
         let text = fs::read(path(rundir))?;
-        let odd = |why: String| io::Error::other(format!("{} cannot be understood: {why}", path(rundir).display()));
-        let record: Self = serde_json::from_slice(&text).map_err(|e| odd(e.to_string()))?;
-        if record.format == FORMAT { Ok(record) } else { Err(odd(format!("it has format {}", record.format))) }
+        let malformed =
+            |why: String| io::Error::other(format!("{} is not a record of a move: {why}", path(rundir).display()));
+        let record: Self = serde_json::from_slice(&text).map_err(|e| malformed(e.to_string()))?;
+        if record.format == FORMAT { Ok(record) } else { Err(malformed(format!("it has format {}", record.format))) }
     }
 
     pub(super) fn remove(rundir: &RunDir) -> io::Result<()> {
@@ -82,12 +84,12 @@ impl Record {
     }
 }
 
-/// The files of an identity, as they are written down.
+/// The paths of an identity, as a record has them.
 pub(super) fn files(identity: &Identity) -> [PathBuf; 3] {
     [identity.cert.clone(), identity.key.clone(), identity.ca.clone()]
 }
 
-/// The identity of files that were written down.
+/// The identity of recorded paths.
 pub(super) fn identity_of([cert, key, ca]: [PathBuf; 3]) -> Identity {
     Identity { cert, key, ca }
 }

@@ -1,17 +1,17 @@
-//! The host that has the guest: checkpoints while it runs, the last one in the pause, and the word to the other host.
+//! The source host: checkpoints while the guest runs, the last one in the final pause, and [`Message::Go`] to the destination host.
 //!
-//! Until the word nothing there can let the guest go on; from the word on the store decides ([`super::settle`]).
+//! Before [`Message::Go`] the destination host cannot resume the guest; after it the store decides ([`super::settle`]).
 
-use super::protocol::{Answer, Go, Hello, Running, Say, State, VERSION};
+use super::protocol::{Answer, Go, Hello, Message, Running, StoppedState, VERSION};
 use super::record::{Record, files};
-use super::settle::{Settled, go_on, let_go, look, settle, taken};
-use super::{Event, Far, LineError, MoveError, Moved, Pause, Round, There};
-use crate::event::Done;
-use crate::first::Run;
-use crate::moving::far::Line;
-use crate::owned::Owned;
-use crate::protector::{self, Disks, Failure, Loop, ProtectError, refuse_direct};
-use crate::session::Session;
+use super::settle::{Settled, remote_status, remove_here, resume_here, settle, taken};
+use super::{ConnectionError, DestinationReport, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost, Round};
+use crate::event::CheckpointReport;
+use crate::load_pages::PageRun;
+use crate::moving::remote::Connection;
+use crate::owned::OwnerRecord;
+use crate::protector::{self, Disks, Failure, ProtectError, ProtectLoop, reject_dax};
+use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::hold::Hold;
@@ -32,65 +32,65 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to greet.
+/// How long QEMU may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(5);
-/// How long the other host may take to see whether it can have a VM: it may have to ask its QEMU what that can do.
+/// How long the destination host may take to check whether it can take a VM: it may have to query its QEMU's capabilities.
 const HELLO: Duration = Duration::from_secs(120);
-/// How long it may take to start a QEMU, or to read of a checkpoint what a load needs.
+/// How long it may take to start a QEMU, or to read what a load needs of a checkpoint.
 const PREPARE: Duration = Duration::from_secs(300);
-/// How long it may take to let the guest go on. After that the store is asked who has it.
+/// How long it may take to resume the guest. After that we ask the store which host has it.
 const GO: Duration = Duration::from_secs(60);
-/// How long it may take to read [`Say::Go`]: a short line, for which there is room. The guest is stopped meanwhile.
-const WORD: Duration = Duration::from_secs(10);
-/// How long who takes checkpoints may take to end.
+/// How long it may take to read [`Message::Go`]: a short line, for which there is room. The guest is stopped meanwhile.
+const GO_READ: Duration = Duration::from_secs(10);
+/// How long the protector may take to end.
 const PROTECTOR: Duration = Duration::from_secs(60);
 /// Fewer dirty bytes than these are left for the pause.
-const SMALL: u64 = 2 << 20;
-/// Passes over the guest's memory at most.
-const ROUNDS: usize = 16;
-/// Checkpoints that are kept, at least.
-const KEEP: usize = 10;
+const FEW_BYTES: u64 = 2 << 20;
+/// Maximum number of checkpoints while the guest runs.
+const MAX_ROUNDS: usize = 16;
+/// Minimum number of checkpoints that the store keeps.
+const MIN_KEPT: usize = 10;
 
-/// What is wanted.
+/// Parameters of a move.
 #[derive(Debug, Clone)]
-pub struct Settings {
-    /// Where the other host is.
-    pub far: Far,
-    /// Where checkpoints go, for both.
+pub struct MoveSettings {
+    /// The destination host.
+    pub remote: RemoteHost,
+    /// The store for checkpoints, which both hosts reach.
     pub store: StoreUrl,
     /// Create the store if there is none.
     pub create_store: bool,
-    /// Who both are to a store on a server.
+    /// The identity of both hosts for a store on a server.
     pub identity: Option<Identity>,
-    /// A file there that says how the VM is to be built there.
+    /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
     /// The QEMU there to use instead of the definition's.
     pub qemu: Option<PathBuf>,
 }
 
-/// Move VM `name`, which runs here.
+/// Moves VM `name`, which runs here.
 ///
-/// *Needs:* the VM runs, with disks that Rekindle serves, or that are only read; ssh to the other host; a store and images that both reach.
+/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store and images that both reach.
 /// *On success:* the guest runs there with its memory; nothing of it is left here.
-/// *On failure:* it goes on here, but for what [`MoveError::needs_recovery`] is true of.
+/// *On failure:* it continues to run here, except after errors for which [`MoveError::needs_recovery`] is true.
 ///
 /// # Errors
 /// [`MoveError`].
 pub fn start(
     host: &Host,
     name: &Name,
-    settings: &Settings,
+    settings: &MoveSettings,
     stop: &AtomicBool,
-    tell: &mut dyn FnMut(&Event),
-) -> Result<Moved, MoveError> {
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<MoveReport, MoveError> {
     let began = host_us();
-    let Movable { held, target, found, mut line } = get_ready(host, name, settings, tell)?;
-    let (only, protector) = end_protector(&held.rundir)?;
+    let Movable { held, target, found, mut connection } = preflight(host, name, settings, on_event)?;
+    let (protection, protector) = end_protector(&held.rundir)?;
     if let Some(pid) = protector {
-        tell(&Event::ProtectorEnded { pid });
+        on_event(&MoveEvent::ProtectorEnded { pid });
     }
-    let keep = found.map_or(0, |listing| listing.checkpoints.len()).max(KEEP);
-    let wanted = protector::Settings {
+    let keep = found.map_or(0, |listing| listing.checkpoints.len()).max(MIN_KEPT);
+    let wanted = protector::ProtectSettings {
         store: settings.store.clone(),
         identity: settings.identity.clone(),
         every: Duration::ZERO,
@@ -109,9 +109,9 @@ pub fn start(
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1);
     let journal = journal.map_err(failed)?;
     fault::point("move.prepare.journalled", Some(target.vmm()), None);
-    let prepared = Prepared::make(host, &target, &wanted, only, stop, &mut line, tell);
+    let prepared = PrecopiedGuest::make(host, &target, &wanted, protection, stop, &mut connection, on_event);
     let run_state = prepared.and_then(|prepared| {
-        // The last moment: from here on the guest is stopped.
+        // The last chance to stop: the guest is stopped next.
         if stop.load(Ordering::Relaxed) {
             return Err(MoveError::Interrupted { name: name.to_string() });
         }
@@ -125,25 +125,25 @@ pub fn start(
         }
     };
     let rounds = prepared.rounds.clone();
-    let going = Going { host, held: &held, settings, target: &target, line, journal, run_state };
-    let Gone { done, said, told, heard } = going.go(prepared)?;
-    let (there, since) = match said {
+    let pause = FinalPause { host, held: &held, settings, target: &target, connection, journal, run_state };
+    let MovedGuest { done, answer, sent_us, answered_us } = pause.run(prepared)?;
+    let (there, since) = match answer {
         Some(Running { us, since_us, pid, prepared, ahead, unused, clock }) => {
-            (Some(There { pid, us, prepared, ahead, unused, clock }), since_us)
+            (Some(DestinationReport { pid, us, prepared, ahead, unused, clock }), since_us)
         }
         None => (None, 0),
     };
-    let runs_at = heard.saturating_sub(since);
+    let runs_at = answered_us.saturating_sub(since);
     let (read, commit) = (done.stopped_us, done.commit_us);
-    let pause = Pause {
+    let pause = MovePause {
         read,
         commit,
-        let_go: told.saturating_sub(done.stopped_host_us + read + commit),
-        there: runs_at.saturating_sub(told),
+        release: sent_us.saturating_sub(done.stopped_host_us + read + commit),
+        there: runs_at.saturating_sub(sent_us),
     };
-    Ok(Moved {
+    Ok(MoveReport {
         name: name.to_string(),
-        host: settings.far.host.clone(),
+        host: settings.remote.host.clone(),
         checkpoint: done.number,
         rounds,
         last_bytes: done.copied_stopped_bytes,
@@ -155,53 +155,60 @@ pub fn start(
     })
 }
 
-/// A guest that can be moved, and the line to the host that can take it.
+/// A guest that can be moved, and the connection to its destination host.
 struct Movable {
     held: Held,
     target: Target,
-    /// What the store has; none if it is new, or to be created.
+    /// The store's listing; none if it is new, or to be created.
     found: Option<Listing>,
-    line: Line,
+    connection: Connection,
 }
 
-/// Looks at whether VM `name` could be moved, here and on the other host. Nothing is changed.
+/// Checks whether VM `name` could be moved, here and on the destination host. Changes nothing.
 ///
 /// # Errors
 /// [`MoveError`].
-pub fn check(host: &Host, name: &Name, settings: &Settings, tell: &mut dyn FnMut(&Event)) -> Result<(), MoveError> {
-    get_ready(host, name, settings, tell).map(drop)
-}
-
-fn get_ready(
+pub fn check(
     host: &Host,
     name: &Name,
-    settings: &Settings,
-    tell: &mut dyn FnMut(&Event),
+    settings: &MoveSettings,
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<(), MoveError> {
+    preflight(host, name, settings, on_event).map(drop)
+}
+
+fn preflight(
+    host: &Host,
+    name: &Name,
+    settings: &MoveSettings,
+    on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<Movable, MoveError> {
     let held = Held::take(host, name.as_str(), "move")?;
     held.refuse_attached("moving it")?;
     held.vmm()?;
     let target = Target::of(host, name.as_str())?;
-    refuse_disks(&held)?;
-    refuse_direct(&target)?;
+    reject_disks(&held)?;
+    reject_dax(&target)?;
     let found = match admin::listing(&settings.store, settings.identity.as_ref()) {
         Ok(listing) => Some(listing),
-        Err(e) if e.is_no_store() => match Owned::read(&held.rundir)?.filter(|owned| owned.is_of(&settings.store)) {
-            Some(owned) => return Err(ProtectError::from(owned.gone(&held.rundir, &e)).into()),
-            // The first checkpoint creates it.
-            None if settings.create_store || matches!(e, StoreError::Unused { .. }) => None,
-            None => return Err(e.into()),
-        },
+        Err(e) if e.is_no_store() => {
+            match OwnerRecord::read(&held.rundir)?.filter(|owned| owned.is_of(&settings.store)) {
+                Some(owned) => return Err(ProtectError::from(owned.store_gone(&held.rundir, &e)).into()),
+                // The first checkpoint creates it.
+                None if settings.create_store || matches!(e, StoreError::Unused { .. }) => None,
+                None => return Err(e.into()),
+            }
+        }
         Err(e) => return Err(e.into()),
     };
-    let mut line = settings.far.connect()?;
+    let mut connection = settings.remote.connect()?;
     let created_us = found.as_ref().map(|listing| listing.created_us);
-    hello(&mut line, &target, name, settings, created_us, tell)?;
-    Ok(Movable { held, target, found, line })
+    hello(&mut connection, &target, name, settings, created_us, on_event)?;
+    Ok(Movable { held, target, found, connection })
 }
 
-/// Disks that QEMU itself writes: it would have them open here while the other host's has.
-fn refuse_disks(held: &Held) -> Result<(), MoveError> {
+/// Rejects disks that QEMU itself writes: it would have them open here while the destination host uses them.
+fn reject_disks(held: &Held) -> Result<(), MoveError> {
     let disks = &held.state.hardware.disks;
     match disks.iter().find(|disk| !disk.server && !disk.readonly) {
         Some(disk) => Err(MoveError::Disk { name: held.rundir.name().into(), disk: disk.id.clone() }),
@@ -209,14 +216,14 @@ fn refuse_disks(held: &Held) -> Result<(), MoveError> {
     }
 }
 
-/// Ask the other host whether it could have the VM.
+/// Asks the destination host whether it can take the VM.
 fn hello(
-    line: &mut Line,
+    connection: &mut Connection,
     target: &Target,
     name: &Name,
-    settings: &Settings,
+    settings: &MoveSettings,
     created_us: Option<u64>,
-    tell: &mut dyn FnMut(&Event),
+    on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<(), MoveError> {
     let hello = Hello {
         version: VERSION,
@@ -229,39 +236,39 @@ fn hello(
         qemu: settings.qemu.clone(),
         hold_output: is_held(target)?,
     };
-    match line.ask(&Say::Hello(Box::new(hello)), HELLO)? {
+    match connection.ask(&Message::Hello(Box::new(hello)), HELLO)? {
         Answer::Ready { version: VERSION, host } => {
-            tell(&Event::Ready { host });
+            on_event(&MoveEvent::Ready { host });
             Ok(())
         }
-        other => Err(refused(other, name.as_str(), &settings.far.host)),
+        other => Err(unexpected(other, name.as_str(), &settings.remote.host)),
     }
 }
 
-/// Whether what the guest sends is held until a checkpoint counts.
+/// Whether the guest's network output is held until a checkpoint is committed.
 fn is_held(target: &Target) -> Result<bool, MoveError> {
     let found = target.vmm().watch(GREETING).and_then(|mut qmp| Hold::found(&mut qmp));
     Ok(found.map_err(LifeError::from)?.is_some())
 }
 
-/// An answer that is not the one that was hoped for.
-fn refused(answer: Answer, name: &str, host: &str) -> MoveError {
+/// The error for an unexpected answer.
+fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
     match answer {
         Answer::Refused { why } => MoveError::Refused { name: name.into(), host: host.into(), why },
-        other => LineError::Odd { host: host.into(), said: format!("{other:?}") }.into(),
+        other => ConnectionError::NotAnAnswer { host: host.into(), answer: format!("{other:?}") }.into(),
     }
 }
 
-/// End who takes checkpoints of the VM: only one can. Gives the right to, and its process if there was one.
+/// Stops the VM's protector, since only one process can take checkpoints. Returns the lock, and the protector's pid if there was one.
 fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError> {
     let deadline = Instant::now() + PROTECTOR;
     let mut asked = None;
     loop {
         match Protection::take(rundir) {
-            Ok(only) => return Ok((only, asked)),
+            Ok(protection) => return Ok((protection, asked)),
             Err(AttachError::Protected { by: Some(pid), .. }) if asked.is_none() => {
                 let path = rundir.file("protection.lock");
-                // It holds the lock, so it is this process and no later one of its number.
+                // It holds the lock, so the pid has not been reused.
                 let ended = Process::of(pid).and_then(|process| process.terminate());
                 ended.map_err(|source| MoveError::File { path, source })?;
                 asked = Some(pid);
@@ -274,41 +281,43 @@ fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError
     }
 }
 
-/// Little is left to be read, and a QEMU waits on the other host.
-struct Prepared<'a> {
-    taker: Loop<'a>,
-    session: Session,
+/// A guest with few dirty pages, for which a destination QEMU waits.
+struct PrecopiedGuest<'a> {
+    protect_loop: ProtectLoop<'a>,
+    session: TrackingSession,
     rounds: Vec<Round>,
-    /// The pages of the last of them that are in the QEMU there; none if they have to be read again.
-    known: Option<Vec<Run>>,
+    /// The pages of the last checkpoint that the destination host has read; none if it must read them again.
+    known: Option<Vec<PageRun>>,
 }
 
-impl<'a> Prepared<'a> {
+impl<'a> PrecopiedGuest<'a> {
     fn make(
         host: &'a Host,
         target: &Target,
-        wanted: &'a protector::Settings,
-        only: Protection,
+        wanted: &'a protector::ProtectSettings,
+        protection: Protection,
         stop: &'a AtomicBool,
-        line: &mut Line,
-        tell: &mut dyn FnMut(&Event),
+        connection: &mut Connection,
+        on_event: &mut dyn FnMut(&MoveEvent),
     ) -> Result<Self, MoveError> {
         let name = target.name();
         let failed =
-            |e: crate::session::SessionError| MoveError::Checkpoint { name: name.to_string(), source: Box::new(e) };
-        let mut taker = Loop::open(host, target, wanted, stop, &format!("move {name}"), only)?;
-        let mut session = taker.attach(target).map_err(|e| match e {
+            |e: crate::session::CheckpointError| MoveError::Checkpoint { name: name.to_string(), source: Box::new(e) };
+        let mut protect_loop = ProtectLoop::open(host, target, wanted, stop, &format!("move {name}"), protection)?;
+        let mut session = protect_loop.attach(target).map_err(|e| match e {
             Failure::Fatal(e) => MoveError::Protect(e),
-            Failure::Session(e) => failed(e),
+            Failure::Tracking(e) => failed(e),
         })?;
         let mut rounds: Vec<Round> = Vec::new();
         loop {
             if stop.load(Ordering::Relaxed) {
                 return Err(MoveError::Interrupted { name: name.to_string() });
             }
-            let done = taker.checkpoint(&mut session).map_err(|e| match taker.given_up(target.rundir(), &e) {
-                Some(over) => MoveError::Protect(over),
-                None => failed(e),
+            let done = protect_loop.checkpoint(&mut session).map_err(|e| {
+                match protect_loop.owned_elsewhere(target.rundir(), &e) {
+                    Some(e) => MoveError::Protect(e),
+                    None => failed(e),
+                }
             })?;
             let before = rounds.last().map(|round| round.dirty_bytes);
             let round = Round {
@@ -318,103 +327,102 @@ impl<'a> Prepared<'a> {
                 stopped_us: done.stopped_us,
                 took_us: done.took_us,
             };
-            tell(&Event::Round(round.clone()));
+            on_event(&MoveEvent::Round(round.clone()));
             let dirty = round.dirty_bytes;
             rounds.push(round);
             match before {
                 None => {
-                    // From here on the store has what a QEMU there needs.
-                    match line.ask(&Say::Prepare {}, PREPARE)? {
-                        Answer::Prepared { pid, .. } => tell(&Event::Prepared { pid }),
-                        other => return Err(refused(other, name, line.host())),
+                    // From here on the store has what a destination QEMU needs.
+                    match connection.ask(&Message::Prepare {}, PREPARE)? {
+                        Answer::Prepared { pid, .. } => on_event(&MoveEvent::Prepared { pid }),
+                        other => return Err(unexpected(other, name, connection.host())),
                     }
                     fault::point("move.prepare.prepared", Some(target.vmm()), None);
                 }
-                // What is left is little, or does not get less.
-                Some(before) if dirty <= SMALL || dirty >= before / 10 * 9 || rounds.len() >= ROUNDS => break,
+                // Little is left, or it does not decrease.
+                Some(before) if dirty <= FEW_BYTES || dirty >= before / 10 * 9 || rounds.len() >= MAX_ROUNDS => break,
                 Some(_) => {}
             }
         }
-        let known = match line.ask(&Say::Look {}, PREPARE)? {
-            Answer::Looked { checkpoint, pages } => {
+        let known = match connection.ask(&Message::ReadNewest {}, PREPARE)? {
+            Answer::NewestRead { checkpoint, pages } => {
                 let newest = rounds.last().map(|round| round.checkpoint);
                 (checkpoint.is_some() && checkpoint == newest).then_some(pages)
             }
-            other => return Err(refused(other, name, line.host())),
+            other => return Err(unexpected(other, name, connection.host())),
         };
-        Ok(Self { taker, session, rounds, known })
+        Ok(Self { protect_loop, session, rounds, known })
     }
 }
 
-/// A guest whose pause is about to begin.
-struct Going<'a> {
+/// A guest whose final pause is about to start.
+struct FinalPause<'a> {
     host: &'a Host,
     held: &'a Held,
-    settings: &'a Settings,
+    settings: &'a MoveSettings,
     target: &'a Target,
-    line: Line,
+    connection: Connection,
     journal: Journal,
     run_state: RunState,
 }
 
-/// A guest that has gone.
-struct Gone {
-    /// Its last checkpoint.
-    done: Done,
-    /// What the other host says.
-    said: Option<Running>,
-    /// When it was told, in µs since 1970.
-    told: u64,
-    /// When it had answered: what is cleared away here afterwards the guest does not wait for.
-    heard: u64,
+/// A guest that was moved.
+struct MovedGuest {
+    done: CheckpointReport,
+    /// The destination host's report.
+    answer: Option<Running>,
+    /// When [`Message::Go`] was sent, in µs since 1970.
+    sent_us: u64,
+    /// When it was answered. The guest does not wait for the clean-up here, which follows.
+    answered_us: u64,
 }
 
-impl Going<'_> {
-    /// Stop the guest, and have the other host let it go on.
-    fn go(mut self, prepared: Prepared<'_>) -> Result<Gone, MoveError> {
-        let Prepared { mut taker, mut session, known, .. } = prepared;
+impl FinalPause<'_> {
+    /// Stops the guest, and has the destination host resume it.
+    fn run(mut self, prepared: PrecopiedGuest<'_>) -> Result<MovedGuest, MoveError> {
+        let PrecopiedGuest { mut protect_loop, mut session, known, .. } = prepared;
         let vmm = self.target.vmm();
         let name = self.held.rundir.name();
         let rundir = &self.held.rundir;
-        let stopped = self.suspend(&mut taker, &mut session, known.as_deref());
+        let stopped = self.suspend(&mut protect_loop, &mut session, known.as_deref());
         let (done, record) = match stopped {
             Ok(stopped) => stopped,
-            // Another host has it by now: nothing runs of it here any more.
+            // Another host has it by now, and it was ended here.
             Err(e @ MoveError::Protect(_)) => {
                 let path = rundir.file("operation.json");
                 self.journal.close().map_err(|source| MoveError::File { path, source })?;
                 return Err(e);
             }
             Err(e) => {
-                // The other host was told nothing.
-                go_on(rundir, &self.held.state, vmm, self.journal, true).map_err(|source| stuck(name, source))?;
+                // The destination host has not been notified.
+                resume_here(rundir, &self.held.state, vmm, self.journal, true).map_err(|source| stuck(name, source))?;
                 return Err(e);
             }
         };
-        let told = host_us();
-        let go = Say::Go(Go { epoch: record.epoch });
-        let said = self.line.say(&go, WORD);
+        let sent_us = host_us();
+        let message = Message::Go(Go { epoch: record.epoch });
+        let answer = self.connection.send(&message, GO_READ);
         fault::point("move.resume.told", Some(vmm), None);
-        let said = said.and_then(|()| self.line.answer(GO));
-        let heard = host_us();
-        let host = record.far.host.clone();
+        let answer = answer.and_then(|()| self.connection.read_answer(GO));
+        let answered_us = host_us();
+        let host = record.remote.host.clone();
         let left = |source| MoveError::Left { name: name.into(), host: host.clone(), source: Box::new(source) };
-        match said {
+        match answer {
             Ok(Answer::Running(running)) => {
                 fault::point("move.settle.running", Some(vmm), None);
-                let_go(self.host, self.held, self.journal).map_err(left)?;
+                remove_here(self.host, self.held, self.journal).map_err(left)?;
                 drop(self.run_state);
-                Ok(Gone { done, said: Some(running), told, heard })
+                Ok(MovedGuest { done, answer: Some(running), sent_us, answered_us })
             }
-            Ok(Answer::Failed { begun: true, why, .. }) => {
-                let_go(self.host, self.held, self.journal).map_err(left)?;
-                let (_, status) = look(&record.far, &self.held.state.definition.name);
+            Ok(Answer::Failed { resumed: true, why, .. }) => {
+                remove_here(self.host, self.held, self.journal).map_err(left)?;
+                let (_, status) = remote_status(&record.remote, &self.held.state.definition.name);
                 Err(taken(&record, format!("{status} ({why})")))
             }
             other => {
                 let why = match other {
                     Err(e) => protector::chain(&e),
-                    // By its word it has not, and will not. If it had become the owner, it is asked whether it still is.
+                    // By its own report it has not resumed the guest, and will not. If it became the owner, we check whether it still is.
                     Ok(Answer::Failed { why, claimed, .. }) => {
                         if let Some(epoch) = claimed {
                             let record = record.at(epoch);
@@ -427,43 +435,43 @@ impl Going<'_> {
                     Ok(other) => format!("it answers {other:?}"),
                 };
                 match settle(self.host, self.held, self.journal)? {
-                    Settled::Back => Err(MoveError::Back { name: name.into(), host, why }),
-                    // That it runs there is known now only.
-                    Settled::Away => Ok(Gone { done, said: None, told, heard: host_us() }),
+                    Settled::ResumedHere => Err(MoveError::ResumedHere { name: name.into(), host, why }),
+                    // Only now is it known that the guest runs there.
+                    Settled::RunsThere => Ok(MovedGuest { done, answer: None, sent_us, answered_us: host_us() }),
                 }
             }
         }
     }
 
-    /// Stop the guest, commit its last checkpoint and let go of its disks. What has to be known from here on is on disk when this returns.
-    /// The other host, which has `known` pages as they were before, loads it meanwhile.
+    /// Stops the guest, commits its last checkpoint and releases its disks. All that recovery needs is on disk when this returns.
+    /// The destination host, which has the previous content of the pages `known`, loads the guest meanwhile.
     fn suspend(
         &mut self,
-        taker: &mut Loop<'_>,
-        session: &mut Session,
-        known: Option<&[Run]>,
-    ) -> Result<(Done, Record), MoveError> {
+        protect_loop: &mut ProtectLoop<'_>,
+        session: &mut TrackingSession,
+        known: Option<&[PageRun]>,
+    ) -> Result<(CheckpointReport, Record), MoveError> {
         let (rundir, vmm) = (&self.held.rundir, self.target.vmm());
         let journalled = |source| MoveError::File { path: rundir.file("operation.json"), source };
         self.journal.advance(Step::Suspend).map_err(journalled)?;
         fault::point("move.suspend.journalled", Some(vmm), None);
-        let line = &mut self.line;
-        let last = taker.last(session, &self.run_state, &mut |read| {
-            if let Some(state) = known.and_then(|known| State::of(read, known)) {
-                // A line that is too short or breaks is no failure yet: at the word, all of it can be read out of the store.
-                let _ = line.say_at_once(&Say::State(state));
+        let connection = &mut self.connection;
+        let last = protect_loop.last(session, &self.run_state, &mut |read| {
+            if let Some(state) = known.and_then(|known| StoppedState::of(read, known)) {
+                // If there is no room or the connection breaks, that is not an error yet: all of it can be read from the store.
+                let _ = connection.send_if_room(&Message::State(state));
             }
             fault::point("move.suspend.read", Some(vmm), None);
         });
-        let (done, epoch) = last.map_err(|e| match taker.given_up(rundir, &e) {
-            Some(over) => MoveError::Protect(over),
+        let (done, epoch) = last.map_err(|e| match protect_loop.owned_elsewhere(rundir, &e) {
+            Some(e) => MoveError::Protect(e),
             None => MoveError::Checkpoint { name: rundir.name().into(), source: Box::new(e) },
         })?;
         fault::point("move.suspend.committed", Some(vmm), None);
-        let Settings { far, store, identity, .. } = self.settings;
-        let (far, store, vm) = (far.clone(), store.clone(), self.target.identity());
-        let run = Owned::read(rundir)?.map(|owned| owned.run());
-        let record = Record::new(far, store, identity.as_ref(), vm, (epoch, run), done.number);
+        let MoveSettings { remote, store, identity, .. } = self.settings;
+        let (remote, store, vm) = (remote.clone(), store.clone(), self.target.identity());
+        let run = OwnerRecord::read(rundir)?.map(|owned| owned.run());
+        let record = Record::new(remote, store, identity.as_ref(), vm, (epoch, run), done.number);
         record.write(rundir).map_err(|source| MoveError::File { path: rundir.file("move.json"), source })?;
         disks::end(rundir, &self.held.state.hardware)?;
         fault::point("move.suspend.let-go", Some(vmm), None);

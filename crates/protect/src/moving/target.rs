@@ -1,12 +1,12 @@
-//! The host that gets a guest: `rekindle receive`, which the other one starts over ssh and speaks to on its standard input.
+//! The destination host: `rekindle receive`, which the source host starts over ssh and talks to on its standard input.
 
-use super::protocol::{self, Answer, Go, Hello, LONGEST, Running, Say, VERSION};
+use super::protocol::{self, Answer, Go, Hello, MAX_LINE, Message, Running, VERSION};
 use super::record::identity_of;
 use crate::protector::chain;
-use crate::restore::ahead::Looked;
-use crate::restore::checkpoint::Chosen;
-use crate::restore::prepare::{Early, Waits, prepare};
-use crate::restore::{Request, RestoreError, Restored, TakeOver, restore_in};
+use crate::restore::checkpoint::ChosenCheckpoint;
+use crate::restore::concurrent::EarlyLoad;
+use crate::restore::prepare::{PreparedQemu, PrimedQemu, prepare};
+use crate::restore::{MoveClaim, Request, RestoreError, Restored, restore_in};
 use rekindle_kernel::lines::{LineError, Lines, write_by};
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
@@ -24,26 +24,26 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long an operation on a VM is waited for that somebody asks about.
+/// How long a status query waits for an operation on the VM.
 const BUSY: Duration = Duration::from_secs(60);
 
-/// Why a VM cannot be had here, in words for the other host.
-type Refusal = String;
+/// Why a VM cannot be taken, as a text for the source host.
+type Rejection = String;
 
-/// How long the other host may take for each step. After that, what was prepared here is removed. The guest still runs on the other host,
+/// How long the source host may take for each step. After that, what was prepared here is removed. The guest still runs on the source host,
 /// or that host claims it in the store.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// From the start to the first line, which the other host sends as soon as it is connected.
+    /// From the start to the first line, which the source host sends as soon as it is connected.
     hello: Duration,
-    /// Between two lines while the guest runs there: it takes checkpoints of it, the first of them of all its memory. A guest of 1 TiB takes
-    /// a day at 12 MB/s.
+    /// Between two lines while the guest runs there: the source host takes checkpoints of it, the first of them of all its memory. A guest of
+    /// 1 TiB takes a day at 12 MB/s.
     checkpoints: Duration,
-    /// From the state of the stopped guest to [`Say::Go`]: a commit of what the last pass has left. No guest should be stopped for longer.
+    /// From the state of the stopped guest to [`Message::Go`]: a commit of what the last checkpoint has left. No guest should be stopped for longer.
     go: Duration,
     /// From a line's first byte to its last one: 4 MiB at 70 kB/s.
     line: Duration,
-    /// Until an answer was read: it is waited for, and has at most 4 MiB, too.
+    /// Until an answer was read: the source host waits for it, and it has at most 4 MiB, too.
     answer: Duration,
 }
 
@@ -55,24 +55,26 @@ const PATIENCE: Patience = Patience {
     answer: Duration::from_secs(60),
 };
 
-/// The line to the host that has the guest.
-struct Source<R, W> {
+/// The connection to the source host.
+struct SourceConnection<R, W> {
     lines: Lines<R>,
     to: W,
     patience: Patience,
 }
 
-impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
-    /// Reads its next line, whose first byte has to come within `begin`. `None` at the end of the stream.
-    fn hear(&mut self, begin: Duration) -> io::Result<Option<Result<Say, Refusal>>> {
+impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
+    /// Reads its next line, whose first byte must arrive within `begin`. `None` at the end of the stream.
+    fn read_message(&mut self, begin: Duration) -> io::Result<Option<Result<Message, Rejection>>> {
         match self.lines.next_started_by(Instant::now() + begin, self.patience.line) {
-            Ok(line) => Ok(Some(serde_json::from_slice(&line).map_err(|e| {
-                format!("what was said is not understood here ({e}); use the same Rekindle on both hosts")
-            }))),
+            Ok(line) => {
+                Ok(Some(serde_json::from_slice(&line).map_err(|e| {
+                    format!("a message is not in the protocol ({e}); use the same Rekindle on both hosts")
+                })))
+            }
             Err(LineError::Closed) => Ok(None),
             Err(LineError::Late) => {
-                let why = "the host that has the guest has not sent its next line in time; see whether it runs and is reachable";
-                self.say(&Answer::Refused { why: why.into() });
+                let why = "the source host has not sent its next line in time; check whether it runs and is reachable";
+                self.send(&Answer::Refused { why: why.into() });
                 Err(io::Error::new(io::ErrorKind::TimedOut, why))
             }
             Err(LineError::TooLong { limit }) => {
@@ -82,108 +84,114 @@ impl<R: Read + AsFd, W: Write + AsFd> Source<R, W> {
         }
     }
 
-    /// Answers. `false` if the other host does not read it in time; it then finds the result in the store.
-    fn say(&mut self, answer: &Answer) -> bool {
+    /// Sends an answer. `false` if the source host does not read it in time; that host then finds the result in the store.
+    fn send(&mut self, answer: &Answer) -> bool {
         let mut line = serde_json::to_vec(answer).unwrap_or_default();
         line.push(b'\n');
         write_by(&mut self.to, &line, Instant::now() + self.patience.answer).is_ok()
     }
 
-    fn refuse(&mut self, why: impl Into<Refusal>) -> io::Result<()> {
-        self.say(&Answer::Refused { why: why.into() });
+    fn reject(&mut self, why: impl Into<Rejection>) -> io::Result<()> {
+        self.send(&Answer::Refused { why: why.into() });
         Ok(())
     }
 }
 
-/// Speak to the host that has the guest, until it has said all. `from` and `to` are pipes or sockets, without a buffer.
+/// Serves a move until the source host has sent its last message. `from` and `to` are pipes or sockets, without a buffer.
 ///
 /// *Needs:* what `rekindle restore` needs.
-/// *On success:* as the other host was told. What was prepared for it is gone again if it did not come.
+/// *On success:* as the source host was notified. What was prepared for a guest that did not arrive is removed.
 /// *On failure:* the same.
 ///
-/// `running` is called with the name of a VM that runs here from now on.
+/// Calls `on_running` with the name of a VM that runs here from now on.
 ///
 /// # Errors
-/// When nothing can be read from `from`, or the other host takes longer than it may.
-pub fn receive(host: &Host, from: impl Read + AsFd, to: impl Write + AsFd, running: &dyn Fn(&str)) -> io::Result<()> {
+/// If `from` cannot be read, or the source host exceeds a time limit.
+pub fn receive(
+    host: &Host,
+    from: impl Read + AsFd,
+    to: impl Write + AsFd,
+    on_running: &dyn Fn(&str),
+) -> io::Result<()> {
     let patience = PATIENCE;
-    let mut source = Source { lines: Lines::new(from, LONGEST), to, patience };
-    let hello = match source.hear(patience.hello)? {
+    let mut source = SourceConnection { lines: Lines::new(from, MAX_LINE), to, patience };
+    let hello = match source.read_message(patience.hello)? {
         None => return Ok(()),
-        Some(Ok(Say::Hello(hello))) if hello.version == VERSION => hello,
-        Some(Ok(Say::Ask { version: VERSION, name })) => {
-            source.say(&look(host, &name));
+        Some(Ok(Message::Hello(hello))) if hello.version == VERSION => hello,
+        Some(Ok(Message::Ask { version: VERSION, name })) => {
+            source.send(&vm_status(host, &name));
             return Ok(());
         }
-        Some(Ok(Say::Hello(_) | Say::Ask { .. })) => {
-            return source
-                .refuse(format!("it speaks version {VERSION} of moving; use the same Rekindle on both hosts"));
+        Some(Ok(Message::Hello(_) | Message::Ask { .. })) => {
+            return source.reject(format!(
+                "it has version {VERSION} of the protocol for moves; use the same Rekindle on both hosts"
+            ));
         }
-        Some(Ok(_)) => return source.refuse("it was told to do something before it was told of a VM"),
-        Some(Err(why)) => return source.refuse(why),
+        Some(Ok(_)) => return source.reject("a message arrived before one that names a VM"),
+        Some(Err(why)) => return source.reject(why),
     };
-    let mut coming = match Coming::new(host, *hello) {
-        Ok(coming) => coming,
-        Err(why) => return source.refuse(why),
+    let mut incoming = match IncomingVm::new(host, *hello) {
+        Ok(incoming) => incoming,
+        Err(why) => return source.reject(why),
     };
     let this = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let mut heard = source.say(&Answer::Ready { version: VERSION, host: this });
-    // A host that does not read an answer has given up the move.
-    while heard {
-        heard = match source.hear(patience.checkpoints)? {
-            // It has thought better of it, or is gone.
+    let mut answer_read = source.send(&Answer::Ready { version: VERSION, host: this });
+    // A host that does not read an answer has abandoned the move.
+    while answer_read {
+        answer_read = match source.read_message(patience.checkpoints)? {
+            // The source host has stopped the move, or has failed.
             None => return Ok(()),
-            Some(Ok(Say::Prepare {})) => match coming.prepare() {
-                Ok(Waits { checkpoint, pid, .. }) => source.say(&Answer::Prepared { checkpoint, pid }),
-                Err(why) => return source.refuse(why),
+            Some(Ok(Message::Prepare {})) => match incoming.prepare() {
+                Ok(PreparedQemu { checkpoint, pid, .. }) => source.send(&Answer::Prepared { checkpoint, pid }),
+                Err(why) => return source.reject(why),
             },
-            Some(Ok(Say::Look {})) => source.say(&coming.look()),
-            Some(Ok(Say::State(state))) => {
-                // The word comes while it loads.
+            Some(Ok(Message::ReadNewest {})) => source.send(&incoming.read_newest()),
+            Some(Ok(Message::State(state))) => {
+                // [`Message::Go`] arrives during the load.
                 let mut late = None;
-                let mut word = || match source.hear(patience.go) {
-                    Ok(Some(Ok(Say::Go(go)))) => Some(go),
+                let mut wait_for_go = || match source.read_message(patience.go) {
+                    Ok(Some(Ok(Message::Go(go)))) => Some(go),
                     Ok(_) => None,
                     Err(e) => {
                         late = Some(e);
                         None
                     }
                 };
-                let answer = coming.load(state, &mut word);
+                let answer = incoming.load(state, &mut wait_for_go);
                 let Some(answer) = answer else { return late.map_or(Ok(()), Err) };
-                source.say(&answer);
-                coming.tell(&answer, running);
+                source.send(&answer);
+                incoming.notify_running(&answer, on_running);
                 return Ok(());
             }
-            Some(Ok(Say::Go(go))) => {
-                let answer = coming.go(&go);
-                source.say(&answer);
-                coming.tell(&answer, running);
+            Some(Ok(Message::Go(go))) => {
+                let answer = incoming.resume(&go);
+                source.send(&answer);
+                incoming.notify_running(&answer, on_running);
                 return Ok(());
             }
-            Some(Ok(_)) => return source.refuse("it was told of two VMs"),
-            Some(Err(why)) => return source.refuse(why),
+            Some(Ok(_)) => return source.reject("a second message names a VM"),
+            Some(Err(why)) => return source.reject(why),
         };
     }
     Ok(())
 }
 
-/// A VM that is to come.
-struct Coming<'a> {
+/// A VM that is being moved here.
+struct IncomingVm<'a> {
     host: &'a Host,
     name: Name,
     request: Request,
-    /// A QEMU was made to wait for it.
+    /// A destination QEMU may have been prepared.
     prepared: bool,
-    /// That QEMU.
-    early: Option<Early>,
-    /// The same, with what it needs of the newest checkpoint.
-    looked: Option<Looked<'a>>,
+    /// That QEMU, if its memory is registered.
+    early: Option<PrimedQemu>,
+    /// The same, with what a load needs of the newest checkpoint.
+    early_load: Option<EarlyLoad<'a>>,
 }
 
-impl<'a> Coming<'a> {
-    /// See whether it can be had here. Nothing is made.
-    fn new(host: &'a Host, hello: Hello) -> Result<Self, Refusal> {
+impl<'a> IncomingVm<'a> {
+    /// Checks whether it can run here. Creates nothing.
+    fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
         let Hello { name, recipe, store, created_us, identity, definition, qemu, hold_output, .. } = hello;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| chain(&e))?;
         let identity = identity.map(identity_of);
@@ -191,7 +199,7 @@ impl<'a> Coming<'a> {
             let found = admin::listing(&store, identity.as_ref()).map_err(|e| chain(&e))?;
             if found.created_us != created_us {
                 return Err(format!(
-                    "{store} is another store there; both hosts have to reach the same one by that name"
+                    "{store} is a different store there; both hosts must reach the same store by that URL"
                 ));
             }
         }
@@ -204,97 +212,97 @@ impl<'a> Coming<'a> {
         site.leave();
         room.map_err(|e| chain(&e))?;
         let request =
-            Request { store, identity, at: None, eager: false, definition, qemu, hold_output, take_over: None };
-        Ok(Self { host, name, request, prepared: false, early: None, looked: None })
+            Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
+        Ok(Self { host, name, request, prepared: false, early: None, early_load: None })
     }
 
-    /// Have a QEMU wait. What it needs and what cannot be had is found out by that.
-    fn prepare(&mut self) -> Result<Waits, Refusal> {
-        // From here on there may be something to be taken back.
+    /// Prepares a destination QEMU, which also finds out whether everything that it needs is here.
+    fn prepare(&mut self) -> Result<PreparedQemu, Rejection> {
+        // From here on there may be something to remove.
         self.prepared = true;
         let waits = prepare(self.host, &self.name, &self.request).map_err(|e| chain(&e))?;
-        let chosen = Chosen::open(&self.request).map_err(|e| chain(&e))?;
+        let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| chain(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| chain(&e))?;
         let others = state.map(|state| disks::others(&state.hardware, &chosen.epochs)).unwrap_or_default();
         if !others.is_empty() {
             return Err(others.join("; "));
         }
-        // What can be done before the guest is stopped. Without, the restore does it, or starts another QEMU.
-        self.early = Early::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", chain(e))).ok();
+        // What can be done before the guest is stopped. If it fails, the restore does it, or starts another QEMU.
+        self.early = PrimedQemu::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", chain(e))).ok();
         Ok(waits)
     }
 
-    /// Have what a load needs of the newest checkpoint.
-    fn look(&mut self) -> Answer {
-        match Looked::new(self.host, &self.name, &self.request, &mut self.early) {
-            Ok(looked) => {
-                let (checkpoint, pages) = (Some(looked.number()), looked.pages());
-                self.looked = Some(looked);
-                Answer::Looked { checkpoint, pages }
+    /// Reads what a load needs of the newest checkpoint.
+    fn read_newest(&mut self) -> Answer {
+        match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.early) {
+            Ok(early_load) => {
+                let (checkpoint, pages) = (Some(early_load.number()), early_load.pages());
+                self.early_load = Some(early_load);
+                Answer::NewestRead { checkpoint, pages }
             }
             Err(e) => {
-                tracing::debug!("{} is loaded when its last checkpoint is there: {}", self.name, chain(&e));
-                Answer::Looked { checkpoint: None, pages: Vec::new() }
+                tracing::debug!("{} is loaded after its last checkpoint is committed: {}", self.name, chain(&e));
+                Answer::NewestRead { checkpoint: None, pages: Vec::new() }
             }
         }
     }
 
-    /// Load it beside the commit of its last checkpoint, and let it go on at the `word`; none if that does not come.
-    fn load(&mut self, state: protocol::State, word: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
+    /// Loads the guest while its last checkpoint is committed, and resumes it on `wait_for_go`; none if that does not arrive.
+    fn load(&mut self, state: protocol::StoppedState, wait_for_go: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
         let began = Instant::now();
-        let told = self.looked.as_ref().and_then(|looked| state.into_told(looked.devices()));
-        let (Some(looked), Some(told)) = (self.looked.take_if(|_| told.is_some()), told) else {
-            return word().map(|go| self.go(&go));
+        let sent = self.early_load.as_ref().and_then(|early_load| state.decode(early_load.devices()));
+        let (Some(early_load), Some(sent)) = (self.early_load.take_if(|_| sent.is_some()), sent) else {
+            return wait_for_go().map(|go| self.resume(&go));
         };
-        let take_over = Arc::new(TakeOver { spare: looked.spare(), ..TakeOver::default() });
-        let request = Request { take_over: Some(Arc::clone(&take_over)), ..self.request.clone() };
-        let (go, loaded) = thread::scope(|scope| {
-            let (committed, counts) = mpsc::sync_channel(1);
+        let move_claim = Arc::new(MoveClaim { spare: early_load.spare(), ..MoveClaim::default() });
+        let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..self.request.clone() };
+        let (message, loaded) = thread::scope(|scope| {
+            let (committed, commit_signal) = mpsc::sync_channel(1);
             let request = &request;
-            let load = scope.spawn(move || looked.load(told, counts, request, began));
-            let go = word();
-            if let Some(go) = &go {
-                take_over.after.store(go.epoch, Ordering::SeqCst);
-                // If it has failed, that is seen below.
+            let load = scope.spawn(move || early_load.load(sent, commit_signal, request, began));
+            let message = wait_for_go();
+            if let Some(go) = &message {
+                move_claim.after.store(go.epoch, Ordering::SeqCst);
+                // If the load has failed, that is handled below.
                 let _ = committed.send(());
             }
             drop(committed);
-            (go, load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            (message, load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        let go = go?;
+        let message = message?;
         match loaded {
-            Err(e) if !take_over.begun.load(Ordering::SeqCst) => {
+            Err(e) if !move_claim.may_run.load(Ordering::SeqCst) => {
                 let why = chain(&e);
-                tracing::warn!("what of {} was loaded before it counted is of no use: {why}", self.name);
-                Some(self.restore(&go, take_over, Some(why)))
+                tracing::warn!("the load of {} before its commit failed; loading from the store: {why}", self.name);
+                Some(self.restore(&message, move_claim, Some(why)))
             }
-            loaded => Some(self.answer(&go, &take_over, loaded, true, began)),
+            loaded => Some(self.answer(&message, &move_claim, loaded, true, began)),
         }
     }
 
-    /// Let its guest go on.
-    fn go(&mut self, go: &Go) -> Answer {
-        let take_over = TakeOver { after: AtomicU64::new(go.epoch), ..TakeOver::default() };
-        self.restore(go, Arc::new(take_over), None)
+    /// Resumes the guest.
+    fn resume(&mut self, go: &Go) -> Answer {
+        let move_claim = MoveClaim { after: AtomicU64::new(go.epoch), ..MoveClaim::default() };
+        self.restore(go, Arc::new(move_claim), None)
     }
 
-    /// Let its guest go on from what is in the store. `unused`: why not from what was there before.
-    fn restore(&mut self, go: &Go, take_over: Arc<TakeOver>, unused: Option<String>) -> Answer {
+    /// Resumes the guest from the store. `unused`: why the load before the commit was not used.
+    fn restore(&mut self, go: &Go, move_claim: Arc<MoveClaim>, unused: Option<String>) -> Answer {
         let began = Instant::now();
-        // Nobody else has the VM until then.
-        if let Some(looked) = self.looked.take() {
-            self.early = Some(looked.into_early());
+        // The VM stays locked until then.
+        if let Some(early_load) = self.early_load.take() {
+            self.early = Some(early_load.into_early());
         }
-        let request = Request { take_over: Some(Arc::clone(&take_over)), ..self.request.clone() };
+        let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..self.request.clone() };
         let restored = restore_in(self.host, &self.name, &request, self.early.take());
         let restored = restored.map(|restored| Restored { unused: unused.or(restored.unused), ..restored });
-        self.answer(go, &take_over, restored, false, began)
+        self.answer(go, &move_claim, restored, false, began)
     }
 
     fn answer(
         &mut self,
         go: &Go,
-        take_over: &TakeOver,
+        move_claim: &MoveClaim,
         restored: Result<Restored, RestoreError>,
         ahead: bool,
         began: Instant,
@@ -314,37 +322,37 @@ impl<'a> Coming<'a> {
                 })
             }
             Err(e) => {
-                let after = take_over.after.load(Ordering::SeqCst);
+                let after = move_claim.after.load(Ordering::SeqCst);
                 let claimed = Some(after).filter(|after| *after != go.epoch);
-                Answer::Failed { why: chain(&e), begun: take_over.begun.load(Ordering::SeqCst), claimed }
+                Answer::Failed { why: chain(&e), resumed: move_claim.may_run.load(Ordering::SeqCst), claimed }
             }
         }
     }
 
-    /// Tell of it, if it runs.
-    fn tell(&self, answer: &Answer, running: &dyn Fn(&str)) {
+    /// Reports the VM to `on_running` if its guest was resumed.
+    fn notify_running(&self, answer: &Answer, on_running: &dyn Fn(&str)) {
         if matches!(answer, Answer::Running(_)) {
-            running(self.name.as_str());
+            on_running(self.name.as_str());
         }
     }
 }
 
-impl Drop for Coming<'_> {
+impl Drop for IncomingVm<'_> {
     fn drop(&mut self) {
-        (self.early, self.looked) = (None, None);
+        (self.early, self.early_load) = (None, None);
         let rundir = RunDir::new(&self.host.root, self.name.as_str());
         let waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.prepared
             && waits()
             && let Err(e) = life::stop(self.host, self.name.as_str(), Some(Duration::ZERO))
         {
-            tracing::warn!("what was prepared for {} is left: {}", self.name, chain(&e));
+            tracing::warn!("cannot remove what was prepared for {}: {}", self.name, chain(&e));
         }
     }
 }
 
-/// What is to be seen of a VM here.
-fn look(host: &Host, name: &Name) -> Answer {
+/// The status of a VM on this host.
+fn vm_status(host: &Host, name: &Name) -> Answer {
     let rundir = RunDir::new(&host.root, name.as_str());
     let deadline = Instant::now() + BUSY;
     loop {
@@ -371,26 +379,26 @@ mod tests {
     const LONG: Duration = Duration::from_secs(100);
     const SHORT: Duration = Duration::from_millis(50);
 
-    /// A line on which each thing may take `LONG`, and its other end.
-    fn source() -> (Source<UnixStream, UnixStream>, UnixStream) {
+    /// A connection on which each step may take `LONG`, and its other end.
+    fn source() -> (SourceConnection<UnixStream, UnixStream>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let patience = Patience { hello: LONG, checkpoints: LONG, go: LONG, line: LONG, answer: LONG };
         let to = ours.try_clone().unwrap();
-        (Source { lines: Lines::new(ours, LONGEST), to, patience }, theirs)
+        (SourceConnection { lines: Lines::new(ours, MAX_LINE), to, patience }, theirs)
     }
 
     #[test]
-    fn a_line_that_comes_byte_by_byte_ends_the_move() {
+    fn a_line_that_arrives_byte_by_byte_ends_the_move() {
         let (mut source, theirs) = source();
         source.patience.line = SHORT;
-        // It ends by itself; that would be no error.
+        // It ends by itself; that would not be an error.
         let drip = thread::spawn(move || {
             let deadline = Instant::now() + Duration::from_secs(10);
             while Instant::now() < deadline && (&theirs).write_all(b" ").is_ok() {
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        assert_eq!(source.hear(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(source.read_message(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(source);
         drip.join().unwrap();
     }
@@ -399,30 +407,30 @@ mod tests {
     fn a_host_that_sends_nothing_gets_the_reason() {
         let (mut source, theirs) = source();
         source.patience.hello = SHORT;
-        assert_eq!(source.hear(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        let said = Lines::new(theirs, LONGEST).next_by(Instant::now() + LONG).unwrap();
-        assert!(matches!(serde_json::from_slice(&said).unwrap(), Answer::Refused { why } if why.contains("in time")));
+        assert_eq!(source.read_message(source.patience.hello).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let answer = Lines::new(theirs, MAX_LINE).next_by(Instant::now() + LONG).unwrap();
+        assert!(matches!(serde_json::from_slice(&answer).unwrap(), Answer::Refused { why } if why.contains("in time")));
     }
 
     #[test]
-    fn a_line_without_an_end_is_refused() {
+    fn a_line_without_an_end_is_rejected() {
         let (mut source, theirs) = source();
         let flood = thread::spawn({
             let theirs = theirs.try_clone().unwrap();
             move || while (&theirs).write_all(&[b' '; 1 << 16]).is_ok() {}
         });
-        let why = source.hear(LONG).unwrap().unwrap().unwrap_err();
+        let why = source.read_message(LONG).unwrap().unwrap().unwrap_err();
         assert!(why.contains("more than 4 MiB"), "{why}");
         drop((source, theirs));
         flood.join().unwrap();
     }
 
     #[test]
-    fn an_answer_that_is_not_read_is_not_waited_for() {
+    fn an_answer_that_is_not_read_is_a_failure() {
         let (mut source, theirs) = source();
         source.patience.answer = SHORT;
-        assert!(!source.say(&Answer::Refused { why: "x".repeat(LONGEST) }));
+        assert!(!source.send(&Answer::Refused { why: "x".repeat(MAX_LINE) }));
         drop(theirs);
-        assert!(!source.say(&Answer::Refused { why: "x".into() }));
+        assert!(!source.send(&Answer::Refused { why: "x".into() }));
     }
 }

@@ -1,10 +1,10 @@
-//! What is read of the store before the guest runs, and no more: nothing of it grows with the guest's RAM but, in a store
-//! without a base index, the index itself. It is read while QEMU starts.
+//! What is read from the store before the guest runs, and no more: its size does not grow with the guest's RAM, except for the index in a
+//! store without a base index. It is read while QEMU starts.
 
-use super::{Request, RestoreError, TakeOver};
+use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;
-use crate::first;
-use crate::owned::Owned;
+use crate::load_pages;
+use crate::owned::OwnerRecord;
 use crate::recipe::{Recipe, RecipeError};
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
@@ -24,95 +24,93 @@ use std::thread;
 
 const ZERO: Page = [0; PAGE_SIZE];
 
-/// The checkpoint that is wanted, and how to build its VM. Its pages have not been looked for.
+/// A checkpoint to restore, and how to build its VM. Its pages are not checked yet.
 #[derive(Debug)]
-pub(crate) struct Chosen {
+pub(crate) struct ChosenCheckpoint {
     pub(crate) image: Image,
     pub(crate) recipe: Recipe,
-    /// What its disks were.
+    /// The epochs of its disks.
     pub(crate) epochs: Epochs,
 }
 
-impl Chosen {
+impl ChosenCheckpoint {
     pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
-        let spare = request.take_over.as_ref().map(|take_over| take_over.spare.clone()).unwrap_or_default();
+        let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let identity = request.identity.clone();
         let which = Which { at: request.at, identity, unlooked: true, spare, ..Which::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
-        let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Odd)?;
+        let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Malformed)?;
         Ok(Self { image, recipe, epochs })
     }
 }
 
-/// A checkpoint, which may still have to be committed.
+/// A checkpoint that may not be committed yet.
 #[derive(Debug, Default)]
-pub(super) struct Late(OnceLock<Option<Image>>);
+pub(super) struct PendingImage(OnceLock<Option<Image>>);
 
-impl Late {
+impl PendingImage {
     fn is(image: Image) -> Self {
         Self(OnceLock::from(Some(image)))
     }
 
-    /// It is there; or it will never be.
+    /// Sets the committed image, or none if it will never be committed.
     pub(super) fn set(&self, image: Option<Image>) {
         let _ = self.0.set(image);
     }
 
-    /// Wait for it.
+    /// PreparedQemu until it is committed, or is known never to be.
     pub(super) fn wait(&self) -> Option<&Image> {
         self.0.wait().as_ref()
     }
 }
 
-/// What a QEMU is given before its guest runs.
+/// What a destination QEMU gets before its guest runs.
 #[derive(Debug)]
-pub(crate) struct Ahead {
-    pub(super) image: Late,
-    /// The number of that checkpoint.
+pub(crate) struct LoadInput {
+    pub(super) image: PendingImage,
     pub(super) number: u64,
-    /// Its RAM block table.
     pub(super) blocks: Vec<Block>,
-    /// The names of the blocks that are brought on demand.
+    /// Ids of the blocks that are loaded on demand.
     pub(super) paged: Vec<String>,
     pub(super) devices: Vec<u8>,
-    /// None: to be read while something else is waited for.
-    pub(super) pages: Option<Pages>,
+    /// None: read later, while something else is waited for.
+    pub(super) pages: Option<ReadPages>,
 }
 
-/// Pages that are read at once.
+/// Pages that the load needs.
 #[derive(Debug)]
-pub(super) struct Pages {
-    /// Pages of the blocks that are not brought on demand.
-    pub(super) small: Small,
-    /// Pages of the others which QEMU itself looks at when it loads the devices.
-    pub(super) first: first::Pages,
+pub(super) struct ReadPages {
+    /// Pages of the blocks that are not loaded on demand.
+    pub(super) small: SmallBlockPages,
+    /// Pages of the others that QEMU itself reads while it loads the devices.
+    pub(super) first: load_pages::Pages,
 }
 
 #[derive(Debug)]
-pub(super) enum Small {
+pub(super) enum SmallBlockPages {
     /// All that are not zero.
-    All(first::Pages),
-    /// Those of which the QEMU's own copy is another one.
-    Differing(first::Pages),
+    All(load_pages::Pages),
+    /// Those that differ from QEMU's own copy.
+    Differing(load_pages::Pages),
 }
 
-/// Become the store's owner: a host that was declared dead and is not can commit nothing any more, and ends its guest when it sees
-/// that. Gives the newest checkpoint that was committed until then.
+/// Becomes the store's owner: a host that was declared dead and is alive can commit nothing any more, and ends its guest when it detects
+/// that. Returns the newest committed checkpoint.
 fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let Request { store, identity, take_over, .. } = request;
+    let Request { store, identity, move_claim, .. } = request;
     let owner = |doing: &str| Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
-    let Some(TakeOver { after, spare, .. }) = take_over.as_deref() else {
-        return Ok(Owned::begin(rundir, store, identity.as_ref(), vm, &owner("restore"), None)?.newest);
+    let Some(MoveClaim { after, spare, .. }) = move_claim.as_deref() else {
+        return Ok(OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner("restore"), None)?.newest);
     };
     let only_if = Some(OnlyIf::Epoch(after.load(Ordering::SeqCst)));
-    let fenced = Owned::begin_over(spare, rundir, store, identity.as_ref(), vm, &owner("move"), only_if)?;
+    let fenced = OwnerRecord::claim_over(spare, rundir, store, identity.as_ref(), vm, &owner("move"), only_if)?;
     after.store(fenced.epoch, Ordering::SeqCst);
     Ok(fenced.newest)
 }
 
-/// Become the store's owner beside a load of checkpoint `number`, which counts only if this says so.
-pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
+/// Becomes the store's owner during a load of checkpoint `number`. The load is valid only if this succeeds.
+pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
     let name = rundir.name();
     match fence(request, vm, rundir)? {
         newest if request.at.is_none() && newest != number => Err(RestoreError::Newer { name: name.into(), newest }),
@@ -120,49 +118,58 @@ pub(super) fn fence_beside(request: &Request, vm: &Vm, number: u64, rundir: &Run
     }
 }
 
-/// Become the store's owner; what was committed until then counts: if that is a newer checkpoint, it is taken. Then read what
-/// is needed at once.
-pub(super) fn fetch(mut chosen: Chosen, request: &Request, rundir: &RunDir) -> Result<Ahead, RestoreError> {
+/// Becomes the store's owner, and takes the newest checkpoint if another one was committed until then. Then reads what the load
+/// needs.
+pub(super) fn fetch(
+    mut chosen: ChosenCheckpoint,
+    request: &Request,
+    rundir: &RunDir,
+) -> Result<LoadInput, RestoreError> {
     let name = rundir.name();
     let newest = fence(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
-        let newer = Chosen::open(request)?;
+        let newer = ChosenCheckpoint::open(request)?;
         if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs {
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
         chosen = newer;
     }
-    let ahead = read(chosen)?;
-    let small = |image: &_| Ok(Small::All(read_small(image, &ahead.paged)?));
-    let pages = ahead.read_pages(small)?;
-    Ok(Ahead { pages: Some(pages), ..ahead })
+    let input = read(chosen)?;
+    let small = |image: &_| Ok(SmallBlockPages::All(read_small(image, &input.paged)?));
+    let pages = input.read_pages(small)?;
+    Ok(LoadInput { pages: Some(pages), ..input })
 }
 
-/// Read the devices. What else is needed at once is read when it is asked for.
-pub(crate) fn read(chosen: Chosen) -> Result<Ahead, RestoreError> {
-    let Chosen { image, recipe, .. } = chosen;
+/// Reads the device state. The pages are read when they are needed.
+pub(crate) fn read(chosen: ChosenCheckpoint) -> Result<LoadInput, RestoreError> {
+    let ChosenCheckpoint { image, recipe, .. } = chosen;
     let devices = image.devices()?;
     stream::check(&devices)?;
     let (number, blocks, paged) = (image.info().number, image.info().blocks.clone(), recipe.hardware.ram_ids());
-    Ok(Ahead { image: Late::is(image), number, blocks, paged, devices, pages: None })
+    Ok(LoadInput { image: PendingImage::is(image), number, blocks, paged, devices, pages: None })
 }
 
-/// The blocks that are not brought on demand.
+/// The blocks that are not loaded on demand.
 fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (usize, &'a Block)> {
     blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id))
 }
 
-/// All their pages that are not zero.
-fn read_small(image: &Image, paged: &[String]) -> Result<first::Pages, RestoreError> {
+/// Reads all their pages that are not zero.
+fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, RestoreError> {
     let all: Vec<_> = small(&image.info().blocks, paged)
         .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)))
         .collect();
-    Ok(first::together(image, &all, |content| *content != ZERO)?)
+    Ok(load_pages::read_parallel(image, &all, |content| *content != ZERO)?)
 }
 
-/// Give a QEMU that waits what the checkpoint has in the blocks that are not brought on demand: a QEMU that expects a state does not
-/// load firmware. Most of it is still right in the checkpoint that is restored; what is not is found out then.
-pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process: Process) -> Result<(), RestoreError> {
+/// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of these pages are
+/// still right at the restore, which compares them.
+pub(super) fn write_small_blocks(
+    image: &Image,
+    paged: &[String],
+    ram: &GuestRam,
+    process: Process,
+) -> Result<(), RestoreError> {
     for (index, page, content) in read_small(image, paged)? {
         let block = image.info().blocks.get(index);
         let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.told.id == block.id));
@@ -181,82 +188,86 @@ pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process
 /// Pages with their content.
 pub(super) type Contents = BTreeMap<PageId, Box<Page>>;
 
-impl Ahead {
+impl LoadInput {
     /// The checkpoint, once it is committed.
     pub(super) fn image(&self) -> Result<&Image, RestoreError> {
         self.image.wait().ok_or(RestoreError::NotCommitted { number: self.number })
     }
 
-    /// The blocks that are not brought on demand.
+    /// The blocks that are not loaded on demand.
     pub(super) fn small(&self) -> impl Iterator<Item = (usize, &Block)> {
         small(&self.blocks, &self.paged)
     }
 
-    /// Read what else is needed at once, for a QEMU that waits and whose RAM is `ram`.
+    /// Reads the pages for a waiting QEMU whose RAM is `ram`.
     pub(super) fn with_pages(self, ram: &GuestRam) -> Result<Self, RestoreError> {
-        let pages = self.read_pages(|image| self.read_differing(image, &self.there(ram)?))?;
+        let pages = self.read_pages(|image| self.read_differing(image, &self.own_copy(ram)?))?;
         Ok(Self { pages: Some(pages), ..self })
     }
 
-    /// Read the pages that QEMU looks at first, and beside that what `small` reads.
+    /// Reads the pages that QEMU needs during the load, and concurrently what `small` reads.
     pub(super) fn read_pages(
         &self,
-        small: impl FnOnce(&Image) -> Result<Small, RestoreError>,
-    ) -> Result<Pages, RestoreError> {
+        small: impl FnOnce(&Image) -> Result<SmallBlockPages, RestoreError>,
+    ) -> Result<ReadPages, RestoreError> {
         let image = self.image()?;
         let (small, first) = thread::scope(|scope| {
             let first = scope.spawn(|| self.read_first());
             (small(image), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        Ok(Pages { small: small?, first })
+        Ok(ReadPages { small: small?, first })
     }
 
-    /// Of the blocks that are not brought on demand, the pages that are another content than `there`, which is QEMU's own copy.
-    pub(super) fn read_differing(&self, image: &Image, there: &Contents) -> Result<Small, RestoreError> {
-        Ok(Small::Differing(first::together(image, &image.unlike(&self.all_small(there))?, |_| true)?))
+    /// Reads the pages of the blocks that are not loaded on demand which differ from `own_copy`, QEMU's own copy.
+    pub(super) fn read_differing(&self, image: &Image, own_copy: &Contents) -> Result<SmallBlockPages, RestoreError> {
+        Ok(SmallBlockPages::Differing(load_pages::read_parallel(
+            image,
+            &image.unlike(&self.all_small(own_copy))?,
+            |_| true,
+        )?))
     }
 
-    /// All pages of the blocks that are not brought on demand, as `there` says; what it does not name is zero.
-    pub(super) fn all_small<'a>(&self, there: &'a Contents) -> Vec<(PageId, &'a Page)> {
-        let content = |id: &PageId| there.get(id).map_or(&ZERO, |content| &**content);
+    /// All pages of the blocks that are not loaded on demand, with their content in `own_copy`; others are zero.
+    pub(super) fn all_small<'a>(&self, own_copy: &'a Contents) -> Vec<(PageId, &'a Page)> {
+        let content = |id: &PageId| own_copy.get(id).map_or(&ZERO, |content| &**content);
         let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)));
         ids.map(|id| (id, content(&id))).collect()
     }
 
-    /// What QEMU has of those blocks itself. Their other pages are zero.
-    pub(super) fn there(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
+    /// QEMU's own copy of those blocks. Pages that are missing in it are zero.
+    pub(super) fn own_copy(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
         let mut all = Contents::new();
         for (index, block) in self.small() {
-            all.extend(there(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
+            all.extend(own_copy(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
         }
         Ok(all)
     }
 
-    fn read_first(&self) -> first::Pages {
+    fn read_first(&self) -> load_pages::Pages {
         let image = self.image.wait();
-        image.map_or_else(first::Pages::new, |image| first::read(image, &self.paged, &self.devices))
+        image.map_or_else(load_pages::Pages::new, |image| load_pages::read(image, &self.paged, &self.devices))
     }
 
-    /// The pages that QEMU looks at first.
-    pub(super) fn first(&self) -> Cow<'_, first::Pages> {
+    /// The pages that QEMU reads during the load.
+    pub(super) fn first(&self) -> Cow<'_, load_pages::Pages> {
         self.pages.as_ref().map_or_else(|| Cow::Owned(self.read_first()), |pages| Cow::Borrowed(&pages.first))
     }
 
-    /// Put them.
-    pub(super) fn put_first(&self, first: &first::Pages, pager: &mut Pager) -> Result<(), PagerError> {
+    /// Puts these pages into the guest's memory.
+    pub(super) fn put_first(&self, first: &load_pages::Pages, pager: &mut Pager) -> Result<(), PagerError> {
         first.iter().try_for_each(|(block, page, content)| {
             let id = self.blocks.get(*block).map_or("", |block| &block.id);
             pager.put_ahead(id, *page, content)
         })
     }
 
-    /// The stream for a QEMU whose RAM is `ram`: all blocks but those that are brought on demand, and the devices.
+    /// The stream for a QEMU whose RAM is `ram`: the blocks that are not loaded on demand, and the devices.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
         let pages = match &self.pages {
-            Some(Pages { small: Small::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
-            Some(Pages { small: Small::Differing(differing), .. }) => Cow::Borrowed(differing),
-            None => match self.read_differing(self.image()?, &self.there(ram)?)? {
-                Small::All(pages) | Small::Differing(pages) => Cow::Owned(pages),
+            Some(ReadPages { small: SmallBlockPages::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
+            Some(ReadPages { small: SmallBlockPages::Differing(differing), .. }) => Cow::Borrowed(differing),
+            None => match self.read_differing(self.image()?, &self.own_copy(ram)?)? {
+                SmallBlockPages::All(pages) | SmallBlockPages::Differing(pages) => Cow::Owned(pages),
             },
         };
         let mut part = stream::HEADER.to_vec();
@@ -272,14 +283,14 @@ impl Ahead {
         Ok(part)
     }
 
-    /// `pages` are all that are not zero. QEMU's own copy of a block starts as zeroes, or as what a firmware file holds: so zeroes
-    /// are sent too, but only where there is something to be overwritten: a video memory of 16 MiB has hardly anything in it.
-    fn with_zeroes(&self, pages: &first::Pages, ram: &GuestRam) -> Result<first::Pages, RestoreError> {
+    /// Adds zero pages to `pages`, which are all that are not zero. QEMU's own copy of a block starts as zeros or as a firmware file, so
+    /// only pages that it has are overwritten: a video memory of 16 MiB has hardly any.
+    fn with_zeroes(&self, pages: &load_pages::Pages, ram: &GuestRam) -> Result<load_pages::Pages, RestoreError> {
         let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
         let mut all = pages.clone();
         for (index, block) in self.small() {
-            let there = there(ram, block)?.into_keys().filter(|page| *page < block.pages());
-            let zero = there.filter(|page| !sent.contains(&(index, *page)));
+            let own_copy = own_copy(ram, block)?.into_keys().filter(|page| *page < block.pages());
+            let zero = own_copy.filter(|page| !sent.contains(&(index, *page)));
             all.extend(zero.map(|page| (index, page, Box::new(ZERO))));
         }
         Ok(all)
@@ -287,7 +298,7 @@ impl Ahead {
 }
 
 /// The pages that QEMU has of a block. The others are zero.
-fn there(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
+fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
     let Some(ours) = ram.blocks().iter().find(|ours| ours.told.id == block.id) else { return Ok(BTreeMap::new()) };
     let runs = ram.populated(ours)?;
     let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];

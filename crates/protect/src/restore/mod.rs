@@ -1,28 +1,28 @@
-//! A guest goes on from a checkpoint; its pages come on demand (HydraVM, sections IV-A and IV-B).
+//! A guest resumes from a checkpoint; its pages load on demand (HydraVM, sections IV-A and IV-B).
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | `checkpoint` | what is read of the store before the guest runs |
-//! | [`prepare`] | a QEMU that waits with empty RAM |
-//! | `ahead` | a load beside the commit of what is loaded |
-//! | `go` | from a QEMU that waits to a guest that runs |
+//! | `checkpoint` | what is read from the store before the guest runs |
+//! | [`prepare`] | a destination QEMU that waits with empty RAM |
+//! | `concurrent` | a load that runs concurrently with the commit of its checkpoint |
+//! | `load` | load, resume and settle: from a waiting QEMU to a running guest |
 //!
 //! `docs/protect.md` has the sequence.
 
-pub(crate) mod ahead;
 pub(crate) mod checkpoint;
-pub(crate) mod go;
+pub(crate) mod concurrent;
+pub(crate) mod load;
 pub mod prepare;
 
-pub use go::{Clock, start_pager};
+pub use load::{Clock, start_pager};
 
 use crate::owned::OwnError;
 use crate::pager::FillError;
 use crate::recipe::RecipeError;
 use crate::target::TargetError;
-use checkpoint::Chosen;
-use go::Waiting;
-use prepare::Early;
+use checkpoint::ChosenCheckpoint;
+use load::DestinationQemu;
+use prepare::PrimedQemu;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
@@ -50,100 +50,81 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Instant;
 
-/// What a QEMU that gets its devices, and its RAM by a pager, is set to: `x-ignore-shared`, since its RAM is a file that is
-/// mapped shared; `late-block-activate`, so that disks are taken at the resume only.
+/// Migration capabilities of a QEMU that loads only devices, and gets its RAM from a pager: `x-ignore-shared`, since its RAM is a file
+/// that is mapped shared; `late-block-activate`, so that it acquires the disks only at the resume.
 const CAPABILITIES: Capabilities<'static> =
     &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
-/// How often a restore is begun anew because the store has got a checkpoint of another machine meanwhile.
+/// How often a restore starts again because a checkpoint of another machine was committed meanwhile.
 const TRIES: usize = 3;
 
-/// What is wanted.
+/// Parameters of a restore.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// Where the checkpoint is.
     pub store: StoreUrl,
-    /// Who we are to a store on a server.
+    /// Our identity for a store on a server.
     pub identity: Option<Identity>,
-    /// Its number; none: the newest.
+    /// The checkpoint to restore; none: the newest.
     pub at: Option<u64>,
-    /// Bring all memory before the guest goes on.
+    /// Load all memory before the guest resumes.
     pub eager: bool,
-    /// How the VM is to be built here, where its files are elsewhere than on the host of the checkpoint.
+    /// How to build the VM here, if its files are elsewhere than on the checkpoint's host.
     pub definition: Option<Definition>,
     /// The QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// Hold what the guest sends, from its first instruction on, until somebody protects it with output commit.
+    /// Hold network output from the guest's first instruction on, until a protector with output commit takes over the hold.
     pub hold_output: bool,
-    /// Only as the next owner of the store, for a guest that may have to go on where it was: see [`TakeOver`].
-    pub take_over: Option<Arc<TakeOver>>,
+    /// Set for a move: the restore succeeds only as the next owner of the store, since the source host may resume the guest.
+    pub move_claim: Option<Arc<MoveClaim>>,
 }
 
-/// A guest that another host has stopped, and lets go on if this one cannot have it for certain.
+/// The claim of a destination host on a guest that the source host has stopped, and resumes if this host certainly cannot have it.
 #[derive(Debug, Default)]
-pub struct TakeOver {
-    /// The owner epoch of that host; if it is not the store's any more, nothing is restored. Then that of the restore.
+pub struct MoveClaim {
+    /// The owner epoch of the source host, and then that of the restore. If the store has another owner, nothing is restored.
     pub after: AtomicU64,
-    /// The guest has been let go, or may have been.
-    pub begun: AtomicBool,
-    /// Lines to the store that are there already.
+    /// The guest was resumed, or may have been.
+    pub may_run: AtomicBool,
+    /// Existing connections to the store.
     pub spare: Spare,
 }
 
 /// Why a guest was not restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// The store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The store's owner epoch cannot be noted.
+    /// The store's owner epoch cannot be recorded.
     #[error(transparent)]
     RunDir(TargetError),
-    /// Its guest was told to resume, and something failed after that.
+    /// The guest was resumed, and a later step failed.
     #[error(
         "{name}: its guest was resumed in QEMU (process {pid}), which runs, but the restore failed after that; nothing was undone: \
          rekindle recover {name}"
     )]
     MayRun {
-        /// The VM.
         name: String,
-        /// The QEMU.
         pid: u32,
         /// What failed.
         #[source]
         source: Box<RestoreError>,
     },
-    /// How to build its VM is not known.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// The store has got a checkpoint of another machine while it was being read.
+    /// A checkpoint of another machine was committed meanwhile.
     #[error(
-        "checkpoint {number} of {name} is of another machine, or of other disks, than the one before it, and came just now; try \
+        "checkpoint {number} of {name}, which was just committed, has another machine or other disks than the one before it; try \
          again"
     )]
-    Changed {
-        /// The VM.
-        name: String,
-        /// The checkpoint.
-        number: u64,
-    },
-    /// The store has got a newer checkpoint while one was being loaded.
-    #[error("checkpoint {newest} of {name} came while the one before it was being loaded; try again")]
-    Newer {
-        /// The VM.
-        name: String,
-        /// The newest one.
-        newest: u64,
-    },
-    /// A checkpoint that was loaded beside its commit does not count.
-    #[error("checkpoint {number} was not committed by the host that had the guest")]
-    NotCommitted {
-        /// The checkpoint.
-        number: u64,
-    },
-    /// It is not what that host had said.
-    #[error("checkpoint {number} is not what was said of it before it was committed: {what}")]
+    Changed { name: String, number: u64 },
+    /// A newer checkpoint was committed during the load.
+    #[error("checkpoint {newest} of {name} was committed while the one before it was being loaded; try again")]
+    Newer { name: String, newest: u64 },
+    /// A checkpoint that was being loaded was not committed.
+    #[error("checkpoint {number} was not committed by the source host")]
+    NotCommitted { number: u64 },
+    /// The committed checkpoint differs from the announced one.
+    #[error("checkpoint {number} differs from what the source host sent before it was committed: {what}")]
     Otherwise {
-        /// The checkpoint.
         number: u64,
         /// What differs.
         what: String,
@@ -151,91 +132,65 @@ pub enum RestoreError {
     /// It cannot run here.
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// QEMU does not start.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// QEMU does not do as it is told.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// QEMU could not load the state.
-    #[error("QEMU could not load checkpoint {number} of {name}; it said:\n{said}")]
+    #[error("QEMU could not load checkpoint {number} of {name}; it printed:\n{log}")]
     Load {
-        /// The VM.
         name: String,
-        /// The checkpoint.
         number: u64,
         /// The end of QEMU's log.
-        said: String,
-        /// Why.
+        log: String,
         #[source]
         source: TransferError,
     },
-    /// QEMU takes no state.
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// The device state is none.
+    /// The device state is malformed.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// QEMU's memory cannot be found.
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// QEMU has other RAM blocks than the guest of the checkpoint.
     #[error("QEMU has other RAM blocks than the guest of checkpoint {number}: {what}")]
-    Blocks {
-        /// The checkpoint.
-        number: u64,
-        /// What differs.
-        what: String,
-    },
-    /// The guest would see other processors.
+    Blocks { number: u64, what: String },
     #[error(
         "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
          ran on", listed(.words)
     )]
     Cpu {
-        /// The checkpoint.
         number: u64,
-        /// Name of the feature word, what it was, what it would be.
+        /// Name of the feature word, its value before, its value here.
         words: Vec<(String, u64, u64)>,
     },
-    /// QEMU cannot be made to wait for its pages.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// Its pages cannot be brought.
     #[error(transparent)]
     Pager(#[from] PagerError),
-    /// The record for the pager.
+    /// `fill.json` cannot be written.
     #[error(transparent)]
     Fill(#[from] FillError),
-    /// The pager cannot be started.
     #[error("cannot start the pager of {name}")]
     Start {
-        /// The VM.
         name: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// An eager restore did not end.
-    #[error("not all memory of {name} has come; its pager said:\n{said}")]
+    /// An eager restore was not completed.
+    #[error("not all memory of {name} was loaded; its pager printed:\n{log}")]
     NotFilled {
-        /// The VM.
         name: String,
         /// The end of its log.
-        said: String,
+        log: String,
     },
-    /// What had to be done before it could go on.
+    /// A step before the load failed.
     #[error(transparent)]
     Before(Box<dyn std::error::Error + Send + Sync>),
-    /// It runs, and that cannot be recorded.
     #[error("the guest runs, but that cannot be recorded")]
     Record(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The journal cannot be written.
     #[error("{}", path.display())]
     Journal {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -255,35 +210,33 @@ fn listed(words: &[(String, u64, u64)]) -> String {
     words.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// A guest that goes on.
+/// A guest that was restored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restored {
-    /// The VM.
     pub name: String,
-    /// The checkpoint.
     pub checkpoint: u64,
-    /// When it was taken, in µs since 1970 by that host's clock.
+    /// When it was taken, in µs since 1970 by its host's clock.
     pub taken_us: u64,
-    /// From the command to the guest's running, in µs.
+    /// From the command to the guest's resume, in µs.
     pub us: u64,
-    /// Its QEMU.
+    /// The pid of its QEMU.
     pub pid: u32,
-    /// Whether all of its memory is there.
+    /// Whether all of its memory is loaded.
     pub filled: bool,
-    /// Whether it went into a QEMU that had been prepared.
+    /// Whether a prepared QEMU was used.
     pub prepared: bool,
-    /// Why the one that had been prepared was of no use.
+    /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// What became of the guest's clock.
+    /// Whether the guest's clock was set.
     pub clock: Clock,
 }
 
-/// Let the guest of a checkpoint go on as VM `name`, in the QEMU that was prepared for it if there is one that fits.
+/// Restores the guest of a checkpoint as VM `name`, in the QEMU that was prepared for it if one fits.
 ///
-/// *Needs:* the store; room for its RAM; no VM of that name that runs; a QEMU that knows its machine; what its definition names.
-/// *On success:* the guest runs; what of its memory is not there yet is brought by a pager.
-/// *On failure:* nothing is left behind; the checkpoint is where it was. A QEMU that was prepared waits on, unless the state had
-/// been given to it already.
+/// *Needs:* the store; room for its RAM; no running VM of that name; a QEMU that supports its machine; the files that its definition names.
+/// *On success:* the guest runs; a pager loads the missing rest of its memory.
+/// *On failure:* nothing is left behind; the checkpoint is unchanged. A prepared QEMU continues to wait, unless it had already been
+/// given the state.
 ///
 /// # Errors
 /// [`RestoreError`].
@@ -291,41 +244,41 @@ pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, 
     restore_in(host, name, request, None)
 }
 
-/// As [`restore`], into the QEMU that was prepared for it if `early` is that one.
+/// As [`restore`], in the prepared QEMU `early` if it is still the current one.
 pub(crate) fn restore_in(
     host: &Host,
     name: &Name,
     request: &Request,
-    mut early: Option<Early>,
+    mut early: Option<PrimedQemu>,
 ) -> Result<Restored, RestoreError> {
     let began = Instant::now();
     let mut late = None;
     for _ in 1..TRIES {
-        match once(host, name, request, &mut early, began) {
+        match attempt(host, name, request, &mut early, began) {
             Err(RestoreError::Changed { .. }) => {}
-            // It had been given to the QEMU that was prepared.
+            // The prepared QEMU had already been given the state.
             Err(e @ RestoreError::Newer { .. }) => late = Some(e.to_string()),
-            other => return other.map(|restored| told(restored, late)),
+            other => return other.map(|restored| with_unused(restored, late)),
         }
     }
-    once(host, name, request, &mut early, began).map(|restored| told(restored, late))
+    attempt(host, name, request, &mut early, began).map(|restored| with_unused(restored, late))
 }
 
-/// With why what was prepared was of no use.
-fn told(restored: Restored, late: Option<String>) -> Restored {
+/// Adds the reason why the prepared QEMU was not used.
+fn with_unused(restored: Restored, late: Option<String>) -> Restored {
     let unused = restored.unused.or(late);
     Restored { unused, ..restored }
 }
 
-fn once(
+fn attempt(
     host: &Host,
     name: &Name,
     request: &Request,
-    early: &mut Option<Early>,
+    early: &mut Option<PrimedQemu>,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore");
-    let chosen = Chosen::open(request)?;
+    let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
     let mut site = Site::take(host, name.as_str(), "restore")?;
     let (plan, unused) = match plan(&site, name, request, &chosen) {
@@ -337,15 +290,15 @@ fn once(
     };
     let waits = site.prepared().map(|(_, prepared)| prepared.clone()).filter(|_| unused.is_none());
     let mut unused = unused.unwrap_or_default();
-    recorder.step("see what it needs");
+    recorder.step("check what it needs");
     if let Some(prepared) = waits {
-        match prepare::Ready::of(&prepared, &site.rundir, &plan.state.hardware, early.take()) {
+        match prepare::WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, early.take()) {
             Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
             Err(why) => unused = Some(why),
         }
     }
     if let Some(why) = &unused {
-        tracing::warn!("what was prepared for {name} is of no use, and another QEMU is started: {why}");
+        tracing::warn!("the QEMU that was prepared for {name} cannot be used, starting another one: {why}");
         site.clear()?;
     }
     let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
@@ -369,10 +322,10 @@ fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     }
 }
 
-/// How the VM is to be had here, and what speaks against the QEMU that was prepared: none if nothing does, or there is none.
+/// How to build the VM here, and the reason against the prepared QEMU: none if it fits, inner none if there is no prepared QEMU.
 type Planned = (Plan, Option<Option<String>>);
 
-fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Result<Planned, RestoreError> {
+fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoint) -> Result<Planned, RestoreError> {
     let prepared = site.prepared().map(|(_, prepared)| prepared).or(site.lost());
     let given = prepared.and_then(|prepared| prepared.given.clone());
     let qemu = prepared.and_then(|prepared| prepared.qemu.clone());
@@ -392,46 +345,54 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &Chosen) -> Res
     Ok((plan, unused))
 }
 
-/// Disks that are newer than the checkpoint knows, or may be.
+/// Names disks that may be newer than the checkpoint.
 fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>> {
-    let lacks = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
-    let lacking: Vec<_> = hardware.disks.iter().filter(lacks).map(|disk| {
-        format!("disk {}: the checkpoint does not say which epoch of it belongs to its memory, so the disk may be newer", disk.id)
-    }).collect();
-    if lacking.is_empty() { Ok(()) } else { Err(lacking) }
+    let has_none = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
+    let problems: Vec<_> = hardware
+        .disks
+        .iter()
+        .filter(has_none)
+        .map(|disk| {
+            format!(
+                "disk {}: the checkpoint does not record its epoch, so the disk may be newer than the guest's memory",
+                disk.id
+            )
+        })
+        .collect();
+    if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// Start a QEMU while the store is being read.
+/// Starts a destination QEMU while the store is being read.
 fn fresh(
     place: &VmSlot<'_>,
-    chosen: Chosen,
+    chosen: ChosenCheckpoint,
     request: &Request,
     recorder: &mut Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // What may be refused comes before the store is claimed: whoever protects the VM is to go on then.
+    // Everything that can be rejected comes before we claim the store, so that a protector of the VM can continue.
     let made = place.make(Kind::Restore)?;
     fault::point("restore.prepare.journalled", None, None);
     recorder.step("make its place");
     thread::scope(|scope| {
-        let ahead = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
-        let waiting = Waiting::start(&place.rundir, &place.binary, made, &place.state.hardware)?;
+        let input = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
+        let waiting = DestinationQemu::start(&place.rundir, &place.binary, made, &place.state.hardware)?;
         fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
         recorder.step("start QEMU");
-        let ahead = ahead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let input = input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read its devices");
-        go::go_in(place, waiting, &ahead, None, request, recorder, began)
+        load::load_into_slot(place, waiting, &input, None, request, recorder, began)
     })
 }
 
-/// The processors that the guest of an attached QEMU has seen: their model alone does not say it all.
+/// Checks the processor features that the guest of an attached QEMU has seen: its CPU model alone does not determine them.
 fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
     let Some(foreign) = &hardware.foreign else { return Ok(()) };
     let words = cpu::differences(&foreign.cpu, &cpu::features(qmp)?);
     if words.is_empty() { Ok(()) } else { Err(RestoreError::Cpu { number, words }) }
 }
 
-/// The same blocks on both sides; their sizes may differ where QEMU can resize them, and then it does.
+/// Checks that both have the same RAM blocks. Their sizes may differ where QEMU can resize a block.
 fn same_blocks(
     ram: &GuestRam,
     theirs: &[rekindle_store::types::Block],

@@ -1,15 +1,15 @@
-//! A QEMU that waits with empty RAM on a spare host: HydraVM's saving with a hot standby's speed.
+//! A destination QEMU that waits with empty RAM on a spare host: HydraVM's economy with the speed of a hot standby.
 //!
-//! It was started for the machine of the store's newest checkpoint, and given its firmware. Nothing else of the store is read before
-//! the restore, and the store is not claimed. Its RAM is a file without a page in it, which nothing has been promised to: any number of them
-//! may wait on one host. All that QEMU has read at its start is marked, and the machine is compared once more at the
-//! restore; what is not the same any more is of no use, and a new QEMU is started.
+//! It is started for the machine of the store's newest checkpoint, and gets its firmware. Nothing else is read from the store before
+//! the restore, and the store is not claimed. Its RAM is an empty file for which no memory is reserved: any number of them
+//! can wait on one host. All files that QEMU has read at its start are marked, and the machine is compared again at the
+//! restore; if anything has changed, a new QEMU is started.
 //!
-//! Disks that servers have: they are started with it, and have only looked at their images, which somebody else still writes. At the
-//! restore each is told its epoch, opens and locks the image, or refuses; no queue runs before.
+//! Disk servers are started with it, and have only inspected their images, which another host still writes. At the
+//! restore each gets its epoch, then opens and locks the image, or fails; no queue runs before.
 
-use super::checkpoint::{self, Chosen};
-use super::go::{self, Registered, Waiting};
+use super::checkpoint::{self, ChosenCheckpoint};
+use super::load::{self, DestinationQemu, RegisteredMemory};
 use super::{Request, RestoreError, Restored, same_blocks, same_processors};
 use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
@@ -35,39 +35,38 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a QEMU that waits may take to answer.
+/// How long a waiting QEMU may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How long it is waited for that its memory does not change any more.
+/// How long to wait until its memory use is constant.
 const REST: Duration = Duration::from_secs(1);
 
-/// A QEMU that waits for a checkpoint.
+/// The result of [`prepare`]: a QEMU that waits for a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Waits {
-    /// The VM.
+pub struct PreparedQemu {
     pub name: String,
     /// The checkpoint whose machine it has.
     pub checkpoint: u64,
-    /// The QEMU.
+    /// Its pid.
     pub pid: u32,
-    /// Bytes of memory that it takes.
+    /// Its memory use in bytes.
     pub resident_bytes: u64,
-    /// Bytes of RAM that its guest is going to have.
+    /// Size of its guest's RAM in bytes.
     pub ram_bytes: u64,
-    /// One that waited before was ended for it.
+    /// It replaces one that waited before.
     pub replaced: bool,
 }
 
-/// Prepare a restore of VM `name`.
+/// Prepares a restore of VM `name`.
 ///
-/// *Needs:* the store; no VM of that name that runs; a QEMU that knows its machine; what its definition names.
-/// *On success:* a QEMU waits with empty RAM; the store is as it was. One that waited before has been ended.
-/// *On failure:* nothing is left behind; one that waited before waits on if nothing was begun.
+/// *Needs:* the store; no running VM of that name; a QEMU that supports its machine; the files that its definition names.
+/// *On success:* a QEMU waits with empty RAM; the store is unchanged. One that waited before has been ended.
+/// *On failure:* nothing is left behind; one that waited before continues to wait if nothing was started.
 ///
 /// # Errors
 /// [`RestoreError`].
-pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, RestoreError> {
+pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
-    let chosen = Chosen::open(request)?;
+    let chosen = ChosenCheckpoint::open(request)?;
     let site = Site::take(host, name.as_str(), "restore --prepare")?;
     let replaced = site.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
@@ -82,7 +81,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
             return Err(e.into());
         }
     };
-    recorder.step("see what it needs");
+    recorder.step("check what it needs");
     let place = site.place(plan)?;
     match start(&place, &chosen, request) {
         Ok((vmm, ram_bytes)) => {
@@ -90,7 +89,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
             recorder.write(&place.rundir);
             let (name, checkpoint) = (place.rundir.name().to_owned(), chosen.image.info().number);
             let resident_bytes = at_rest(&vmm);
-            Ok(Waits { name, checkpoint, pid: vmm.pid, resident_bytes, ram_bytes, replaced })
+            Ok(PreparedQemu { name, checkpoint, pid: vmm.pid, resident_bytes, ram_bytes, replaced })
         }
         Err(e) => {
             place.undo();
@@ -99,21 +98,22 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<Waits, Res
     }
 }
 
-fn start(place: &VmSlot<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm, u64), RestoreError> {
-    // Before QEMU reads them: a change in between is seen.
+fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<(Vmm, u64), RestoreError> {
+    // Before QEMU reads them, so that a later change is detected.
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
     let (made, hardware) = place.make_waiting()?;
     fault::point("prepare.journalled", None, None);
-    let Waiting { vmm, mut qmp, ram, journal, .. } = Waiting::start(&place.rundir, &place.binary, made, &hardware)?;
+    let DestinationQemu { vmm, mut qmp, ram, journal, .. } =
+        DestinationQemu::start(&place.rundir, &place.binary, made, &hardware)?;
     fault::point("prepare.spawned", None, Some(&vmm));
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
-    // The newest one: the one that was chosen may not be kept any more.
-    let put = Chosen::open(request)
-        .and_then(|newest| checkpoint::put_small(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
+    // The newest checkpoint: the chosen one may have been deleted.
+    let put = ChosenCheckpoint::open(request)
+        .and_then(|newest| checkpoint::write_small_blocks(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
     if let Err(e) = put {
-        tracing::debug!("its firmware is left to the restore: {e}");
+        tracing::debug!("cannot load the firmware before the restore: {e}");
     }
     let program = Program::of(vmm.process()).map(|program| program.files.into_iter().chain([program.start]));
     let marks = program.and_then(|files| files.map(|path| Mark::of(&path)).collect::<io::Result<BTreeSet<_>>>());
@@ -130,15 +130,15 @@ fn start(place: &VmSlot<'_>, chosen: &Chosen, request: &Request) -> Result<(Vmm,
     Ok((vmm, hardware.ram_files().iter().map(|(_, bytes)| bytes).sum()))
 }
 
-/// What a QEMU reads or opens at its start.
+/// Marks the files that a QEMU reads or opens at its start.
 fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
     let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
-    // What a server has, QEMU does not read; the server opens it at the restore.
+    // The disk server opens its images at the restore; QEMU does not read them.
     let files = boot.chain(hardware.disks.iter().filter(|disk| !disk.server).map(|disk| &disk.path));
     files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
 }
 
-/// Bytes of memory that it takes once it has come to rest: soon after its start it gives some back to the kernel.
+/// Its memory use once that is constant: soon after its start it returns some memory to the kernel.
 fn at_rest(vmm: &Vmm) -> u64 {
     let deadline = Instant::now() + REST;
     let mut bytes = resident(vmm);
@@ -152,30 +152,30 @@ fn at_rest(vmm: &Vmm) -> u64 {
     }
 }
 
-/// Bytes of memory that a process takes.
+/// Memory use of a process in bytes.
 fn resident(vmm: &Vmm) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{}/status", vmm.pid)).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// Whether the QEMU that waits has the machine of the plan; then the plan is made to say what it has.
+/// Checks whether the waiting QEMU has the machine of the plan, and puts its actual properties into the plan.
 pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Result<(), String> {
     prepared.check()?;
     let mut planned = plan.state.hardware.clone();
-    // One that no VM has had yet, either of them.
+    // Neither ID was used by a guest.
     planned.vm_generation = state.hardware.vm_generation;
     if planned != state.hardware {
         return Err(format!("another machine is needed now: {}", difference(&planned, &state.hardware)));
     }
     if plan.state.definition != state.definition {
-        return Err("the VM is defined otherwise now".into());
+        return Err("the definition of the VM has changed".into());
     }
     plan.state.hardware = planned;
     Ok(())
 }
 
-/// The first thing in which two machines differ.
+/// The first property in which two machines differ.
 fn difference(wanted: &Hardware, waits: &Hardware) -> String {
     let fields = |hardware: &Hardware| match serde_json::to_value(hardware) {
         Ok(serde_json::Value::Object(fields)) => fields,
@@ -188,27 +188,27 @@ fn difference(wanted: &Hardware, waits: &Hardware) -> String {
     })
 }
 
-/// A QEMU that waits and answers.
+/// A waiting QEMU that answers.
 #[derive(Debug)]
-pub(super) struct Ready {
+pub(super) struct WaitingQemu {
     pub(super) qmp: Qmp,
     pub(super) ram: GuestRam,
-    pub(super) registered: Option<Registered>,
+    pub(super) registered: Option<RegisteredMemory>,
 }
 
-impl Ready {
-    /// Which it is, or why it is none.
+impl WaitingQemu {
+    /// Connects to it, or returns why it cannot be used.
     pub(super) fn of(
         prepared: &Prepared,
         rundir: &RunDir,
         hardware: &Hardware,
-        early: Option<Early>,
+        early: Option<PrimedQemu>,
     ) -> Result<Self, String> {
         if let Some(why) = disks::against_waiting(rundir, hardware) {
             return Err(why);
         }
         match early {
-            Some(Early { vmm, ready }) if vmm == prepared.vmm => Ok(ready),
+            Some(PrimedQemu { vmm, ready }) if vmm == prepared.vmm => Ok(ready),
             _ => Self::answering(prepared).map_err(|e| format!("it does not answer: {e}"))?.fresh(&prepared.vmm),
         }
     }
@@ -219,36 +219,36 @@ impl Ready {
         Ok(Self { qmp, ram, registered: None })
     }
 
-    /// Nobody has begun with it, and been killed.
+    /// Checks that no earlier restore has used it and was killed.
     fn fresh(self, vmm: &Vmm) -> Result<Self, String> {
         match Pager::is_begun(vmm.process()) {
             Ok(false) => Ok(self),
             Ok(true) => Err("its memory was registered by another restore, which has ended".into()),
-            Err(e) => Err(format!("whether its memory is registered is not known: {e}")),
+            Err(e) => Err(format!("cannot determine whether its memory is registered: {e}")),
         }
     }
 }
 
-/// A QEMU that waits, and has been given all that does not depend on the checkpoint: its memory is registered, and it reads from a pipe. It
-/// is of use to this process only; to all others, of none.
+/// A waiting QEMU that has got everything that does not depend on the checkpoint: its memory is registered, and it reads from a pipe. Only
+/// this process can use it.
 #[derive(Debug)]
-pub(crate) struct Early {
+pub(crate) struct PrimedQemu {
     vmm: Vmm,
-    ready: Ready,
+    ready: WaitingQemu,
 }
 
-impl Early {
-    pub(super) fn new(vmm: Vmm, ready: Ready) -> Self {
+impl PrimedQemu {
+    pub(super) fn new(vmm: Vmm, ready: WaitingQemu) -> Self {
         Self { vmm, ready }
     }
 
-    /// Have the QEMU that was prepared for VM `name` so far.
+    /// Primes the QEMU that was prepared for VM `name`.
     pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
         let site = Site::take(host, name.as_str(), "restore --prepare")?;
         let found = site.prepared().map(|(state, prepared)| (state.hardware.ram_ids(), prepared.clone()));
         let registered = found.map(|(paged, prepared)| {
-            let mut ready = Ready::answering(&prepared)?;
-            ready.registered = Some(Registered::new(&prepared.vmm, &mut ready.qmp, &ready.ram, &paged)?);
+            let mut ready = WaitingQemu::answering(&prepared)?;
+            ready.registered = Some(RegisteredMemory::new(&prepared.vmm, &mut ready.qmp, &ready.ram, &paged)?);
             fault::point("move.prepare.registered", None, Some(&prepared.vmm));
             Ok(Self { vmm: prepared.vmm, ready })
         });
@@ -257,21 +257,21 @@ impl Early {
     }
 }
 
-/// The disks of the guest, until it is given to the QEMU that waits; if it is not, their servers wait on as it does.
-struct Had(Option<(RunDir, Hardware)>);
+/// The opened disks of the guest. On drop their servers wait again, unless the guest was given to the destination QEMU.
+struct OpenDisks(Option<(RunDir, Hardware)>);
 
-impl Had {
+impl OpenDisks {
     fn new(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
         disks::have(rundir, hardware, epochs)?;
         Ok(Self(Some((rundir.clone(), hardware.clone()))))
     }
 
-    fn stay(mut self) {
+    fn keep(mut self) {
         self.0 = None;
     }
 }
 
-impl Drop for Had {
+impl Drop for OpenDisks {
     fn drop(&mut self) {
         if let Some((rundir, hardware)) = &self.0 {
             disks::wait_again(rundir, hardware);
@@ -279,40 +279,40 @@ impl Drop for Had {
     }
 }
 
-/// Let the guest go on in the QEMU that waits.
-#[expect(clippy::too_many_arguments, reason = "they are what a restore consists of")]
+/// Resumes the guest in the waiting QEMU.
+#[expect(clippy::too_many_arguments, reason = "the parts of a restore")]
 pub(super) fn resume_in(
     site: Site<'_>,
     plan: Plan,
-    chosen: Chosen,
+    chosen: ChosenCheckpoint,
     prepared: &Prepared,
-    ready: Ready,
+    ready: WaitingQemu,
     request: &Request,
     mut recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // Before the store is claimed: whoever protects the VM is to go on if this cannot be. And until the RAM is claimed it
-    // waits on whatever happens.
+    // Before we claim the store, so that a protector of the VM can continue if this fails. Until its RAM is claimed, QEMU
+    // continues to wait in any case.
     plan.check_room()?;
     let rundir = site.rundir.clone();
-    let Ready { qmp, ram, registered } = ready;
+    let WaitingQemu { qmp, ram, registered } = ready;
     let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
-        let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|ahead| (ahead, ram)));
-        let had = Had::new(&rundir, &plan.state.hardware, &epochs)?;
+        let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
+        let disks_open = OpenDisks::new(&rundir, &plan.state.hardware, &epochs)?;
         recorder.step("open its disks");
-        // It waits for the store's disk several times. Whether that comes before the load or beside it nobody sees, as long as
-        // the guest does not run before.
-        let fence = scope.spawn(|| checkpoint::fence_beside(request, &vm, number, &rundir));
-        let (ahead, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        recorder.step("read what it needs at once");
+        // It waits for the store's disk several times, so it runs concurrently with the load. The guest is not resumed before it
+        // has ended.
+        let fence = scope.spawn(|| checkpoint::fence_during_load(request, &vm, number, &rundir));
+        let (input, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        recorder.step("read the pages for the load");
         let place = site.place_of(plan);
         let journal = place.claim(&prepared.vmm)?;
-        had.stay();
+        disks_open.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
-        let waiting = Waiting { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true, registered };
+        let waiting = DestinationQemu { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true, registered };
         recorder.step("claim its RAM");
-        match go::go_in(&place, waiting, &ahead, Some(fence), request, &mut recorder, began) {
+        match load::load_into_slot(&place, waiting, &input, Some(fence), request, &mut recorder, began) {
             Ok(restored) => {
                 recorder.write(&place.rundir);
                 Ok(restored)

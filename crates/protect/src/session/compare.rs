@@ -1,10 +1,10 @@
-//! All of a stopped guest's memory against a checkpoint: which pages would a restore get wrong?
+//! Compares a stopped guest's memory with a checkpoint: would a restore load wrong pages?
 //!
-//! What was written since that checkpoint is known, as it is for the next one, and left out. Any other page that differs is one
-//! that was not protected: a write that tracking has missed, or a page that the store has wrong.
+//! Pages that were written since that checkpoint are known and skipped. Any other page that differs was not tracked, or is wrong
+//! in the store.
 
-use super::{Session, SessionError, Tracking};
-use crate::event::Compared;
+use super::{CheckpointError, Tracking, TrackingSession};
+use crate::event::Comparison;
 use crate::runs::{batches, merged, numbers, read};
 use rekindle_memory::pages;
 use rekindle_memory::ram::GuestRam;
@@ -13,23 +13,23 @@ use rekindle_store::Image;
 use rekindle_store::types::PAGE_SIZE;
 use std::ops::Range;
 
-/// So many wrong pages are named.
+/// Maximum number of wrong pages that are named.
 const NAMED: usize = 8;
 
-impl Session {
-    /// Stop the guest, compare, and let it go on. What it has written since `image` is owed to the next checkpoint.
+impl TrackingSession {
+    /// Stops the guest, compares, and resumes it. Pages that it has written since `image` are owed to the next checkpoint.
     ///
     /// `image`: the newest checkpoint of this session.
-    pub(crate) fn compare(&mut self, image: &Image) -> Result<Compared, SessionError> {
+    pub(crate) fn compare(&mut self, image: &Image) -> Result<Comparison, CheckpointError> {
         let run_state = self.target.hold_run_state()?;
         let (ram, owed, tracking, served) = (&self.ram, &mut self.owed, &mut self.tracking, &mut self.served);
         let paused = self.monitors.pause(|stopped, laps| {
             let dirty = match tracking {
                 Tracking::Asynchronous(tracker) => tracker.collect(stopped)?,
                 Tracking::Synchronous(tracker, _) => tracker.collect(stopped)?,
-                // What is missing would be read as zero.
+                // A missing page would be read as zeros.
                 Tracking::Filling(_) => {
-                    return Err(SessionError::Filling { why: "only whole memory can be compared".into() });
+                    return Err(CheckpointError::Filling { why: "only complete memory can be compared".into() });
                 }
             };
             *owed = merged(owed, &dirty);
@@ -37,17 +37,17 @@ impl Session {
             laps.steps.collect = laps.lap();
             let compared = all_but(ram, owed, image)?;
             laps.steps.copy = laps.lap();
-            Ok::<_, SessionError>(compared)
+            Ok::<_, CheckpointError>(compared)
         })?;
         drop(run_state);
         let stopped_us = paused.resumed_host_us.saturating_sub(paused.stopped_host_us);
-        Ok(Compared { stopped_us, ..paused.result })
+        Ok(Comparison { stopped_us, ..paused.result })
     }
 }
 
-/// Every page of every block but those that `owed` names.
-fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Compared, SessionError> {
-    let mut compared = Compared { checkpoint: image.info().number, ..Compared::default() };
+/// Compares all pages except those in `owed`.
+fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Comparison, CheckpointError> {
+    let mut compared = Comparison { checkpoint: image.info().number, ..Comparison::default() };
     let mut buffer = Vec::new();
     for (index, block) in ram.blocks().iter().enumerate() {
         let get = |runs: &[Vec<Range<u64>>]| runs.get(index).cloned().unwrap_or_default();
@@ -55,7 +55,7 @@ fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Compared, Sess
         let length = block.told.used;
         compared.written_since += pages::bytes(&since) / PAGE_SIZE as u64;
         let Some(position) = image.block(&block.told.id) else {
-            return Err(SessionError::Reshaped(format!("the checkpoint has no block {}", block.told.id)));
+            return Err(CheckpointError::Reshaped(format!("the checkpoint has no block {}", block.told.id)));
         };
         for batch in batches(&pages::complement(&since, length)) {
             read(ram, block, &batch, &mut buffer)?;

@@ -1,6 +1,6 @@
-//! How a guest is to be protected: what it has decides what can be done.
+//! Decides how to protect a guest, from its devices and disks.
 
-use super::{GREETING, SessionError};
+use super::{CheckpointError, GREETING};
 use crate::policy::Policy;
 use crate::protector::{Disks, Failure, ProtectError};
 use crate::target::Target;
@@ -11,44 +11,45 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
 use serde_json::Value;
 
-/// How a guest is to be protected, after it was looked at.
+/// How to protect a guest.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
     pub(super) hook: Option<String>,
     pub(super) control: Qmp,
-    /// The guest has a device through which it gives memory back.
+    /// The guest has a device through which it returns memory.
     pub(super) gives_back: bool,
-    /// Its devices and disks, which its command line says.
+    /// The devices and disks of an attached guest, as its command line has them.
     pub(super) foreign: Option<(Box<Adopted>, Facts)>,
 }
 
 impl Plan {
-    /// Look at the guest.
+    /// Inspects the guest.
     pub(crate) fn of(target: &Target, wanted: Option<Policy>, disks: &Disks) -> Result<Self, Failure> {
         let name = || target.name().to_owned();
         let found = target.vmm().adopt(GREETING);
-        let (adopted, mut control) = found.map_err(SessionError::from)?;
-        // Rekindle's own servers write the guest's memory too, and tell what they have written.
+        let (adopted, mut control) = found.map_err(CheckpointError::from)?;
+        // Rekindle's disk servers also write the guest's memory, but report what they have written.
         let served: Vec<_> = disks::served(&target.state().hardware).collect();
-        let obstacles: Vec<_> = adopted.obstacles.iter().filter(|one| !is_served(one, &served)).cloned().collect();
+        let obstacles: Vec<_> =
+            adopted.obstacles.iter().filter(|obstacle| !is_served(obstacle, &served)).cloned().collect();
         if !obstacles.is_empty() {
             return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
         }
         let mut foreign = None;
         if target.state().attached.is_some() {
-            // It may have been changed since it was attached to.
-            let found = foreign::of(&adopted, &mut control).map_err(SessionError::from)?;
+            // It may have changed since it was attached.
+            let found = foreign::of(&adopted, &mut control).map_err(CheckpointError::from)?;
             if let Err(obstacles) = found {
                 return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
             }
-            let facts = foreign::facts(&adopted, &mut control).map_err(SessionError::from)?;
+            let facts = foreign::facts(&adopted, &mut control).map_err(CheckpointError::from)?;
             foreign = Some((Box::new(adopted.clone()), facts));
         }
-        let images = images(&mut control).map_err(SessionError::from)?;
+        let images = images(&mut control).map_err(CheckpointError::from)?;
         let hook = match disks {
             Disks::Refuse => {
-                // Those that a server has are none of them, and have epochs.
+                // Disks on a disk server are not among these, and have epochs.
                 if let Some(disk) = images.iter().find(|image| image.writable) {
                     return Err(ProtectError::Disk { name: name(), disk: disk.file.clone() }.into());
                 }
@@ -64,10 +65,10 @@ impl Plan {
             }
             (Some(Policy::Cow), _) if !served.is_empty() => {
                 let disk = served.first().map_or_else(String::new, |disk| disk.id.clone());
-                return Err(ProtectError::Served { name: name(), disk }.into());
+                return Err(ProtectError::DiskServer { name: name(), disk }.into());
             }
             (Some(policy), _) => policy,
-            // What a server writes waits for nobody.
+            // A disk server does not wait for a page to be copied.
             (None, Some(_)) if !served.is_empty() => Policy::Basic,
             (None, Some(_)) => Policy::Cow,
             (None, None) => Policy::Precopy,
@@ -76,7 +77,7 @@ impl Plan {
     }
 }
 
-/// Whether it is the device of a disk that a server of Rekindle's has.
+/// Whether the obstacle is the device of a disk on a disk server.
 fn is_served(obstacle: &Obstacle, served: &[&Disk]) -> bool {
     served.iter().any(|disk| {
         let at = format!("(/machine/peripheral/{}", disk.id);
@@ -87,18 +88,18 @@ fn is_served(obstacle: &Obstacle, served: &[&Disk]) -> bool {
 }
 
 /// A disk image that QEMU has open for its guest.
-struct Image {
+struct OpenImage {
     file: String,
     writable: bool,
     /// Opened with `O_DIRECT`: the kernel reads it into guest memory past QEMU's page tables.
     direct: bool,
 }
 
-fn images(qmp: &mut Qmp) -> Result<Vec<Image>, QmpError> {
+fn images(qmp: &mut Qmp) -> Result<Vec<OpenImage>, QmpError> {
     let devices: Vec<Value> = qmp.execute("query-block", ())?;
     let image = |device: &Value| {
         let inserted = device.get("inserted")?;
-        Some(Image {
+        Some(OpenImage {
             file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
             writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),
             direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) != Some(false),

@@ -1,8 +1,8 @@
-//! Disks that a server of Rekindle's has: it writes the guest's memory through a mapping of its own, unseen by QEMU's page tables, and
-//! notes which pages those are (`docs/disk.md`).
+//! Disk servers write the guest's memory through a mapping of their own, which QEMU's page tables do not show. They record which pages
+//! they write (`docs/disk.md`).
 
-use super::SessionError;
-use crate::runs::{Runs, merged, nothing};
+use super::CheckpointError;
+use crate::runs::{Runs, merged, no_pages};
 use crate::target::Target;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::memory::Span;
@@ -14,39 +14,39 @@ use std::ops::Range;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to connect.
+/// How long QEMU may take to connect to a server.
 const CONNECTED: Duration = Duration::from_secs(5);
 
 /// The servers of a guest's disks.
-pub(super) struct Served {
+pub(super) struct DiskServers {
     controls: Vec<Control>,
-    /// Whether all of them have noted all that they wrote since an earlier protector asked for it.
-    pub went_on: bool,
+    /// Whether their records are complete since an earlier protector started them.
+    pub complete: bool,
 }
 
-impl Served {
-    /// Have them note what they write from here on.
-    pub fn note(target: &Target) -> Result<Self, SessionError> {
-        let mut served = Self { controls: Vec::new(), went_on: true };
+impl DiskServers {
+    /// Starts recording in all disk servers of `target`.
+    pub fn start(target: &Target) -> Result<Self, CheckpointError> {
+        let mut served = Self { controls: Vec::new(), complete: true };
         for disk in disks::served(&target.state().hardware) {
             let mut control = Control::connect(&disks::control(target.rundir(), &disk.id))?;
-            served.went_on &= ask(&mut control, target.vmm().pid)?;
+            served.complete &= ask(&mut control, target.vmm().pid)?;
             served.controls.push(control);
         }
         Ok(served)
     }
 
-    /// Whether there are any.
     pub fn any(&self) -> bool {
         !self.controls.is_empty()
     }
 
-    /// `dirty`, and what they have written since the last time. Before `dirty` is read: what is written after that is told the next time.
-    pub fn with(&mut self, dirty: Dirty, ram: &GuestRam) -> Result<Dirty, SessionError> {
+    /// Adds to `dirty` what the servers have written since the last call. Must be called before `dirty` is read: later writes are in the next
+    /// call's result.
+    pub fn with(&mut self, dirty: Dirty, ram: &GuestRam) -> Result<Dirty, CheckpointError> {
         if self.controls.is_empty() {
             return Ok(dirty);
         }
-        let mut written = nothing(ram);
+        let mut written = no_pages(ram);
         for control in &mut self.controls {
             for span in control.collect()? {
                 note(&mut written.written, span, ram)?;
@@ -55,17 +55,17 @@ impl Served {
         Ok(merged(&dirty, &written))
     }
 
-    /// They need not note any more.
+    /// Stops the recording.
     pub fn end(mut self) {
         for control in &mut self.controls {
             if let Err(e) = control.ask::<bool>(&Ask::Note { pid: None }) {
-                tracing::debug!("a disk's server still notes what it writes: {e}");
+                tracing::debug!("cannot stop the record of a disk server: {e}");
             }
         }
     }
 }
 
-/// QEMU needs a second to connect to a server that was just started in the place of one that has died.
+/// Starts recording in one server. If it has just replaced one that died, QEMU takes a second to connect to it.
 fn ask(control: &mut Control, pid: u32) -> Result<bool, ControlError> {
     let deadline = Instant::now() + CONNECTED;
     loop {
@@ -76,12 +76,12 @@ fn ask(control: &mut Control, pid: u32) -> Result<bool, ControlError> {
     }
 }
 
-/// Add `span`, by QEMU's addresses, to what was written of each block.
-fn note(written: &mut Runs, span: Span, ram: &GuestRam) -> Result<(), SessionError> {
+/// Adds `span`, in QEMU's addresses, to the written runs of its block.
+fn note(written: &mut Runs, span: Span, ram: &GuestRam) -> Result<(), CheckpointError> {
     let mut blocks = ram.blocks().iter().zip(written);
     let found = blocks.find(|(block, _)| block.used().contains(&span.address));
     let Some((block, runs)) = found.filter(|(block, _)| span.address + span.bytes <= block.used().end) else {
-        return Err(SessionError::Unknown { address: span.address, bytes: span.bytes });
+        return Err(CheckpointError::Unknown { address: span.address, bytes: span.bytes });
     };
     let at = span.address - block.address;
     let run: Range<u64> = at..at + span.bytes;

@@ -1,9 +1,9 @@
-//! The pages of one checkpoint: before the pause, in it, and after it.
+//! The pages of one checkpoint: before the pause, during it, and after it.
 
-use super::{Copies, Session, SessionError, Tracking, lock};
+use super::{CheckpointError, Copies, Tracking, TrackingSession, lock};
 use crate::epochs::DiskEpoch;
-use crate::first::Run;
-use crate::pause::{Laps, Paused, Then};
+use crate::load_pages::PageRun;
+use crate::pause::{AfterPause, LapTimer, Paused};
 use crate::policy::Policy;
 use crate::runs::{BATCH, Runs, copy_all, merged, read, send, send_from, send_zeroes};
 use rekindle_memory::pages;
@@ -17,41 +17,40 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Pre-copy goes over dirty pages at most so often before the guest is stopped.
+/// Maximum number of pre-copy passes over dirty pages before the guest is stopped.
 const PASSES: u32 = 3;
 /// Fewer dirty bytes than these are copied while the guest is stopped: it takes less than a millisecond.
-const FEW: u64 = 1 << 20;
+const FEW_BYTES: u64 = 1 << 20;
 
-/// What became of a checkpoint's pages.
-pub(super) struct Taken {
+/// The pages of a checkpoint, taken and sent.
+pub(super) struct TakenPages {
     pub paused: Paused<()>,
-    /// Its disks that have epochs.
+    /// The epochs of its disks.
     pub disks: Vec<DiskEpoch>,
     pub dirty_bytes: u64,
     pub copied_stopped_bytes: u64,
     pub copied_for_writes: u64,
 }
 
-/// A guest that stays stopped: what it is now, and what of that is not as it was at the checkpoint before.
-pub(crate) struct Read<'a> {
-    /// The checkpoint that it becomes.
+/// A guest that stays stopped, and what has changed since its previous checkpoint.
+pub(crate) struct StoppedGuest<'a> {
+    /// The number of the checkpoint that will hold it.
     pub(crate) number: u64,
-    /// The device state.
     pub(crate) devices: &'a [u8],
-    /// The one before.
+    /// The device state of the previous checkpoint.
     pub(crate) devices_before: &'a [u8],
-    /// Its disks that have epochs.
+    /// The epochs of its disks.
     pub(crate) disks: &'a [DiskEpoch],
     ram: &'a GuestRam,
     changed: &'a Dirty,
 }
 
-/// Who is told of it.
-pub(crate) type Tell<'a> = dyn FnMut(&Read<'_>) + 'a;
+/// Called when the guest is stopped and its state was read, before the commit.
+pub(crate) type OnStopped<'a> = dyn FnMut(&StoppedGuest<'_>) + 'a;
 
-impl Read<'_> {
-    /// Which of the pages `among` have changed, and what they are now, in that order.
-    pub(crate) fn changed(&self, among: &[Run]) -> Result<(Vec<Run>, Vec<u8>), GuestRamError> {
+impl StoppedGuest<'_> {
+    /// Which of the pages `among` have changed, and their content, in that order.
+    pub(crate) fn changed(&self, among: &[PageRun]) -> Result<(Vec<PageRun>, Vec<u8>), GuestRamError> {
         let page = PAGE_SIZE as u64;
         let (mut changed, mut content) = (Vec::new(), Vec::new());
         for (index, block) in self.ram.blocks().iter().enumerate() {
@@ -62,7 +61,8 @@ impl Read<'_> {
             }
             let both = |runs: &Runs| runs.get(index).map_or_else(Vec::new, |runs| pages::intersection(runs, &wanted));
             let (written, zero) = (both(&self.changed.written), both(&self.changed.zero));
-            changed.extend(written.iter().chain(&zero).map(|run| Run::new(index, run.start / page..run.end / page)));
+            changed
+                .extend(written.iter().chain(&zero).map(|run| PageRun::new(index, run.start / page..run.end / page)));
             let mut bytes = Vec::new();
             read(self.ram, block, &written, &mut bytes)?;
             bytes.resize(bytes.len() + pages::bytes(&zero) as usize, 0);
@@ -72,31 +72,31 @@ impl Read<'_> {
     }
 }
 
-impl Session {
-    /// Everything but the commit. `filled`: a restore has brought everything, and its pager is to end. `then`: of a
-    /// guest that stays stopped the caller holds the run state.
+impl TrackingSession {
+    /// Does everything but the commit. `filled`: a restore has loaded everything, and its pager is to end. For a guest that
+    /// stays stopped, the caller holds the run state.
     pub(super) fn take(
         &mut self,
         checkpoint: &mut Checkpoint<'_>,
         fresh: bool,
         filled: bool,
-        then: Then,
-        tell: &mut Tell<'_>,
-    ) -> Result<Taken, SessionError> {
+        then: AfterPause,
+        on_stopped: &mut OnStopped<'_>,
+    ) -> Result<TakenPages, CheckpointError> {
         let mut sent = 0;
         if self.policy != Policy::Cow && (self.full || self.policy == Policy::Precopy) {
             sent = self.send_ahead(checkpoint, fresh)?;
         }
         let run_state = match then {
-            Then::GoesOn => Some(self.target.hold_run_state()?),
-            Then::Stays => None,
+            AfterPause::Resume => Some(self.target.hold_run_state()?),
+            AfterPause::StayStopped => None,
         };
         let (ram, owed) = (Arc::clone(&self.ram), &mut self.owed);
         let (hook, name, number) = (self.hook.as_deref(), self.target.name(), checkpoint.number());
         let ahead = sent > 0;
         let (tracking, served, epochs) = (&mut self.tracking, &mut self.served, &mut self.epochs);
         let mut disks = Vec::new();
-        let paused = self.monitors.pause_then(then, |stopped, laps: &mut Laps| {
+        let paused = self.monitors.pause_then(then, |stopped, laps: &mut LapTimer| {
             disks = epochs.mark()?;
             if let Some(command) = hook {
                 run_hook(command, name, number)?;
@@ -122,16 +122,16 @@ impl Session {
                     laps.steps.collect = laps.lap();
                     tracker.begin(&owed.written, stopped)?;
                     laps.steps.copy = laps.lap();
-                    return Ok::<_, SessionError>((owed.clone(), Vec::new(), None));
+                    return Ok::<_, CheckpointError>((owed.clone(), Vec::new(), None));
                 }
             };
             if served.any() {
-                // Nothing that was collected is forgotten, whatever they answer.
+                // Collected pages stay owed even if a disk server fails.
                 *owed = merged(owed, &dirty);
             }
             let dirty = served.with(dirty, &ram)?;
             laps.steps.collect = laps.lap();
-            // What went ahead has arrived; it was not written since, or it is in `dirty`.
+            // Pages that were sent ahead were not written since, or they are in `dirty`.
             let copy = if ahead { dirty.clone() } else { merged(owed, &dirty) };
             *owed = merged(owed, &dirty);
             let copied = copy_all(&ram, &copy.written)?;
@@ -143,12 +143,12 @@ impl Session {
         if let Some(tracker) = next {
             self.tracking = Tracking::Asynchronous(tracker);
             fault::point("fill.handover.resumed", None, None);
-            self.held.take().map_or(Ok(()), |held| held.handed_over())?;
+            self.held.take().map_or(Ok(()), |held| held.hand_over())?;
             fault::point("fill.handover.recorded", None, None);
         }
-        if then == Then::Stays {
+        if then == AfterPause::StayStopped {
             let (devices_before, ram, changed) = (&self.devices, &self.ram, &self.owed);
-            tell(&Read { number, devices: &devices, devices_before, disks: &disks, ram, changed });
+            on_stopped(&StoppedGuest { number, devices: &devices, devices_before, disks: &disks, ram, changed });
         }
         let copied_stopped_bytes = copied.iter().map(|part| part.bytes.len() as u64).sum();
         for part in &copied {
@@ -167,7 +167,7 @@ impl Session {
             tracker.landed().or_else(|_| wait_landed(tracker))?;
             let copies = std::mem::take(&mut *lock(copies));
             if let Some(e) = copies.failed {
-                return Err(SessionError::Void(e));
+                return Err(CheckpointError::Void(e));
             }
             copied_for_writes = copies.pages.len() as u64;
             for (block, at, bytes) in &copies.pages {
@@ -175,17 +175,17 @@ impl Session {
                 send(checkpoint, *block, std::slice::from_ref(&run), bytes)?;
             }
         }
-        // The first `cow` checkpoint of a store has sent nothing yet that could have to be zero now.
+        // The first `cow` checkpoint of a store has sent nothing yet that could be zero now.
         if !(fresh && self.full && self.policy == Policy::Cow) {
             send_zeroes(checkpoint, &dirty.zero)?;
         }
         let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
         let dirty_bytes = if self.policy == Policy::Cow { dirty.bytes() } else { sent.max(dirty.bytes()) };
-        Ok(Taken { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
+        Ok(TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
     }
 
-    /// Send what is dirty while the guest runs, until little is left. Gives the bytes that were sent, at least 1.
-    fn send_ahead(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<u64, SessionError> {
+    /// Sends dirty pages while the guest runs, until few are left. Returns the bytes that were sent, at least 1.
+    fn send_ahead(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<u64, CheckpointError> {
         if matches!(self.tracking, Tracking::Synchronous(..)) {
             return Ok(0);
         }
@@ -196,7 +196,7 @@ impl Session {
             if self.policy != Policy::Precopy || pass + 1 == PASSES {
                 break;
             }
-            // Right only because no I/O of QEMU's writes past its page tables: `docs/protect.md`.
+            // Correct only because QEMU does no I/O past its page tables: `docs/protect.md`.
             let mut running = Stopped::vouched();
             now = match &mut self.tracking {
                 Tracking::Asynchronous(tracker) => tracker.collect(&mut running)?,
@@ -208,8 +208,8 @@ impl Session {
             }
             now = self.served.with(now, &self.ram)?;
             self.owed = merged(&self.owed, &now);
-            if now.bytes() < FEW {
-                // Few, but they count as unwritten now: they go too.
+            if now.bytes() < FEW_BYTES {
+                // Few, but they count as unwritten now, so they must be sent.
                 sent += self.send_dirty(checkpoint, &now, fresh)?;
                 break;
             }
@@ -217,8 +217,8 @@ impl Session {
         Ok(sent)
     }
 
-    /// Send what is dirty out of the guest's memory; gives the bytes.
-    fn send_dirty(&self, checkpoint: &mut Checkpoint<'_>, dirty: &Dirty, fresh: bool) -> Result<u64, SessionError> {
+    /// Sends dirty pages from the guest's memory; returns their bytes.
+    fn send_dirty(&self, checkpoint: &mut Checkpoint<'_>, dirty: &Dirty, fresh: bool) -> Result<u64, CheckpointError> {
         for ((index, block), runs) in self.ram.blocks().iter().enumerate().zip(&dirty.written) {
             send_from(checkpoint, index, runs, &self.ram, block)?;
         }
@@ -228,8 +228,8 @@ impl Session {
         Ok(dirty.bytes())
     }
 
-    /// After a failure: let all writers go on; what they would have kept waiting for is owed.
-    pub(super) fn give_up_flight(&mut self) {
+    /// Releases all blocked writers after a failure. Their pages stay owed.
+    pub(super) fn abandon_flight(&mut self) {
         if let Tracking::Synchronous(tracker, copies) = &self.tracking {
             while let Some(claim) = tracker.claim(u64::MAX) {
                 drop(claim);
@@ -240,7 +240,7 @@ impl Session {
     }
 }
 
-/// A fault that is being served counts as in flight for some microseconds after the last claim.
+/// Waits for faults in flight: a fault that is being served counts as such for some microseconds after the last claim.
 fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
@@ -253,12 +253,12 @@ fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
     }
 }
 
-/// Let the owner snapshot disks, with the guest stopped.
-fn run_hook(command: &str, name: &str, checkpoint: u64) -> Result<(), SessionError> {
+/// Runs the user's command that snapshots disks while the guest is stopped.
+fn run_hook(command: &str, name: &str, checkpoint: u64) -> Result<(), CheckpointError> {
     let mut shell = Command::new("sh");
     shell.args(["-c", command]).env("REKINDLE_VM", name).env("REKINDLE_CHECKPOINT", checkpoint.to_string());
-    let failed = |why| SessionError::Hook { command: command.into(), why };
+    let failed = |why| CheckpointError::Hook { command: command.into(), why };
     let output = shell.stdin(Stdio::null()).output().map_err(|e| failed(e.to_string()))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    if output.status.success() { Ok(()) } else { Err(failed(format!("{}; it said: {said}", output.status))) }
+    let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    if output.status.success() { Ok(()) } else { Err(failed(format!("{}; it printed: {stderr}", output.status))) }
 }

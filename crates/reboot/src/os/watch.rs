@@ -10,7 +10,7 @@ use super::helpers::{HelperSupervisor, chain};
 use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
 use crate::vmm::{Failure, Problem, RebootError};
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_protect::owned::{Over, Owned};
+use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
@@ -251,8 +251,8 @@ fn report_end(rundir: &RunDir, vmm: &Vmm) {
     let mut reported = false;
     // An operation that holds the VM has requested the shutdown, or handles it.
     while vmm.is_alive() && lock::holder(rundir).is_none() {
-        let result = match (Owned::read(rundir), State::read(rundir)) {
-            (Ok(Some(owned)), Ok(Some(state))) => owned.report_end(rundir, &state),
+        let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
+            (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
             (Err(e), _) => Err(e.into()),
             (_, Err(e)) => Err(e.into()),
@@ -260,7 +260,10 @@ fn report_end(rundir: &RunDir, vmm: &Vmm) {
         match result {
             Ok(()) => return,
             // Another host has the guest: its end here does not concern the store.
-            Err(e) if e.is::<Over>() || e.downcast_ref::<StoreError>().is_some_and(|e| e.kind() == "superseded") => {
+            Err(e)
+                if e.is::<OwnedElsewhere>()
+                    || e.downcast_ref::<StoreError>().is_some_and(|e| e.kind() == "superseded") =>
+            {
                 return;
             }
             Err(e) => {

@@ -229,8 +229,8 @@ fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered,
         return boot_after_loss(held, journal, None);
     }
     Ok(match settle(host, held, journal)? {
-        Settled::Back => Recovered::MovedBack,
-        Settled::Away => Recovered::MovedAway,
+        Settled::ResumedHere => Recovered::MovedBack,
+        Settled::RunsThere => Recovered::MovedAway,
     })
 }
 

@@ -6,9 +6,9 @@ use super::store::identity;
 use crate::cli::{self, Move};
 use crate::output::{Output, duration};
 use anyhow::{Context, Result};
-use rekindle_protect::moving::source::{Settings, check, start};
+use rekindle_protect::moving::source::{MoveSettings, check, start};
 use rekindle_protect::moving::target;
-use rekindle_protect::moving::{Event, Far, Moved};
+use rekindle_protect::moving::{MoveEvent, MoveReport, RemoteHost};
 use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
 use std::fs::File;
@@ -18,8 +18,8 @@ use std::process::ExitCode;
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
-    let settings = Settings {
-        far: far(&arguments.far),
+    let settings = MoveSettings {
+        remote: remote_host(&arguments.far),
         store: absolute_store(&arguments.store)?,
         create_store: arguments.create_store,
         identity: identity(&arguments.tls),
@@ -27,7 +27,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
         qemu: arguments.qemu.clone(),
     };
     let interrupted = interrupts()?;
-    let mut report = |event: &Event| {
+    let mut report = |event: &MoveEvent| {
         let _ = output.result(event, format!("{name}: {event}"));
     };
     if arguments.dry_run {
@@ -42,12 +42,12 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) fn far(arguments: &cli::Far) -> Far {
+pub(super) fn remote_host(arguments: &cli::Far) -> RemoteHost {
     let cli::Far { to, ssh, rekindle } = arguments;
-    Far { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
+    RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
 }
 
-pub(super) fn text(moved: &Moved) -> String {
+pub(super) fn text(moved: &MoveReport) -> String {
     let there = moved.there.as_ref().map_or_else(String::new, |there| {
         let waited = if there.prepared { ", prepared before" } else { "" };
         format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)

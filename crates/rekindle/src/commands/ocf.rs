@@ -11,9 +11,9 @@ use rekindle_cluster::monitor::{Verdict, monitor as check_running};
 use rekindle_cluster::resource::Resource;
 use rekindle_cluster::start::{StartResult, start as begin};
 use rekindle_cluster::stop::{self, stop as end};
-use rekindle_protect::moving::Event;
+use rekindle_protect::moving::MoveEvent;
 use rekindle_protect::moving::source::check;
-use rekindle_protect::protector::{Disks, Settings};
+use rekindle_protect::protector::{Disks, ProtectSettings};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Stoppable};
@@ -42,7 +42,7 @@ fn resource(arguments: &OcfResource) -> Resource {
         (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
         (None, None) => Disks::Refuse,
     };
-    let protect = Settings {
+    let protect = ProtectSettings {
         store: arguments.store.clone(),
         identity: identity(&arguments.tls),
         every: arguments.every.as_duration(),
@@ -116,8 +116,8 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
 
 fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
-    let mut report = |event: &Event| tracing::debug!("{event}");
-    let (far, deadline) = (moving::far(&arguments.far), deadline(&arguments.resource));
+    let mut report = |event: &MoveEvent| tracing::debug!("{event}");
+    let (far, deadline) = (moving::remote_host(&arguments.far), deadline(&arguments.resource));
     if arguments.dry_run {
         let (name, would) = (resource.name.to_string(), format!("move its guest to {}", far.host));
         let checked = check(&Host::open()?, &resource.name, &move_settings(&resource, far), &mut report);

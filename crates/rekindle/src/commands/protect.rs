@@ -5,9 +5,9 @@ use super::store::identity;
 use crate::cli::{DiskRule, NameOnly, Protect};
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_protect::event::Event;
+use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
-use rekindle_protect::protector::{Disks, Settings, StopReason, protect as run};
+use rekindle_protect::protector::{Disks, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
@@ -18,7 +18,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
         (None, None) => Disks::Refuse,
     };
-    let settings = Settings {
+    let settings = ProtectSettings {
         store: arguments.store.clone(),
         identity: identity(&arguments.tls),
         every: arguments.every.as_duration(),
@@ -36,8 +36,8 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
     let mut wrong = 0;
-    let mut report = |event: &Event| {
-        if let Event::Compared(compared) = event {
+    let mut report = |event: &ProtectEvent| {
+        if let ProtectEvent::Compared(compared) = event {
             wrong += compared.wrong;
         }
         let _ = output.result(event, format!("{name}: {event}"));

@@ -3,7 +3,7 @@
 use crate::cli::Recover;
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_protect::owned::Owned;
+use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::restore::start_pager;
 use rekindle_reboot::vmm::{self, SilentQemuPolicy};
 use rekindle_vm::host::Host;
@@ -16,7 +16,7 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
-    if let Some(owned) = Owned::read(&rundir)? {
+    if let Some(owned) = OwnerRecord::read(&rundir)? {
         // The interrupted operation may have ended the guest here after another host had become its owner.
         owned.may_run(&rundir)?;
     }

@@ -23,7 +23,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
         qemu: arguments.qemu.clone(),
         hold_output: arguments.output_commit,
-        take_over: None,
+        move_claim: None,
     };
     if arguments.prepare {
         let waits = prepare(&host, &arguments.name, &request)?;

@@ -108,7 +108,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
     fs::write(here.path("ssh-none"), "#!/bin/sh\nexit 255\n").unwrap();
     let mut nowhere = managed.command(there, "migrate-to", &["--to", "b", "--within", "60s", "--ssh"]);
     nowhere.arg(format!("sh {}", here.path("ssh-none").display()));
-    there.finish(nowhere).status(1).says(&["the line to b has broken"]);
+    there.finish(nowhere).status(1).says(&["the connection to b has broken"]);
     managed.wait_checkpoints(2);
 
     // What was cut off in the pause is finished by a stop, and from its last checkpoint the guest does not go on.

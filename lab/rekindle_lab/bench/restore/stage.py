@@ -19,7 +19,9 @@ from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.stores import Store
 
 FILL_DEADLINE_S = 600.0
-_FILLED = re.compile(r"all memory is there: (\d+) pages on demand \(the longest wait (\d+) µs\), (\d+) behind")
+_FILLED = re.compile(
+    r"all memory is loaded: (\d+) pages on demand \(the longest wait (\d+) µs\), (\d+) in the background"
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 //! The candidates of a VM: where they are, and whether they may be used.
 
 use super::SkippedCandidate;
-use rekindle_protect::candidate::{self, Found};
+use rekindle_protect::candidate::{self, StoredCandidate};
 use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
@@ -101,7 +101,7 @@ pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> 
     let none = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
     let path = path_of(host, rundir, state, phase);
     let store = StoreUrl::Directory(path.clone());
-    match candidate::look(&store) {
+    match candidate::describe(&store) {
         _ if !path.exists() => none("none was saved of this phase".into()),
         Err(RestoreError::Store(StoreError::Empty { .. })) => none("none was saved of this phase".into()),
         Err(e) => none(chain(&e)),
@@ -112,7 +112,7 @@ pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> 
     }
 }
 
-fn judge(rundir: &RunDir, state: &State, found: &Found) -> Result<CandidateInfo, String> {
+fn judge(rundir: &RunDir, state: &State, found: &StoredCandidate) -> Result<CandidateInfo, String> {
     let about: CandidateInfo = serde_json::from_value::<CandidateInfo>(found.about.clone())
         .map_err(|e| format!("cannot read its description: {e}"))?;
     if comparable(&found.hardware) != comparable(&state.hardware) {

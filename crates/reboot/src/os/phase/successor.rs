@@ -17,7 +17,7 @@ use crate::vmm::{Problem, RebootError, Replacement, cold, switch};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::stand_in::StandIn;
 use rekindle_memory::directory::PreviousRam;
-use rekindle_protect::candidate::{self, Loaded, Moment, Next};
+use rekindle_protect::candidate::{self, BeforeLoad, CandidateLoad, LoadedCandidate};
 use rekindle_protect::pager;
 use rekindle_protect::restore::{Clock, RestoreError};
 use rekindle_qemu::agent;
@@ -44,7 +44,7 @@ const RESTORED_COMMAND: &str = "systemctl --no-block start rekindle-restored.tar
 pub(super) struct ResumedGuest {
     pub(super) vmm: Vmm,
     pub(super) state: State,
-    pub(super) loaded: Loaded,
+    pub(super) loaded: LoadedCandidate,
     /// When it was resumed: host clock, µs.
     pub(super) resumed: u64,
     /// Memory of the previous guest that is still to be freed.
@@ -84,17 +84,17 @@ pub(super) fn load(
     let (port, resumed, destination_qemu) = (RefCell::new(None), RefCell::new(host_us()), RefCell::new(None));
     let mut recorder = std::mem::replace(&mut replacement.recorder, Recorder::new(&name, ""));
     let mut previous_ram = Vec::new();
-    let mut ready = |moment: Moment<'_>| {
+    let mut ready = |moment: BeforeLoad<'_>| {
         std::mem::swap(moment.recorder, &mut replacement.recorder);
         let next_guest = GuestToResume { candidate, end, state: &state, stand_ins: &taps.stand_ins };
         let taken =
-            replace_source(replacement, moment.journal, moment.injector, moment.bring_all, shutdown, &next_guest);
+            replace_source(replacement, moment.journal, moment.injector, moment.fill_all, shutdown, &next_guest);
         std::mem::swap(moment.recorder, &mut replacement.recorder);
         let (freed, elsewhere) = taken.map_err(|e| RestoreError::Before(Box::new(e)))?;
         previous_ram = freed;
         Ok(elsewhere)
     };
-    let next = Next {
+    let next = CandidateLoad {
         rundir: &rundir,
         hardware: &waits,
         binary: &binary,
@@ -115,7 +115,7 @@ pub(super) fn load(
                 tracing::warn!("{name}: cannot notify the guest that it was set back: {e}");
             }
         },
-        told: &|| {
+        clock_notified: &|| {
             let destination_qemu = destination_qemu.borrow();
             port.borrow().is_some()
                 && destination_qemu.as_ref().is_some_and(|destination_qemu| has_read(&name, destination_qemu))

@@ -1,11 +1,11 @@
-//! From a QEMU that waits with empty RAM to a guest that runs, and what can wait until it does.
+//! Load, resume and settle: from a destination QEMU with empty RAM to a running guest.
 //!
-//! Until the guest runs, this process itself brings the pages that are waited for; then a pager of its own takes over: to
-//! start it takes time that the guest would have to wait.
+//! Until the guest runs, this process itself supplies the pages that are waited for; then a pager process takes over. Its start
+//! takes time that the guest would have to wait.
 
-use super::checkpoint::Ahead;
+use super::checkpoint::LoadInput;
 use super::{CAPABILITIES, Request, RestoreError, Restored, same_blocks, same_processors};
-use crate::pager::{Fill, PagerEvent, Source, lock};
+use crate::pager::{CheckpointPages, Fill, PagerEvent, lock};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::sched::{self, PriorityBoost, Rank};
@@ -45,22 +45,21 @@ const LOAD: Duration = Duration::from_secs(600);
 const EAGER: Duration = Duration::from_secs(24 * 3600);
 /// How long a pager may take to open the store. The guest gets its pages meanwhile.
 const PAGER: Duration = Duration::from_secs(60);
-/// How long an agent may take to set the guest's clock: its own pages come on demand.
+/// How long an agent may take to set the guest's clock: its own pages load on demand.
 const AGENT: Duration = Duration::from_secs(5);
-/// How long QEMU may take to tell that the guest has the agent's port open.
+/// How long QEMU may take to report that the guest has the agent's port open.
 const PORT: Duration = Duration::from_millis(20);
 
-/// What became of the guest's clock, which goes on from the time of the checkpoint.
+/// Whether the guest's clock was set. Otherwise it continues from the time of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Clock {
-    /// Its agent has set it.
+    /// Set by its agent.
     Set,
-    /// The guest was told the time, and sets it itself.
-    Told,
-    /// No agent runs in the guest.
+    /// The guest was notified of the time, and sets its clock itself.
+    #[serde(rename = "told")]
+    SetByGuest,
     NoAgent,
-    /// It could not be set.
     Failed(String),
 }
 
@@ -68,36 +67,36 @@ impl std::fmt::Display for Clock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Set => write!(f, "its clock is set"),
-            Self::Told => write!(f, "it was told the time"),
-            Self::NoAgent => write!(f, "its clock is that of the checkpoint, since no agent runs in it"),
-            Self::Failed(why) => write!(f, "its clock is that of the checkpoint, since it cannot be set: {why}"),
+            Self::SetByGuest => write!(f, "it sets its clock itself"),
+            Self::NoAgent => write!(f, "its clock continues from the checkpoint, since no agent runs in it"),
+            Self::Failed(why) => write!(f, "its clock continues from the checkpoint, since it cannot be set: {why}"),
         }
     }
 }
 
-/// A QEMU that waits for a state.
+/// A destination QEMU that waits for device state.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct DestinationQemu {
     pub(crate) vmm: Vmm,
     pub(crate) qmp: Qmp,
     pub(crate) ram: GuestRam,
     pub(crate) journal: Journal,
-    /// It waited before this command.
+    /// It was prepared by an earlier command.
     pub(crate) prepared: bool,
-    /// Its memory was registered before this command, too.
-    pub(crate) registered: Option<Registered>,
+    /// Set if its memory was registered by an earlier command, too.
+    pub(crate) registered: Option<RegisteredMemory>,
 }
 
-/// A QEMU whose guest's memory is waited for by whoever touches it, and which reads its state from a pipe. Nothing of the guest's is there.
+/// The registered memory of a QEMU that reads its device state from a pipe: access to a missing page blocks, and all of them are missing.
 #[derive(Debug)]
-pub(crate) struct Registered {
+pub(crate) struct RegisteredMemory {
     injector: Injector,
     pager: Pager,
     feed: Feed,
 }
 
-impl Registered {
-    /// Register its blocks `paged`.
+impl RegisteredMemory {
+    /// Registers the blocks `paged`.
     pub(crate) fn new(vmm: &Vmm, qmp: &mut Qmp, ram: &GuestRam, paged: &[String]) -> Result<Self, RestoreError> {
         let injector = Injector::new(vmm.process())?;
         let pager = Pager::register(injector, ram, |id| paged.iter().any(|paged| paged == id), None)?;
@@ -105,8 +104,8 @@ impl Registered {
     }
 }
 
-impl Waiting {
-    /// Start one.
+impl DestinationQemu {
+    /// Starts one.
     pub(crate) fn start(
         rundir: &RunDir,
         binary: &Binary,
@@ -130,45 +129,45 @@ fn journalled(rundir: &RunDir) -> impl Fn(std::io::Error) -> RestoreError {
     move |source| RestoreError::Journal { path: path.clone(), source }
 }
 
-/// Sets the flag when it goes, however that comes about.
-struct Ending<'a>(&'a AtomicBool);
+/// Sets the flag on drop, also during a panic.
+struct SetOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Ending<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-/// The pages that are waited for, brought by this process.
+/// A thread that supplies the pages that are waited for.
 struct OnDemand<'scope, 'env> {
-    ending: Ending<'env>,
+    ending: SetOnDrop<'env>,
     thread: ScopedJoinHandle<'scope, Result<Progress, PagerError>>,
     _lock: File,
 }
 
-/// Pages of a checkpoint, which may still have to be committed.
-struct Coming<'a> {
-    ahead: &'a Ahead,
-    tell: Option<&'a mut dyn FnMut(&PagerEvent)>,
-    source: Option<Source<'a>>,
+/// Pages of a checkpoint that may not be committed yet.
+struct UncommittedPages<'a> {
+    input: &'a LoadInput,
+    on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
+    source: Option<CheckpointPages<'a>>,
 }
 
-impl<'a> Coming<'a> {
-    fn new(ahead: &'a Ahead, tell: &'a mut dyn FnMut(&PagerEvent)) -> Self {
-        Self { ahead, tell: Some(tell), source: None }
+impl<'a> UncommittedPages<'a> {
+    fn new(input: &'a LoadInput, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+        Self { input, on_event: Some(on_event), source: None }
     }
 }
 
-impl PageSource for Coming<'_> {
+impl PageSource for UncommittedPages<'_> {
     type Error = RestoreError;
 
     fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, RestoreError> {
-        if let Some(tell) = self.tell.take() {
-            self.source = Some(Source::new(self.ahead.image()?, tell));
+        if let Some(on_event) = self.on_event.take() {
+            self.source = Some(CheckpointPages::new(self.input.image()?, on_event));
         }
         match &mut self.source {
             Some(source) => Ok(source.page(block, page, buffer)?),
-            None => Err(RestoreError::NotCommitted { number: self.ahead.number }),
+            None => Err(RestoreError::NotCommitted { number: self.input.number }),
         }
     }
 
@@ -180,210 +179,214 @@ impl PageSource for Coming<'_> {
     }
 }
 
-/// A QEMU has all that it can have before its guest is loaded into it: empty RAM whose pages are waited for, and devices that have done nothing.
-pub struct Moment<'a> {
-    /// The timeline.
+/// A destination QEMU just before the load: its RAM is empty and blocks on access, its devices have done nothing.
+pub struct BeforeLoad<'a> {
     pub recorder: &'a mut Recorder,
-    /// The operation's.
+    /// The journal of the operation.
     pub journal: &'a mut Journal,
-    /// Into the QEMU that waits.
+    /// Injects into the destination QEMU.
     pub injector: Injector,
-    /// Set while there is time to bring memory that nobody waits for.
-    pub bring_all: &'a AtomicBool,
+    /// Set it to load pages in the background as long as there is time.
+    pub fill_all: &'a AtomicBool,
 }
 
-/// What is done at that moment. Gives how much of the time that took is nobody's loading.
-pub type Ready<'a> = dyn FnMut(Moment<'_>) -> Result<Duration, RestoreError> + 'a;
+/// Called at that moment. Returns how much of the time that it took is not part of the load.
+pub type OnReady<'a> = dyn FnMut(BeforeLoad<'_>) -> Result<Duration, RestoreError> + 'a;
 
 /// The VM that a guest is loaded into.
-pub(crate) struct Seat<'a> {
+pub(crate) struct LoadTarget<'a> {
     pub(crate) rundir: &'a RunDir,
     pub(crate) hardware: &'a Hardware,
-    /// Called when nothing is left but to load the guest's devices, and to let it go on. Until then another QEMU may run; what a load sets outside of
-    /// its QEMU, as the offloads of a tap, is not to be another guest's.
-    pub(crate) ready: &'a mut Ready<'a>,
+    /// Called when only the load of the devices and the resume are left. Another QEMU of the VM may run until then; the load changes things
+    /// outside of its QEMU, such as the offloads of a tap, which another guest must not get.
+    pub(crate) ready: &'a mut OnReady<'a>,
     /// Called as soon as the guest runs.
     pub(crate) resumed: &'a dyn Fn(),
-    /// Whether the guest has been told the time by then. An agent that sets it has the guest's processor busy for a second (`hwclock --systohc`).
-    pub(crate) told: &'a dyn Fn() -> bool,
-    /// Records the QEMU that runs it, and ends the operation.
+    /// Whether the guest was notified of the time by then. An agent that sets it keeps a processor of the guest busy for a second (`hwclock --systohc`).
+    pub(crate) clock_notified: &'a dyn Fn() -> bool,
+    /// Records the QEMU that runs the guest, and ends the operation.
     pub(crate) settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
 }
 
-/// How a guest is loaded.
-pub(crate) struct Load<'a> {
+/// How to load a guest.
+pub(crate) struct LoadOptions<'a> {
     pub(crate) store: &'a StoreUrl,
     pub(crate) identity: Option<&'a Identity>,
-    /// Bring all memory before the guest goes on.
+    /// Load all memory before the guest resumes.
     pub(crate) eager: bool,
-    /// When the command began.
+    /// When the command started.
     pub(crate) began: Instant,
-    /// Hold what the guest sends.
+    /// Hold network output.
     pub(crate) hold: bool,
-    /// Set before the guest is let go.
-    pub(crate) begun: Option<&'a AtomicBool>,
+    /// Set before the guest is resumed.
+    pub(crate) may_run: Option<&'a AtomicBool>,
 }
 
-/// Becoming the store's owner, under way beside the load.
+/// A thread that becomes the store's owner during the load.
 pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
 
-/// [`go`] for a VM that had none before.
-pub(super) fn go_in(
+/// [`load_and_resume`] for a VM that had no QEMU before.
+pub(super) fn load_into_slot(
     place: &VmSlot<'_>,
-    waiting: Waiting,
-    ahead: &Ahead,
+    waiting: DestinationQemu,
+    input: &LoadInput,
     fence: Option<Fence<'_>>,
     request: &Request,
     recorder: &mut Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    let seat = Seat {
+    let target_vm = LoadTarget {
         rundir: &place.rundir,
         hardware: &place.state.hardware,
         ready: &mut |_| Ok(Duration::ZERO),
         resumed: &|| {},
-        told: &|| false,
+        clock_notified: &|| false,
         settle: &|journal, vmm, qmp| Ok(place.settle(journal, vmm, qmp.version().clone()).map(drop)?),
     };
-    let begun = request.take_over.as_ref().map(|take_over| &take_over.begun);
-    let load = Load {
+    let may_run = request.move_claim.as_ref().map(|move_claim| &move_claim.may_run);
+    let load = LoadOptions {
         store: &request.store,
         identity: request.identity.as_ref(),
         eager: request.eager,
         began,
         hold: request.hold_output,
-        begun,
+        may_run,
     };
-    go(seat, waiting, ahead, fence, &load, recorder)
+    load_and_resume(target_vm, waiting, input, fence, &load, recorder)
 }
 
-/// Load the checkpoint and let the guest go, once `fence` says that the store is ours and the checkpoint its newest.
-pub(crate) fn go(
-    seat: Seat<'_>,
-    waiting: Waiting,
-    ahead: &Ahead,
+/// Loads the checkpoint, and resumes the guest once `fence` confirms that we own the store and the checkpoint is its newest.
+pub(crate) fn load_and_resume(
+    target_vm: LoadTarget<'_>,
+    waiting: DestinationQemu,
+    input: &LoadInput,
     fence: Option<Fence<'_>>,
-    load: &Load<'_>,
+    load: &LoadOptions<'_>,
     recorder: &mut Recorder,
 ) -> Result<Restored, RestoreError> {
-    let Waiting { vmm, mut qmp, ram, mut journal, prepared, registered } = waiting;
-    let number = ahead.number;
-    same_processors(&mut qmp, seat.hardware, number)?;
-    same_blocks(&ram, &ahead.blocks, number, &ahead.paged)?;
+    let DestinationQemu { vmm, mut qmp, ram, mut journal, prepared, registered } = waiting;
+    let number = input.number;
+    same_processors(&mut qmp, target_vm.hardware, number)?;
+    same_blocks(&ram, &input.blocks, number, &input.paged)?;
     let unloaded = |source| {
-        let said = log_tail(&vmm.directory(), 10);
-        RestoreError::Load { name: seat.rundir.name().to_owned(), number, said, source }
+        let log = log_tail(&vmm.directory(), 10);
+        RestoreError::Load { name: target_vm.rundir.name().to_owned(), number, log, source }
     };
     let (stream, registered) = thread::scope(|scope| {
-        let stream = scope.spawn(|| ahead.stream(&ram));
-        let first = scope.spawn(|| ahead.first());
-        // From here on whoever touches a missing page waits.
+        let stream = scope.spawn(|| input.stream(&ram));
+        let first = scope.spawn(|| input.first());
+        // From here on, access to a missing page blocks.
         let mut registered = match registered {
             Some(registered) => registered,
-            None => Registered::new(&vmm, &mut qmp, &ram, &ahead.paged)?,
+            None => RegisteredMemory::new(&vmm, &mut qmp, &ram, &input.paged)?,
         };
-        registered.pager.overwrite(&ram, &mut Coming::new(ahead, &mut |_| {}))?;
+        registered.pager.overwrite(&ram, &mut UncommittedPages::new(input, &mut |_| {}))?;
         let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        ahead.put_first(&first, &mut registered.pager)?;
+        input.put_first(&first, &mut registered.pager)?;
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, RestoreError>((stream, registered))
     })?;
-    let Registered { injector, mut pager, mut feed } = registered;
+    let RegisteredMemory { injector, mut pager, mut feed } = registered;
     fault::point("restore.renew.registered", None, Some(&vmm));
     recorder.step("register its memory");
 
-    let name = seat.rundir.name().to_owned();
+    let name = target_vm.rundir.name().to_owned();
     let (end, all) = (AtomicBool::new(false), AtomicBool::new(false));
-    // The thread that serves keeps nothing of what a failed restore gives back.
+    // Ends the thread that supplies pages also when the load fails.
     thread::scope(|scope| {
-        let ending = Ending(&end);
+        let ending = SetOnDrop(&end);
         let (stop, all) = (&end, &all);
-        // Its descriptor goes with the thread: once the pager has ended that took over, a zero page would be waited for as long as ours is open.
-        let thread = scope.spawn(move || pager.run_on_demand(&mut Coming::new(ahead, &mut |_| {}), stop, all));
+        // The thread also owns the descriptor: after the pager has taken over and ended, a zero page would block as long as ours is open.
+        let thread =
+            scope.spawn(move || pager.run_on_demand(&mut UncommittedPages::new(input, &mut |_| {}), stop, all));
 
-        let moment = Moment { recorder: &mut *recorder, journal: &mut journal, injector, bring_all: all };
-        let elsewhere = (seat.ready)(moment)?;
+        let before_load = BeforeLoad { recorder: &mut *recorder, journal: &mut journal, injector, fill_all: all };
+        let not_loading = (target_vm.ready)(before_load)?;
         all.store(false, Ordering::Relaxed);
         recorder.phase(Phase::Renew);
-        let at_first = go_first(&vmm);
+        let raised = raise_priority(&vmm);
         feed.write(&stream).map_err(&unloaded)?;
         drop(feed);
         wait_loaded(&mut qmp, LOAD).map_err(&unloaded)?;
         fault::point("restore.renew.loaded", None, Some(&vmm));
         recorder.step("load its devices");
 
-        // From here on the memory that is brought is this VM's.
-        let held = lock(seat.rundir)?;
-        let info = ahead.image()?.info();
-        let paged = ahead.paged.clone();
-        Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(seat.rundir)?;
+        // From here on the loaded memory is this VM's.
+        let held = lock(target_vm.rundir)?;
+        let info = input.image()?.info();
+        let paged = input.paged.clone();
+        Fill::new(load.store.clone(), load.identity, info, vmm.clone(), &ram, paged).write(target_vm.rundir)?;
         let mut on_demand = Some(OnDemand { ending, thread, _lock: held });
         if let Some(on_demand) = on_demand.take_if(|_| load.eager) {
-            hand_over(seat.rundir, on_demand);
-            wait_filled(seat.rundir, &vmm)?;
-            recorder.step("bring its memory");
+            hand_over(target_vm.rundir, on_demand);
+            wait_filled(target_vm.rundir, &vmm)?;
+            recorder.step("fill its memory");
         }
         if let Some(fence) = fence {
             fence.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             recorder.step("own the store");
         }
         if load.hold {
-            Hold::begin(&mut qmp, seat.hardware.nets.iter().map(|net| net.id.as_str()))?;
+            Hold::begin(&mut qmp, target_vm.hardware.nets.iter().map(|net| net.id.as_str()))?;
             recorder.step("hold its output");
         }
         recorder.phase(Phase::Resume);
-        if let Some(begun) = load.begun {
-            begun.store(true, Ordering::SeqCst);
+        if let Some(may_run) = load.may_run {
+            may_run.store(true, Ordering::SeqCst);
         }
-        journal.advance(Step::Resume).map_err(journalled(seat.rundir))?;
+        journal.advance(Step::Resume).map_err(journalled(target_vm.rundir))?;
         fault::point("restore.resume.journalled", None, Some(&vmm));
         qmp.drop_events();
         qmp.execute::<Value>("cont", ())?;
         let named = |e: &rekindle_qemu::qmp::Event| (e.name == "RESUME").then_some(e.host_us);
         let resumed = qmp.wait_event("RESUME", Duration::from_secs(10), named)?;
-        let us = (load.began.elapsed().saturating_sub(elsewhere).as_micros() as u64)
+        let us = (load.began.elapsed().saturating_sub(not_loading).as_micros() as u64)
             .saturating_sub(host_us().saturating_sub(resumed));
-        drop(at_first);
-        (seat.resumed)();
+        drop(raised);
+        (target_vm.resumed)();
         fault::point("restore.resume.resumed", None, Some(&vmm));
         recorder.step("resume");
 
         recorder.phase(Phase::Settle);
-        // Switches and neighbours learn where it is now.
+        // Switches and neighbors learn its new location.
         let rounds = json!({"initial": 50, "max": 550, "rounds": 5, "step": 100});
         if let Err(e) = qmp.execute::<Value>("announce-self", rounds) {
             tracing::debug!("{name}: its network cards were not announced: {e}");
         }
-        network::forward_ports(&mut qmp, seat.hardware);
+        network::forward_ports(&mut qmp, target_vm.hardware);
         let pid = vmm.pid;
-        (seat.settle)(journal, vmm.clone(), &qmp)?;
+        (target_vm.settle)(journal, vmm.clone(), &qmp)?;
         fault::point("restore.settle.recorded", None, Some(&vmm));
         recorder.step("record");
         if let Some(on_demand) = on_demand {
-            hand_over(seat.rundir, on_demand);
+            hand_over(target_vm.rundir, on_demand);
             recorder.step("start its pager");
         }
         fault::point("restore.settle.handed-over", None, Some(&vmm));
-        let clock = if (seat.told)() { Clock::Told } else { set_clock(&mut qmp, &vmm, seat.hardware.agent) };
-        recorder.step(if clock == Clock::Told { "tell the guest" } else { "set its clock" });
-        let filled = !seat.rundir.fill().exists();
+        let clock = if (target_vm.clock_notified)() {
+            Clock::SetByGuest
+        } else {
+            set_clock(&mut qmp, &vmm, target_vm.hardware.agent)
+        };
+        recorder.step(if clock == Clock::SetByGuest { "notify the guest of the time" } else { "set its clock" });
+        let filled = !target_vm.rundir.fill().exists();
         let (checkpoint, taken_us) = (info.number, info.time_us);
         Ok(Restored { name: name.clone(), checkpoint, taken_us, us, pid, filled, prepared, unused: None, clock })
     })
 }
 
-/// Its main thread and its monitor go before the guest's processors and before what reads the store.
-fn go_first(vmm: &Vmm) -> PriorityBoost {
-    let mut at_first = PriorityBoost::default();
+/// Raises the priority of QEMU's main thread and monitor over that of the guest's processors and of the threads that read the store.
+fn raise_priority(vmm: &Vmm) -> PriorityBoost {
+    let mut raised = PriorityBoost::default();
     let rank = |name: &str| [sched::MAIN, "IO mon_iothread"].contains(&name).then_some(Rank::First);
-    if let Err(e) = at_first.threads_of(vmm.process(), rank) {
-        tracing::debug!("the load is scheduled as everything else: {e}");
+    if let Err(e) = raised.threads_of(vmm.process(), rank) {
+        tracing::debug!("cannot raise the priority of QEMU's threads for the load: {e}");
     }
-    at_first
+    raised
 }
 
-/// Start the process that brings the VM's memory, and let it take over from this one. The guest runs: what goes wrong is told,
-/// and `recover` starts another pager.
+/// Starts the pager process, and lets it take over from this one. The guest runs: a failure is logged, and `recover`
+/// starts another pager.
 fn hand_over(rundir: &RunDir, on_demand: OnDemand<'_, '_>) {
     let ready = UnixStream::pair().and_then(|(ours, theirs)| {
         spawn_pager(rundir, &["--hand-over"], Stdio::from(OwnedFd::from(theirs)))?;
@@ -393,21 +396,21 @@ fn hand_over(rundir: &RunDir, on_demand: OnDemand<'_, '_>) {
     if let Err(e) = ready {
         let (name, log) = (rundir.name(), log(rundir));
         tracing::warn!(
-            "the pager of {name} does not begin ({e}; see {}); pages of the guest that are missing wait until: rekindle recover {name}",
+            "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to start a pager: rekindle recover {name}",
             log.display()
         );
     }
     let OnDemand { ending, thread, _lock: lock } = on_demand;
     drop(ending);
     match thread.join() {
-        Ok(Ok(progress)) => tracing::debug!("{} pages were waited for until here", progress.demanded),
+        Ok(Ok(progress)) => tracing::debug!("{} pages were supplied before the pager took over", progress.demanded),
         Ok(Err(e)) => tracing::warn!("{e}"),
         Err(panic) => std::panic::resume_unwind(panic),
     }
     drop(lock);
 }
 
-/// Have the guest's clock set by its agent, if it has one.
+/// Has the guest's agent set its clock, if it has one.
 fn set_clock(qmp: &mut Qmp, vmm: &Vmm, has_port: bool) -> Clock {
     let deadline = Instant::now() + PORT;
     loop {
@@ -430,7 +433,7 @@ fn failed(why: &dyn std::fmt::Display) -> Clock {
     Clock::Failed(why.to_string())
 }
 
-/// Start the process that brings the VM's memory.
+/// Starts the pager process.
 ///
 /// # Errors
 /// [`RestoreError::Start`].
@@ -456,8 +459,8 @@ fn wait_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
     let deadline = Instant::now() + EAGER;
     while rundir.fill().exists() {
         if !vmm.is_alive() || Instant::now() > deadline {
-            let said = last_lines(&log(rundir), 10);
-            return Err(RestoreError::NotFilled { name: rundir.name().into(), said });
+            let log = last_lines(&log(rundir), 10);
+            return Err(RestoreError::NotFilled { name: rundir.name().into(), log });
         }
         thread::sleep(Duration::from_millis(5));
     }

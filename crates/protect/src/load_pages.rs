@@ -1,8 +1,8 @@
-//! The pages that QEMU itself looks at when it loads a guest's devices: above all the rings of its virtio devices.
+//! The pages that QEMU itself reads while it loads a guest's devices: mostly the rings of its virtio devices.
 //!
-//! Each that is missing then costs a fault and a read of the store, one after the other, while the guest waits. So a
-//! checkpoint says which they are (`first` in its metadata), and a restore reads them together, while QEMU is made ready. It is
-//! a hint: what is missing in it, or wrong, costs time only.
+//! Each of them that is missing costs a fault and a read of the store, one after the other, while the guest waits. So a
+//! checkpoint lists them (`first` in its metadata), and a restore reads them together while QEMU starts. The list is a hint:
+//! an error in it costs time only.
 
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_memory::ram::GuestRam;
@@ -21,68 +21,64 @@ use std::thread;
 
 /// Key in the metadata of a checkpoint.
 pub(crate) const KEY: &str = "first";
-/// More pages than these are not worth it.
-const MOST: usize = 1024;
-/// Reads that are under way at a time.
+/// Longer lists are not worth reading.
+const MAX_PAGES: usize = 1024;
+/// Concurrent reads.
 const READERS: usize = 4;
-/// Parts that are read one by one.
+/// Parts that the readers share.
 const PARTS: usize = 32;
 
-/// What QEMU looks at in the memory of any PC: the option ROM by which it helps old guests to a local APIC (`kvmvapic`), and video
+/// Pages that QEMU reads in the memory of any PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and video
 /// memory where there is no video card.
-const OF_A_PC: [u64; 5] = [0xb8, 0xc0, 0xc1, 0xc2, 0xc3];
+const PC_PAGES: [u64; 5] = [0xb8, 0xc0, 0xc1, 0xc2, 0xc3];
 
 /// Pages with their content: block, page, content.
 pub(crate) type Pages = Vec<(usize, u64, Box<Page>)>;
 
-/// Pages that follow one another: block, first page, how many.
+/// Adjacent pages: block, first page, count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Run(usize, u64, u64);
+pub(crate) struct PageRun(usize, u64, u64);
 
-impl Run {
-    /// Some pages of a block.
+impl PageRun {
     pub(crate) fn new(block: usize, pages: Range<u64>) -> Self {
         Self(block, pages.start, pages.end.saturating_sub(pages.start))
     }
 
-    /// The block.
     pub(crate) fn block(&self) -> usize {
         self.0
     }
 
-    /// Numbers of its pages.
+    /// Page numbers.
     pub(crate) fn numbers(&self) -> Range<u64> {
         self.1..self.1.saturating_add(self.2)
     }
 
-    /// How many they are.
     pub(crate) fn count(&self) -> u64 {
         self.2
     }
 
-    /// Its pages.
     pub(crate) fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
         let block = self.0;
         self.numbers().map(move |page| (block, page))
     }
 }
 
-/// Pages as runs.
-pub(crate) fn runs(pages: impl IntoIterator<Item = PageId>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+/// Merges adjacent pages into runs.
+pub(crate) fn runs(pages: impl IntoIterator<Item = PageId>) -> Vec<PageRun> {
+    let mut runs: Vec<PageRun> = Vec::new();
     for (block, page) in pages {
         match runs.last_mut().filter(|run| run.0 == block && run.numbers().end == page) {
-            Some(Run(_, _, count)) => *count += 1,
-            None => runs.push(Run(block, page, 1)),
+            Some(PageRun(_, _, count)) => *count += 1,
+            None => runs.push(PageRun(block, page, 1)),
         }
     }
     runs
 }
 
-/// The pages that the QEMU behind `qmp` would look at first; none if it does not tell.
-pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
+/// The pages that the QEMU of `qmp` would read during a load; none if it does not report them.
+pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
     let ranges = rings::of(qmp).unwrap_or_else(|e| {
-        tracing::debug!("where the rings of its virtio devices are is not known: {e}");
+        tracing::debug!("cannot locate the rings of the virtio devices: {e}");
         Vec::new()
     });
     let page = PAGE_SIZE as u64;
@@ -93,44 +89,45 @@ pub(crate) fn of(qmp: &mut Qmp, ram: &GuestRam) -> Vec<Run> {
         let end = range.end.min(block.used().end);
         pages.extend(((range.start - block.address) / page..(end - block.address).div_ceil(page)).map(|n| (index, n)));
     }
-    runs(pages.into_iter().take(MOST))
+    runs(pages.into_iter().take(MAX_PAGES))
 }
 
-/// Read those that the checkpoint names, of the blocks `paged`, and those that the state `devices` names. What cannot be read comes
-/// when it is asked for.
+/// Reads the listed pages in the blocks `paged`, and those that the device state `devices` refers to. A page that cannot be read is
+/// loaded on demand.
 pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
-    let named: Vec<Run> = match image.metadata() {
+    let named: Vec<PageRun> = match image.metadata() {
         Ok(metadata) => metadata.get(KEY).cloned().map(serde_json::from_value).and_then(Result::ok).unwrap_or_default(),
         Err(e) => {
-            tracing::debug!("what is needed first is not known: {e}");
+            tracing::debug!("the pages that a load needs are not known: {e}");
             return Pages::new();
         }
     };
     let blocks = &image.info().blocks;
-    let there =
+    let block_pages =
         |block: usize| blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages());
-    // Its address is its place in the block: it is below 4 GiB.
+    // Its address is its offset in the block: it is below 4 GiB.
     let generation = stream::generation_address(devices).map(|address| address / PAGE_SIZE as u64);
     let main = blocks.iter().position(|block| block.id == MAIN_RAM);
-    let fixed =
-        main.into_iter().flat_map(|main| OF_A_PC.into_iter().chain(generation).map(move |page| Run(main, page, 1)));
+    let fixed = main
+        .into_iter()
+        .flat_map(|main| PC_PAGES.into_iter().chain(generation).map(move |page| PageRun(main, page, 1)));
     let pages: BTreeSet<(usize, u64)> = fixed
         .chain(named)
-        .flat_map(|Run(block, first, count)| {
-            (first..first.saturating_add(count).min(there(block))).map(move |page| (block, page))
+        .flat_map(|PageRun(block, first, count)| {
+            (first..first.saturating_add(count).min(block_pages(block))).map(move |page| (block, page))
         })
-        .take(MOST)
+        .take(MAX_PAGES)
         .collect();
     let pages: Vec<_> = pages.into_iter().collect();
-    together(image, &pages, |_| true).unwrap_or_else(|e| {
-        tracing::debug!("what is needed first could not be read: {e}");
+    read_parallel(image, &pages, |_| true).unwrap_or_else(|e| {
+        tracing::debug!("cannot read the pages that a load needs: {e}");
         Pages::new()
     })
 }
 
-/// Read pages, several parts at a time: a disk does several reads as fast as one. Gives those that `keep` says, in the order
-/// asked for.
-pub(crate) fn together(
+/// Reads `pages` in parallel: a disk does several reads as fast as one. Returns those that `keep` accepts, in the given
+/// order.
+pub(crate) fn read_parallel(
     image: &Image,
     pages: &[(usize, u64)],
     keep: impl Fn(&Page) -> bool + Sync,

@@ -1,0 +1,309 @@
+//! The connection to Rekindle on another host.
+
+use super::protocol::{Answer, MAX_LINE, Message};
+use rekindle_kernel::lines::{self, Lines, write_by};
+use rekindle_kernel::output::waiting_in;
+use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long the other side may take to end after the connection is closed.
+const END_PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes that can be sent while the other side does not read.
+const PIPE: usize = 1 << 20;
+/// How long output that was written before its end may take to arrive.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+/// How long a line may take for which the pipe should have room. The guest is stopped meanwhile.
+const ROOM: Duration = Duration::from_millis(100);
+
+/// Another host, and how to reach it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteHost {
+    /// The host, as ssh names it.
+    pub host: String,
+    /// The command that runs another one there, with its options: `ssh -p 2222`. Its arguments are the host and one text, for a shell there.
+    pub ssh: String,
+    /// The path of Rekindle there.
+    pub rekindle: String,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectionError {
+    /// The ssh command cannot be started.
+    #[error("`{command}` cannot be started")]
+    Start {
+        /// The ssh command.
+        command: String,
+        #[source]
+        source: io::Error,
+    },
+    /// A name that ssh would parse as an option.
+    #[error("`{host}` cannot be the name of a host")]
+    Host { host: String },
+    /// The other side has ended.
+    #[error("the connection to {host} has broken; check what `{command}` prints there")]
+    Broken {
+        host: String,
+        /// The command there.
+        command: String,
+    },
+    /// An answer that is not in the protocol.
+    #[error("{host} answers `{answer}`, which is not an answer of Rekindle; do both hosts have the same version?")]
+    NotAnAnswer {
+        host: String,
+        /// Its beginning.
+        answer: String,
+    },
+    /// A line that is longer than any answer.
+    #[error("{host} answers with more than {} MiB; check what `{command}` prints there", MAX_LINE >> 20)]
+    TooLong {
+        host: String,
+        /// The command there.
+        command: String,
+    },
+    /// It has not read a message, or has not sent a complete answer, in time.
+    #[error("{host} has not answered within {} s", patience.as_secs())]
+    Silent { host: String, patience: Duration },
+}
+
+impl RemoteHost {
+    fn remote_command(&self) -> String {
+        format!("{} receive", quoted(&self.rekindle))
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new("sh");
+        // The shell splits `ssh` only.
+        command.args(["-c", &format!("exec {} \"$@\"", self.ssh), "sh", &self.host, &self.remote_command()]);
+        command
+    }
+
+    /// Starts Rekindle there.
+    pub(super) fn connect(&self) -> Result<Connection, ConnectionError> {
+        if self.host.is_empty() || self.host.starts_with('-') {
+            return Err(ConnectionError::Host { host: self.host.clone() });
+        }
+        let failed = |source| ConnectionError::Start { command: self.ssh.clone(), source };
+        let spawned = self.command().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = spawned.map_err(failed)?;
+        let to = child.stdin.take();
+        if let Some(to) = &to {
+            // The default size would hold less.
+            let _ = fcntl_setpipe_size(to, PIPE);
+        }
+        let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
+        let answers = Lines::new(File::from(OwnedFd::from(from)), MAX_LINE);
+        Ok(Connection { host: self.host.clone(), command: self.remote_command(), child, to, answers })
+    }
+}
+
+/// Encodes a message.
+fn line_of(message: &Message) -> Option<Vec<u8>> {
+    let mut line = serde_json::to_vec(message).ok()?;
+    line.push(b'\n');
+    Some(line)
+}
+
+/// Quotes `word` for a shell.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// A connection to Rekindle on another host. Dropping it ends the other side.
+#[derive(Debug)]
+pub(super) struct Connection {
+    host: String,
+    command: String,
+    child: Child,
+    to: Option<ChildStdin>,
+    answers: Lines<File>,
+}
+
+impl Connection {
+    pub(super) fn host(&self) -> &str {
+        &self.host
+    }
+
+    fn broken(&self) -> ConnectionError {
+        ConnectionError::Broken { host: self.host.clone(), command: self.command.clone() }
+    }
+
+    /// Writes `line` within `patience`. After an error, part of the line may have been written, so that nothing more can be written.
+    fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), ConnectionError> {
+        let Some(to) = &mut self.to else { return Err(self.broken()) };
+        write_by(to, line, Instant::now() + patience).map_err(|e| {
+            self.to = None;
+            match e {
+                lines::LineError::Late => ConnectionError::Silent { host: self.host.clone(), patience },
+                _ => self.broken(),
+            }
+        })
+    }
+
+    /// Sends a message, which the other side has to read within `patience`.
+    pub(super) fn send(&mut self, message: &Message, patience: Duration) -> Result<(), ConnectionError> {
+        let line = line_of(message).ok_or_else(|| self.broken())?;
+        self.write(&line, patience)
+    }
+
+    /// Sends a message if the pipe has room for it: all earlier messages were answered, so the pipe is empty. Returns
+    /// whether it was sent.
+    pub(super) fn send_if_room(&mut self, message: &Message) -> Result<bool, ConnectionError> {
+        let line = line_of(message).ok_or_else(|| self.broken())?;
+        let room = self.to.as_ref().and_then(|to| fcntl_getpipe_size(to).ok()).unwrap_or(0);
+        if line.len() > room {
+            return Ok(false);
+        }
+        self.write(&line, ROOM).map(|()| true)
+    }
+
+    /// Reads an answer, which must be complete within `patience`.
+    pub(super) fn read_answer(&mut self, patience: Duration) -> Result<Answer, ConnectionError> {
+        let host = || self.host.clone();
+        let line = self.answers.next_by(Instant::now() + patience).map_err(|e| match e {
+            lines::LineError::Late => ConnectionError::Silent { host: host(), patience },
+            lines::LineError::TooLong { .. } => {
+                ConnectionError::TooLong { host: host(), command: self.command.clone() }
+            }
+            lines::LineError::Closed | lines::LineError::Io(_) => {
+                ConnectionError::Broken { host: host(), command: self.command.clone() }
+            }
+        })?;
+        serde_json::from_slice(&line).map_err(|_| {
+            let answer = String::from_utf8_lossy(&line).trim_end().chars().take(200).collect();
+            ConnectionError::NotAnAnswer { host: host(), answer }
+        })
+    }
+
+    /// Sends a message and reads its answer. `patience` applies to each of the two.
+    pub(super) fn ask(&mut self, message: &Message, patience: Duration) -> Result<Answer, ConnectionError> {
+        let broken = match self.send(message, patience) {
+            Ok(()) => return self.read_answer(patience),
+            Err(silent @ ConnectionError::Silent { .. }) => return Err(silent),
+            Err(broken) => broken,
+        };
+        // It may have sent the reason before it ended.
+        match self.read_answer(LAST_OUTPUT) {
+            Ok(rejected @ Answer::Refused { .. }) => Ok(rejected),
+            Err(answer @ ConnectionError::NotAnAnswer { .. }) => Err(answer),
+            _ => Err(broken),
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // It ends by itself at the end of its input, and removes what it has prepared.
+        self.to = None;
+        let deadline = Instant::now() + END_PATIENCE;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                break;
+            }
+            // A full pipe would block it before its end.
+            let _ = waiting_in(&mut self.answers.stream(), MAX_LINE);
+            thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::super::protocol::StoppedState;
+    use super::*;
+    use rekindle_vm::disks::Epochs;
+
+    fn remote(ssh: &str, rekindle: &str) -> RemoteHost {
+        RemoteHost { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
+    }
+
+    fn state(len: usize) -> Message {
+        let (devices_changed, changed) = (Vec::new(), Vec::new());
+        let (devices, content, epochs) = (String::new(), "A".repeat(len), Epochs::new());
+        Message::State(StoppedState {
+            checkpoint: 1,
+            devices_bytes: 0,
+            devices_changed,
+            devices,
+            epochs,
+            changed,
+            content,
+        })
+    }
+
+    #[test]
+    fn the_ssh_command_gets_the_host_and_one_text() {
+        // As ssh does it: the text is for a shell there.
+        let script = r#"sh -c 'shift; printf "{\"refused\":{\"why\":\"%s\"}}\n" "$*"' -- -x"#;
+        let mut line = remote(script, "/opt/it is/rekindle").connect().unwrap();
+        let Answer::Refused { why } = line.read_answer(END_PATIENCE).unwrap() else { panic!("another answer") };
+        assert_eq!(why, "b '/opt/it is/rekindle' receive");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert!(matches!(line.read_answer(END_PATIENCE), Err(ConnectionError::Broken { .. })));
+    }
+
+    #[test]
+    fn an_error_quotes_what_is_not_an_answer() {
+        let mut line = remote("echo Permission denied #", "rekindle").connect().unwrap();
+        let e = line.read_answer(END_PATIENCE).unwrap_err().to_string();
+        assert!(e.contains("Permission denied"), "{e}");
+    }
+
+    #[test]
+    fn an_error_quotes_what_was_printed_before_the_end() {
+        let mut line = remote("echo Permission denied #", "rekindle").connect().unwrap();
+        line.child.wait().unwrap();
+        let e = line.ask(&Message::Prepare {}, END_PATIENCE).unwrap_err().to_string();
+        assert!(e.contains("Permission denied"), "{e}");
+        let e = line.ask(&Message::Prepare {}, END_PATIENCE).unwrap_err();
+        assert!(matches!(e, ConnectionError::Broken { .. }), "{e}");
+    }
+
+    #[test]
+    fn a_host_that_looks_like_an_option_is_rejected() {
+        let remote = RemoteHost { host: "-oProxyCommand=x".into(), ..remote("ssh", "rekindle") };
+        assert!(matches!(remote.connect(), Err(ConnectionError::Host { .. })));
+    }
+
+    #[test]
+    fn a_message_for_which_the_pipe_has_no_room_is_not_sent() {
+        let mut line = remote("sleep 60 #", "rekindle").connect().unwrap();
+        assert!(line.send_if_room(&state(PIPE / 2)).unwrap());
+        assert!(!line.send_if_room(&state(PIPE)).unwrap());
+        line.child.kill().unwrap();
+    }
+
+    #[test]
+    fn a_silent_host_is_not_a_broken_connection() {
+        let mut line = remote("cat #", "rekindle").connect().unwrap();
+        assert!(matches!(line.read_answer(Duration::from_millis(1)), Err(ConnectionError::Silent { .. })));
+    }
+
+    #[test]
+    fn a_host_that_reads_nothing_is_a_timeout() {
+        let mut line = remote("sleep 10 #", "rekindle").connect().unwrap();
+        let e = line.ask(&state(2 * PIPE), Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(e, ConnectionError::Silent { .. }), "{e}");
+        // It has read part of a line: no other line may follow.
+        let e = line.send(&Message::Prepare {}, END_PATIENCE).unwrap_err();
+        assert!(matches!(e, ConnectionError::Broken { .. }), "{e}");
+        line.child.kill().unwrap();
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_an_error() {
+        let mut line = remote("yes $(printf %0100d 0) | tr -d '\\n' #", "rekindle").connect().unwrap();
+        let e = line.read_answer(END_PATIENCE).unwrap_err();
+        assert!(matches!(e, ConnectionError::TooLong { .. }), "{e}");
+        line.child.kill().unwrap();
+    }
+}
