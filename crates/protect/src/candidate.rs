@@ -142,8 +142,8 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
 }
 
 fn block(block: &rekindle_memory::ram::Block) -> types::Block {
-    let told = &block.told;
-    types::Block { id: told.id.clone(), used: told.used, max: told.total, page_size: told.page_size }
+    let info = &block.info;
+    types::Block { id: info.id.clone(), used: info.used, max: info.total, page_size: info.page_size }
 }
 
 /// Look at the candidate in a store.

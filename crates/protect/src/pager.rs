@@ -5,7 +5,7 @@
 
 use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::missing::{Content, Last, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Completion, Content, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
@@ -125,7 +125,7 @@ impl Fill {
         ram: &GuestRam,
         paged: Vec<String>,
     ) -> Self {
-        let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
+        let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from elsewhere.
         let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
@@ -348,14 +348,14 @@ struct Letting<'a> {
 }
 
 impl Letting<'_> {
-    fn go(&mut self) -> Last {
+    fn go(&mut self) -> Completion {
         match filling::lock(self.rundir) {
             Ok(Some(lock)) => {
                 self.lock = Some(lock);
                 fault::point("fill.end.locked", None, None);
                 match Fill::read(self.rundir) {
-                    Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Last::HandedOver,
-                    _ => Last::Release,
+                    Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Completion::HandedOver,
+                    _ => Completion::Release,
                 }
             }
             Ok(None) => {
@@ -365,11 +365,11 @@ impl Letting<'_> {
                 {
                     tracing::debug!("the protector cannot be told that all is there: {e}");
                 }
-                Last::Wait
+                Completion::Wait
             }
             Err(e) => {
                 tracing::debug!("whether a protector goes by the record cannot be told: {e}");
-                Last::Wait
+                Completion::Wait
             }
         }
     }

@@ -158,7 +158,7 @@ impl Session {
         let injector = Injector::new(target.process())?;
         let copies = Arc::<Mutex<Copies>>::default();
         if !matches!(begin, Begin::Resume) || policy == Policy::Cow {
-            tracker::sweep(injector).map_err(TrackError::from)?;
+            tracker::close_leftovers(injector).map_err(TrackError::from)?;
         }
         // A QEMU of another user may not make a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
@@ -186,7 +186,7 @@ impl Session {
                 (_, Begin::Resume) => match Asynchronous::resume(injector, Arc::clone(&ram), stopped)? {
                     Some(tracker) => (Tracking::Asynchronous(tracker), true),
                     None => {
-                        tracker::sweep(injector).map_err(TrackError::from)?;
+                        tracker::close_leftovers(injector).map_err(TrackError::from)?;
                         anew(stopped)?
                     }
                 },
@@ -200,7 +200,7 @@ impl Session {
         // What the servers wrote while nobody noted it may be anything.
         let resumed = resumed && served.went_on;
         let owed = match (&mut tracking, resumed) {
-            (Tracking::Filling(tracker), true) => tracker.others_whole()?,
+            (Tracking::Filling(tracker), true) => tracker.all_of_other_blocks()?,
             (Tracking::Filling(tracker), false) => tracker.everything()?,
             (_, true) => nothing(&ram),
             (_, false) => Dirty::everything(&ram)?,
@@ -263,16 +263,16 @@ impl Session {
 
     /// Bytes of all RAM blocks.
     pub(crate) fn ram_bytes(&self) -> u64 {
-        self.ram.blocks().iter().map(|block| block.told.used).sum()
+        self.ram.blocks().iter().map(|block| block.info.used).sum()
     }
 
     /// The RAM blocks as a store wants them.
     fn table(&self) -> Vec<types::Block> {
         let one = |block: &Block| types::Block {
-            id: block.told.id.clone(),
-            used: block.told.used,
-            max: block.told.total,
-            page_size: block.told.page_size,
+            id: block.info.id.clone(),
+            used: block.info.used,
+            max: block.info.total,
+            page_size: block.info.page_size,
         };
         self.ram.blocks().iter().map(one).collect()
     }

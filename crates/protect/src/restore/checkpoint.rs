@@ -165,14 +165,14 @@ fn read_small(image: &Image, paged: &[String]) -> Result<first::Pages, RestoreEr
 pub(super) fn put_small(image: &Image, paged: &[String], ram: &GuestRam, process: Process) -> Result<(), RestoreError> {
     for (index, page, content) in read_small(image, paged)? {
         let block = image.info().blocks.get(index);
-        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.told.id == block.id));
+        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.info.id == block.id));
         let Some(ours) = ours else { continue };
         let address = ours.address + page * PAGE_SIZE as u64;
         if !ours.used().contains(&address) {
             continue;
         }
         if let Err(e) = memory::write(process, address, &*content) {
-            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.told.id);
+            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.info.id);
         }
     }
     Ok(())
@@ -246,7 +246,7 @@ impl Ahead {
     pub(super) fn put_first(&self, first: &first::Pages, pager: &mut Pager) -> Result<(), PagerError> {
         first.iter().try_for_each(|(block, page, content)| {
             let id = self.blocks.get(*block).map_or("", |block| &block.id);
-            pager.put_ahead(id, *page, content)
+            pager.prefill_page(id, *page, content)
         })
     }
 
@@ -288,7 +288,7 @@ impl Ahead {
 
 /// The pages that QEMU has of a block. The others are zero.
 fn there(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
-    let Some(ours) = ram.blocks().iter().find(|ours| ours.told.id == block.id) else { return Ok(BTreeMap::new()) };
+    let Some(ours) = ram.blocks().iter().find(|ours| ours.info.id == block.id) else { return Ok(BTreeMap::new()) };
     let runs = ram.populated(ours)?;
     let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];
     ram.read(ours, &runs, &mut content)?;

@@ -439,7 +439,7 @@ fn same_blocks(
     paged: &[String],
 ) -> Result<(), RestoreError> {
     let differ = |what: String| RestoreError::Blocks { number, what };
-    let ours: Vec<_> = ram.blocks().iter().map(|block| &block.told).collect();
+    let ours: Vec<_> = ram.blocks().iter().map(|block| &block.info).collect();
     for block in theirs {
         match ours.iter().find(|ours| ours.id == block.id) {
             None => return Err(differ(format!("it has no block {}", block.id))),

@@ -164,7 +164,7 @@ impl Session {
                 drop(claim);
                 send(checkpoint, number, &runs, &self.buffer)?;
             }
-            tracker.landed().or_else(|_| wait_landed(tracker))?;
+            tracker.check_all_copied().or_else(|_| wait_landed(tracker))?;
             let copies = std::mem::take(&mut *lock(copies));
             if let Some(e) = copies.failed {
                 return Err(SessionError::Void(e));
@@ -244,7 +244,7 @@ impl Session {
 fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
-        match tracker.landed() {
+        match tracker.check_all_copied() {
             Err(TrackError::InFlight { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(50));
             }
