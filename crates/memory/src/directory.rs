@@ -34,9 +34,7 @@ pub enum RamError {
     /// The directory cannot be used.
     #[error("RAM directory {}", path.display())]
     Directory {
-        /// The directory.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -47,7 +45,6 @@ pub enum RamError {
         path.display(), mib(*requested), mib(*left), mib(*free), mib(*promised)
     )]
     TooSmall {
-        /// The directory.
         path: PathBuf,
         /// Bytes requested.
         requested: u64,
@@ -67,7 +64,6 @@ pub enum RamError {
         pages.remedy(*requested)
     )]
     TooFewHugePages {
-        /// The directory.
         path: PathBuf,
         /// Bytes requested.
         requested: u64,
@@ -81,7 +77,6 @@ pub enum RamError {
         path.display(), mib(*requested), mib(*left)
     )]
     Withheld {
-        /// The directory.
         path: PathBuf,
         /// Bytes requested.
         requested: u64,
@@ -93,10 +88,7 @@ pub enum RamError {
     },
     /// A file of that name exists.
     #[error("RAM file {} exists: a VM of that name runs, or an operation was interrupted; run `rekindle recover`", path.display())]
-    Exists {
-        /// The file.
-        path: PathBuf,
-    },
+    Exists { path: PathBuf },
 }
 
 fn mib(bytes: u64) -> String {

@@ -25,40 +25,32 @@ pub enum GuestRamError {
     /// The memory map of the process cannot be read.
     #[error("cannot read the memory map of QEMU (process {pid}): run as root")]
     Maps {
-        /// QEMU.
         pid: u32,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A block's file cannot be opened.
     #[error("cannot open the file of RAM block {id} ({name}): run as root, or as QEMU's user")]
     File {
-        /// The block.
         id: String,
         /// The file's name as the kernel reports it.
         name: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A block cannot be read.
     #[error("cannot read RAM block {id} at {:#x}..{:#x}", range.start, range.end)]
     Read {
-        /// The block.
         id: String,
         /// Offsets in the block.
         range: Range<u64>,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The populated pages cannot be determined.
     #[error("cannot determine which pages of RAM block {id} are populated")]
     Scan {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: ScanError,
     },

@@ -18,7 +18,7 @@ use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
-use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer, admin, types};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin, types};
 use rekindle_vm::journal::Journal;
 use rekindle_vm::place::Made;
 use rekindle_vm::rundir::RunDir;
@@ -158,7 +158,7 @@ pub fn look(store: &StoreUrl) -> Result<Found, RestoreError> {
 }
 
 fn open(store: &StoreUrl) -> Result<Chosen, RestoreError> {
-    let image = Image::open(store, &Which { unlooked: true, ..Which::default() })?;
+    let image = Image::open(store, &ReadOptions { lazy: true, ..ReadOptions::default() })?;
     let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
     Ok(Chosen { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
 }

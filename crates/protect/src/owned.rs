@@ -6,7 +6,7 @@
 
 use crate::progress::Progress;
 use crate::target::TargetError;
-use rekindle_store::remote::{Identity, Spare};
+use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::life::LifeError;
@@ -117,7 +117,7 @@ impl Owned {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::begin_over(&Spare::default(), rundir, store, identity, vm, owner, only_if)
+        Self::begin_over(&SpareConnections::default(), rundir, store, identity, vm, owner, only_if)
     }
 
     /// As [`Owned::begin`], over a line to a server that is there already.
@@ -125,7 +125,7 @@ impl Owned {
     /// # Errors
     /// As [`Owned::begin`].
     pub fn begin_over(
-        spare: &Spare,
+        spare: &SpareConnections,
         rundir: &RunDir,
         store: &StoreUrl,
         identity: Option<&Identity>,

@@ -11,7 +11,7 @@ use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
-use rekindle_store::{Image, StoreError, StoreUrl, Which};
+use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::{disks, fault};
 use rustix::fs::{FlockOperation, flock};
@@ -133,9 +133,9 @@ impl Fill {
         Self { format: FORMAT, store, identity, number, vmm, blocks, paged, epoch, stage }
     }
 
-    fn which(&self) -> Which {
+    fn which(&self) -> ReadOptions {
         let identity = self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca });
-        Which { at: Some(self.number), identity, ..Which::default() }
+        ReadOptions { at: Some(self.number), identity, ..ReadOptions::default() }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

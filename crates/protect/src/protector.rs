@@ -16,7 +16,7 @@ use rekindle_memory::directory::is_direct;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
-use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer, admin};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
@@ -386,7 +386,7 @@ impl<'a> Loop<'a> {
         if plan.policy == Policy::Cow {
             return Err(wait("policy cow wants the memory for itself"));
         }
-        let which = Which { identity: self.settings.identity.clone(), ..Which::default() };
+        let which = ReadOptions { identity: self.settings.identity.clone(), ..ReadOptions::default() };
         let newest = match Image::open(store, &which) {
             Ok(image) => Commit { number: image.info().number, epoch: image.info().epoch },
             Err(StoreError::Empty { .. }) => return Err(wait("that of another store")),
@@ -479,7 +479,7 @@ impl<'a> Loop<'a> {
         let committed = self.newest.unwrap_or_default();
         // What it collects goes nowhere: a protector after one that was killed here must not go on incrementally.
         Progress { collected: committed + 1, committed, ..self.progress(session) }.write(session.target.rundir());
-        let which = Which { at: self.newest, identity: self.settings.identity.clone(), ..Which::default() };
+        let which = ReadOptions { at: self.newest, identity: self.settings.identity.clone(), ..ReadOptions::default() };
         session.compare(&Image::open(&self.settings.store, &which)?)
     }
 

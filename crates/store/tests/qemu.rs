@@ -9,7 +9,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_store::export::{export, import};
 use rekindle_store::types::{Block, PAGE_SIZE, Vm};
-use rekindle_store::{Image, Options, StoreUrl, Which, Writer};
+use rekindle_store::{Image, Options, ReadOptions, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::env;
 use std::fs::{self, File};
@@ -145,7 +145,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     assert!(committed.pages.stored > 50 && committed.pages.unchanged > 10_000, "{committed:?}");
     drop(writer);
 
-    let image = Image::open(&url, &Which::default()).unwrap();
+    let image = Image::open(&url, &ReadOptions::default()).unwrap();
     let plain = path("plain");
     let bytes = export(&image, &mut File::create(&plain).unwrap(), None, &mut |_, _| {}).unwrap();
     assert_eq!(bytes, fs::metadata(&plain).unwrap().len());
@@ -175,7 +175,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     let committed = import(&mut writer, File::open(&saved).unwrap(), &json!({"by": "qemu"}), &mut |_| {}).unwrap();
     assert_eq!(committed.number, 1);
     drop(writer);
-    let image = Image::open(&url, &Which::default()).unwrap();
+    let image = Image::open(&url, &ReadOptions::default()).unwrap();
     for (block, content) in &memory {
         let position = image.block(&block.id).unwrap_or_else(|| panic!("{} is not there", block.id));
         image

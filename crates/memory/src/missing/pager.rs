@@ -50,18 +50,14 @@ pub enum PagerError {
     /// A block cannot be registered, or a page cannot be put into it.
     #[error("cannot fill RAM block {id}")]
     Block {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: UserfaultError,
     },
     /// The present pages cannot be determined or overwritten.
     #[error("cannot find or overwrite the present pages of RAM block {id}")]
     Present {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -73,24 +69,18 @@ pub enum PagerError {
         "cannot fetch page {page} of RAM block {block}; a guest that needs it waits until another pager takes over"
     )]
     Source {
-        /// The block.
         block: String,
         /// The page, in units of 4 KiB.
         page: u64,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// QEMU has ended.
     #[error("QEMU (process {pid}) has ended before all of its memory was filled")]
-    QemuEnded {
-        /// QEMU.
-        pid: u32,
-    },
+    QemuEnded { pid: u32 },
     /// Waiting failed.
     #[error("cannot wait for faults")]
     Wait {
-        /// Why.
         #[source]
         source: io::Error,
     },

@@ -61,18 +61,14 @@ pub enum TrackError {
     /// A block cannot be registered, protected or released.
     #[error("cannot track RAM block {id}")]
     Block {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: UserfaultError,
     },
     /// The page tables cannot be read.
     #[error("cannot read what was written to RAM block {id}")]
     Scan {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: ScanError,
     },
@@ -82,7 +78,6 @@ pub enum TrackError {
     /// A test write was not recorded.
     #[error("tracking of RAM block {id} does not work on this host: a test write at {address:#x} was not recorded")]
     Unproven {
-        /// The block.
         id: String,
         /// Address of the test write.
         address: u64,
@@ -90,27 +85,20 @@ pub enum TrackError {
     /// The page for the test write could not be read or written.
     #[error("cannot test the tracking of RAM block {id}")]
     Proof {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// There is no such block.
     #[error("QEMU has no RAM block {id}")]
-    NoBlock {
-        /// The block.
-        id: String,
-    },
+    NoBlock { id: String },
     /// This kernel keeps no soft-dirty bits.
     #[error("this kernel keeps no soft-dirty bits: it was built without CONFIG_MEM_SOFT_DIRTY")]
     NoSoftDirty,
     /// Soft-dirty bits cannot be cleared.
     #[error("cannot clear the soft-dirty bits of process {pid}: run as root")]
     Clear {
-        /// QEMU.
         pid: u32,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -127,20 +115,13 @@ pub enum TrackError {
     #[error(
         "RAM block {id} is completely filled, and its pager has ended the record of writes; track it from the start"
     )]
-    Filled {
-        /// The block.
-        id: String,
-    },
+    Filled { id: String },
     /// The guest gave back pages of a block during each attempt to read the record.
     #[error("the guest gives back pages of RAM block {id} too fast to read the record of writes; try again")]
-    Restless {
-        /// The block.
-        id: String,
-    },
+    Restless { id: String },
     /// The thread that serves writers could not be started, or has ended.
     #[error("cannot serve the guest's writes")]
     Thread {
-        /// Why.
         #[source]
         source: io::Error,
     },

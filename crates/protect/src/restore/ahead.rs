@@ -13,7 +13,7 @@ use crate::first::{self, Run, runs};
 use crate::recipe::Recipe;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
-use rekindle_store::remote::Spare;
+use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::Vm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::disks::{self, Epochs};
@@ -49,7 +49,7 @@ pub(crate) struct Looked<'a> {
     ahead: Ahead,
     /// What QEMU is going to have in the blocks that are not brought on demand.
     small: Contents,
-    spare: Spare,
+    spare: SpareConnections,
 }
 
 /// Lines to the store that are needed when the checkpoint counts: to read it, and to become its owner.
@@ -90,7 +90,7 @@ impl<'a> Looked<'a> {
             small.extend(differing.iter().map(|(block, page, content)| ((*block, *page), content.clone())));
         }
         let ahead = Ahead { pages: Some(pages), ..ahead };
-        let spare = Spare::default();
+        let spare = SpareConnections::default();
         spare.make(&request.store, request.identity.as_ref(), LINES)?;
         Ok(Self { site, plan, prepared, ready, vm, recipe, ahead, small, spare })
     }
@@ -112,7 +112,7 @@ impl<'a> Looked<'a> {
     }
 
     /// Lines to the store that are there already.
-    pub(crate) fn spare(&self) -> Spare {
+    pub(crate) fn spare(&self) -> SpareConnections {
         self.spare.clone()
     }
 

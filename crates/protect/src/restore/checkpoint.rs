@@ -13,7 +13,7 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_store::image::PageId;
 use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
-use rekindle_store::{Image, Which};
+use rekindle_store::{Image, ReadOptions};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
@@ -37,7 +37,7 @@ impl Chosen {
     pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
         let spare = request.take_over.as_ref().map(|take_over| take_over.spare.clone()).unwrap_or_default();
         let identity = request.identity.clone();
-        let which = Which { at: request.at, identity, unlooked: true, spare, ..Which::default() };
+        let which = ReadOptions { at: request.at, identity, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Odd)?;

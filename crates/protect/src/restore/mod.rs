@@ -32,7 +32,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::StreamError;
 use rekindle_qemu::transfer::{Capabilities, TransferError};
 use rekindle_qemu::vmm::VmmError;
-use rekindle_store::remote::{Identity, Spare};
+use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
@@ -86,7 +86,7 @@ pub struct TakeOver {
     /// The guest has been let go, or may have been.
     pub begun: AtomicBool,
     /// Lines to the store that are there already.
-    pub spare: Spare,
+    pub spare: SpareConnections,
 }
 
 /// Why a guest was not restored.

@@ -59,7 +59,7 @@ enum Step {
 
 /// A host: with which epoch its guest began, its protector.
 #[derive(Debug, Default)]
-struct Place {
+struct Host {
     run: Option<u64>,
     protector: Option<Engine>,
 }
@@ -98,7 +98,7 @@ fn check_told(e: &StoreError, run: u64, holds: bool) {
 
 fn play(steps: Vec<(usize, Step)>) {
     let disk = new_store();
-    let mut places: [Place; 3] = Default::default();
+    let mut places: [Host; 3] = Default::default();
     let mut truth = Truth { model: Model { keep: 3, ..Model::default() }, ..Truth::default() };
     for (n, (host, step)) in steps.into_iter().enumerate() {
         let place = &mut places[host];
@@ -110,7 +110,7 @@ fn play(steps: Vec<(usize, Step)>) {
                 }
                 truth.epoch += 1;
                 assert_eq!(begin(&disk, "start web", guest, None).unwrap(), truth.epoch);
-                *place = Place { run: Some(truth.epoch), protector: None };
+                *place = Host { run: Some(truth.epoch), protector: None };
                 (truth.holder, truth.owner) = (Some(host), None);
                 if guest == Guest::Booted {
                     truth.current = 0;

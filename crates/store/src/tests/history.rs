@@ -1,7 +1,7 @@
 //! Random histories against the model: checkpoints, aborts, what `keep` says, compaction, base indices, reopening.
 
 use super::disk::MemoryDisk;
-use super::model::{Change, Model, check_image, open, unlooked};
+use super::model::{Change, Model, check_image, lazy, open};
 use crate::error::StoreError;
 use crate::types::PAGE_SIZE;
 use proptest::prelude::*;
@@ -115,14 +115,14 @@ fn an_image_that_was_opened_before_its_owner_went_on_is_read_or_gone_by_name() {
     for n in 0..3 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
-    let late = unlooked(&disk, None).unwrap();
+    let late = lazy(&disk, None).unwrap();
     let expected = model.checkpoints.get(&3).unwrap().clone();
     model.commit(&mut engine, &change(3)).unwrap();
     engine.compact().unwrap();
     engine.settle().unwrap();
     engine.tidy();
     check_image(&late, 3, &expected);
-    let late = unlooked(&disk, Some(4)).unwrap();
+    let late = lazy(&disk, Some(4)).unwrap();
     for n in 4..7 {
         model.commit(&mut engine, &change(n)).unwrap();
     }

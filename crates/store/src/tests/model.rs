@@ -91,8 +91,8 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
 }
 
 /// One whose pages are looked for later.
-pub fn unlooked(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open_unlooked(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+pub fn lazy(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open_lazily(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
 /// Send pages to an engine, some to a frame.
@@ -166,7 +166,7 @@ impl Model {
         assert_eq!(image(disk, None).unwrap().info().number, self.newest());
         for (number, expected) in &self.checkpoints {
             check_image(&image(disk, Some(*number)).unwrap(), *number, expected);
-            check_image(&unlooked(disk, Some(*number)).unwrap(), *number, expected);
+            check_image(&lazy(disk, Some(*number)).unwrap(), *number, expected);
         }
         let e = image(disk, Some(self.newest() + 1)).unwrap_err();
         let have: Vec<u64> = self.checkpoints.keys().copied().collect();
