@@ -1,4 +1,4 @@
-//! Measures a store on this machine, beside `dd` of the same bytes on the same disk:
+//! Measures a store on this machine, compared with `dd` of the same bytes on the same disk:
 //!
 //! ```text
 //! cargo run --release -p rekindle-store --example commit -- DIRECTORY [ROUNDS]

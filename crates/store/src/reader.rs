@@ -29,7 +29,7 @@ pub struct ReadOptions {
     pub spare: SpareConnections,
 }
 
-/// One checkpoint, opened for reading. Several threads can read at once.
+/// One checkpoint, opened for reading. Several threads can read it concurrently.
 #[derive(Debug)]
 pub struct Image {
     source: Source,
@@ -47,7 +47,7 @@ impl Image {
     /// Opens a checkpoint of a store.
     ///
     /// It stays readable while the owner writes, as long as it is kept; [`crate::Writer::hold`] keeps it. With
-    /// [`Which::lazy`] damage to the index is told when the first page is read.
+    /// [`ReadOptions::lazy`] damage to the index is reported when the first page is read.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`], damage by

@@ -63,7 +63,7 @@ impl Guest {
         let blocks = ramblock::list(&mut self.qmp).unwrap();
         let read = |block: RamBlock| {
             let mut content = vec![0; block.used as usize];
-            memory::read(process, block.address.expect("a QEMU that tells where its RAM is"), &mut content).unwrap();
+            memory::read(process, block.address.expect("a QEMU that reports RAM addresses"), &mut content).unwrap();
             (block, content)
         };
         blocks.into_iter().map(read).collect()
@@ -158,7 +158,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     second.wait("query-status", "running");
     drop(second);
 
-    // For a QEMU as everybody starts it.
+    // For a QEMU with default options.
     let named = path("named");
     export(&image, &mut File::create(&named).unwrap(), Some("pc-q35-7.2"), &mut |_, _| {}).unwrap();
     let mut third = Guest::start(directory.path(), "third", &["-S", "-incoming", "defer"]);

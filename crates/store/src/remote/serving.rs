@@ -123,7 +123,7 @@ fn parse<T: DeserializeOwned>(payload: &[u8]) -> std::result::Result<T, Connecti
 }
 
 /// Serves a client that writes.
-struct Session<'a> {
+struct WriteServer<'a> {
     connection: &'a mut Connection,
     requests: Sender<Request>,
     /// Returns frames that were written.
@@ -143,11 +143,11 @@ fn write(connection: &mut Connection, engine: Engine, vm: Vm, patience: Timeouts
         let run = thread::Builder::new().name("store".into()).spawn_scoped(scope, move || engine::run(engine, &asked));
         run.map_err(ConnectionError::Io)?;
         let back = mpsc::channel();
-        Session { connection, requests, back, waiting: 0, started: Vec::new(), in_hand: false, patience }.serve()
+        WriteServer { connection, requests, back, waiting: 0, started: Vec::new(), in_hand: false, patience }.serve()
     })
 }
 
-impl Session<'_> {
+impl WriteServer<'_> {
     fn serve(mut self) -> ServeResult {
         loop {
             self.connection.set_patience(if self.in_hand { self.patience.within } else { self.patience.idle });

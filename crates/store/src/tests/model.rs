@@ -73,7 +73,7 @@ pub fn open(disk: &MemoryDisk, keep: u32) -> Result<Engine> {
     open_as(disk, keep, "test", None)
 }
 
-/// Of an error that says that another one is the owner: the old epoch, the new one, what its owner does.
+/// Returns the old epoch, the new epoch and the owner's operation of a [`StoreError::Superseded`].
 pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
     match error {
         StoreError::Superseded { mine, epoch, owner, .. } => Some((*mine, *epoch, &owner.operation)),
@@ -90,7 +90,7 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
-/// One whose pages are looked for later.
+/// Opens an image lazily.
 pub fn lazy(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open_lazily(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
@@ -141,9 +141,9 @@ impl Model {
     pub fn commit(&mut self, engine: &mut Engine, change: &Change) -> Result<Committed> {
         let expected = self.after(change);
         let blocks: Vec<Block> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
-        let begun = engine.begin(blocks)?;
+        let started = engine.begin(blocks)?;
         let pages: Vec<_> =
-            change.pages.iter().map(|(block, page, kind)| (begun[*block].number, *page, *kind)).collect();
+            change.pages.iter().map(|(block, page, kind)| (started[*block].number, *page, *kind)).collect();
         send(engine, &pages);
         let state = State { definition: b"{}".into(), metadata: b"7".into(), devices: expected.devices.clone() };
         let committed = engine.commit(&state, 0)?;

@@ -205,7 +205,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let again = commit(&mut writer, 3).unwrap();
     assert_eq!((again.number, again.pages.stored, again.pages.zero), (6, 0, 0));
     commit(&mut writer, 4).unwrap();
-    // Given up, it leaves no trace.
+    // An aborted checkpoint leaves no trace.
     let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)]).unwrap();
     checkpoint.pages(0, [(0, &content(5))]).unwrap();
     drop(checkpoint);
@@ -242,7 +242,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     assert_eq!(listing.checkpoints.len(), 3);
     let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
-    // Whoever takes over is told to the one before, by name.
+    // The error of the previous owner names the new one.
     let fenced = admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
@@ -271,7 +271,7 @@ fn check_rest(there: &StoreUrl, client: &Identity) {
 }
 
 #[test]
-fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
+fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
@@ -306,14 +306,14 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
             }
             Err(e) => panic!("cut after {cut}: {e}"),
         }
-        // And it goes on, as the same owner with a new epoch.
+        // And it continues, as the same owner with a new epoch.
         let done = commit(&mut writer, committed).unwrap_or_else(|e| panic!("after the cut at {cut}: {e}"));
         committed += 1;
         assert_eq!(done.number, committed);
         assert!(writer.epoch() > epoch || whole);
     }
     assert!(lost > 3, "{lost} of them were cut");
-    // Reading goes on over a new connection, too.
+    // Reading continues over a new connection too.
     let image = Image::open(&there, &which(&client)).unwrap();
     for cut in [0, 700, 2_000, 5_000] {
         cutter.left.store(cut, Ordering::SeqCst);
@@ -323,7 +323,7 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
         assert!(failed > 0 || cut > 0);
         check(&image, committed);
     }
-    // With another owner meanwhile it does not go on.
+    // It does not continue if there was another owner meanwhile.
     cutter.left.store(0, Ordering::SeqCst);
     assert!(matches!(commit(&mut writer, 9), Err(StoreError::Connection { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
@@ -371,14 +371,14 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
 }
 
 #[test]
-fn a_spare_line_is_used_once_and_for_its_server_only() {
+fn a_spare_connection_is_used_once_and_for_its_server_only() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
     let running = Running::new(directory.path(), &server, Timeouts::default());
     let there = url(running.address, "web");
     commit(&mut Writer::open(&there, &options(&client, "protect web")).unwrap(), 0).unwrap();
-    // Nobody who has no certificate can make a connection.
+    // A connection requires a certificate.
     let spare = SpareConnections::default();
     let open =
         |spare: &SpareConnections| Image::open(&there, &ReadOptions { spare: spare.clone(), ..ReadOptions::default() });
@@ -400,14 +400,14 @@ fn a_spare_line_is_used_once_and_for_its_server_only() {
 }
 
 #[test]
-fn certificates_that_do_not_fit_are_named_with_the_mend() {
+fn errors_about_unsuitable_certificates_name_the_remedy() {
     let (ours, theirs) = (Authority::new("ours"), Authority::new("theirs"));
     let directory = tempfile::tempdir().unwrap();
     let good = ours.sign("127.0.0.1", 2100);
     let client = ours.sign("client", 2100);
     let running = Running::new(directory.path(), &good, Timeouts::default());
     let there = url(running.address, "web");
-    let told = |there: &StoreUrl, identity: Option<Identity>| {
+    let message = |there: &StoreUrl, identity: Option<Identity>| {
         let e = admin::listing(there, identity.as_ref()).unwrap_err();
         let StoreError::Connection { source, .. } = e else { panic!("{e}") };
         source.to_string()
@@ -416,34 +416,34 @@ fn certificates_that_do_not_fit_are_named_with_the_mend() {
     assert_eq!(listed.kind(), "not-a-store", "{listed}");
     for (identity, words) in [
         (None, ["--cert", "--key"]),
-        // Signed by somebody else.
+        // Signed by another authority.
         (
             Some(Identity { ca: ours.ca(), ..theirs.sign("client", 2100) }),
             ["does not know the authority", "--client-ca"],
         ),
-        // The server's is signed by somebody else.
-        (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the authority", "--ca"]),
+        // The server's certificate is signed by another authority.
+        (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the configured authority", "--ca"]),
         (Some(ours.sign("client", 2001)), ["certificate has expired", "renew"]),
         (Some(Identity { cert: "/nowhere.pem".into(), ..client.clone() }), ["/nowhere.pem", "certificate"]),
         (Some(Identity { key: good.key.clone(), ..client.clone() }), ["client-2100.pem", "key"]),
         (Some(Identity { ca: client.key.clone(), ..client.clone() }), ["client-2100.key", "certificate"]),
     ] {
-        let text = told(&there, identity);
+        let text = message(&there, identity);
         assert!(words.iter().all(|word| text.contains(word)), "{text} has not {words:?}");
     }
     for (name, year, words) in [("elsewhere", 2100, "for another name"), ("127.0.0.1", 2001, "has expired")] {
         let running = Running::new(directory.path(), &ours.sign(name, year), Timeouts::default());
-        let text = told(&url(running.address, "web"), Some(client.clone()));
+        let text = message(&url(running.address, "web"), Some(client.clone()));
         assert!(text.contains(words), "{text}");
     }
-    // Something else listens there, or nobody.
+    // Another program listens there, or none.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other.local_addr().unwrap();
     let chatter = thread::spawn(move || other.accept().unwrap().0.write_all(b"220 mail ready\r\n").unwrap());
-    let text = told(&url(address, "web"), Some(client.clone()));
+    let text = message(&url(address, "web"), Some(client.clone()));
     assert!(text.contains("does not speak TLS") || text.contains("closed"), "{text}");
     chatter.join().unwrap();
-    let text = told(&url(address, "web"), Some(client));
+    let text = message(&url(address, "web"), Some(client));
     assert!(text.contains("rekindle store serve"), "{text}");
     // And the server lives.
     assert!(TcpStream::connect(running.address).is_ok());
@@ -453,7 +453,7 @@ fn certificates_that_do_not_fit_are_named_with_the_mend() {
 }
 
 #[test]
-fn whoever_says_nothing_is_dropped() {
+fn a_silent_client_is_dropped() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
@@ -524,7 +524,7 @@ fn repeat(mut step: impl FnMut() -> bool + Send + 'static) -> JoinHandle<bool> {
 const SOON: Duration = Duration::from_millis(300);
 
 #[test]
-fn a_frame_that_comes_byte_by_byte_ends_the_line() {
+fn a_frame_that_comes_byte_by_byte_ends_the_connection() {
     for client_drips in [true, false] {
         let (server, client) = ends(SOON);
         let (mut dripping, mut connection) = if client_drips { (client, server) } else { (server, client) };
@@ -539,7 +539,7 @@ fn a_frame_that_comes_byte_by_byte_ends_the_line() {
 }
 
 #[test]
-fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_line() {
+fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_connection() {
     let (mut connection, mut client) = ends(SOON);
     connection.limit(SOON, 1 << 30);
     let drip = repeat(move || client.receive_raw(&mut [0; 512]).is_ok_and(|n| n > 0));
@@ -562,7 +562,7 @@ fn a_handshake_that_comes_byte_by_byte_is_dropped() {
 }
 
 #[test]
-fn a_peer_that_is_at_work_for_ever_is_given_up() {
+fn a_peer_that_works_without_end_is_disconnected() {
     for server_works in [true, false] {
         let (server, client) = ends(SOON);
         let (mut busy, mut connection) = if server_works { (server, client) } else { (client, server) };
@@ -576,7 +576,7 @@ fn a_peer_that_is_at_work_for_ever_is_given_up() {
 }
 
 #[test]
-fn nothing_that_a_client_says_harms_the_server_or_the_store() {
+fn no_message_of_a_client_harms_the_server_or_the_store() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
@@ -594,7 +594,7 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
         Just([&1u32.to_le_bytes()[..], &[0; 16]].concat()),
         Just([&u32::MAX.to_le_bytes()[..], &[7; 40]].concat()),
     ];
-    let said = proptest::collection::vec((0..Kind::ALL.len(), payload), 1..6);
+    let messages = proptest::collection::vec((0..Kind::ALL.len(), payload), 1..6);
     for round in 0..120 {
         let purpose = match round % 4 {
             0 => None,
@@ -610,7 +610,7 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
             }),
         };
         let mut connection = raw(running.address, &client, purpose);
-        for (kind, payload) in said.new_tree(&mut runner).unwrap().current() {
+        for (kind, payload) in messages.new_tree(&mut runner).unwrap().current() {
             let kind = Kind::ALL[kind];
             if connection.send(kind, &[&payload[..payload.len().min(kind.limit())]]).is_err() {
                 break;
