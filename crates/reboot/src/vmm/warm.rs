@@ -244,7 +244,8 @@ fn prepare_destination(replacement: &mut Replacement, journal: &mut Journal) -> 
     let mut feed = Feed::open(&mut destination_qmp, handover::WARM_CAPABILITIES)?;
     let mut kept = StreamWriter::begin(&rundir)?;
     let (tap, source) = if in_one && readable {
-        let ahead = CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
+        let ahead =
+            CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let mut part = stream::HEADER.to_vec();
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
@@ -394,7 +395,8 @@ fn hand_over(
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;
     if let BlockSource::QemuMemory { blocks, ahead, mut section } = source {
-        let now = CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
+        let now =
+            CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let moved = || {
             unreadable(&source_qemu, io::Error::other("a RAM block changed its size during the hand-over; try again"))
         };
